@@ -1,0 +1,30 @@
+# make run   installs into .venv, then trains the demo: 2 ranks, partial colocation
+# make test  installs into .venv, then lints and passes the tests
+PYTHON ?= python3
+RANKS ?= 2
+BIN := .venv/bin
+CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test lint install
+run: install
+	$(BIN)/torchrun --nproc-per-node $(RANKS) run.py --mode partial $(ARGS)
+
+test: install lint
+	$(BIN)/python -m pytest -q tests
+
+lint: install
+	$(BIN)/ruff check .
+
+install: .venv/installed
+
+.venv/installed: requirements.txt cpu/requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+ifeq ($(CUDA),yes)
+	$(BIN)/pip install --quiet -r requirements.txt
+else
+	$(BIN)/pip install --quiet -r cpu/requirements.txt
+	$(BIN)/pip install --quiet --no-deps -c requirements.txt sglang compressed-tensors==0.18.0 xgrammar==0.2.7
+endif
+	touch $@

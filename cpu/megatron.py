@@ -1,0 +1,174 @@
+"""Run the real megatron.core on a machine without CUDA, and repair its distributed optimizer.
+
+Megatron-Core 0.16.1 is plain PyTorch once its optional kernels (Transformer Engine, Apex) are absent, except that its source
+says "cuda" by name: `torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`. `install()` adds an import hook that
+rewrites these names while megatron.core, and only megatron.core, is being imported:
+
+    torch.cuda                             -> CpuDevice, the small namespace below
+    "cuda", "torch.cuda.FloatTensor"       -> "cpu", "torch.FloatTensor"
+    x.cuda(...)                            -> x.cpu()        the tensor itself, on CPU
+    x.pin_memory(), pin_memory=True        -> x.clone(), pin_memory=False
+
+The choice not taken is to patch torch itself: that is shorter, but then every other library sees a CUDA that is not there.
+"""
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import warnings
+
+import torch
+
+WARNINGS = (  # about optional packages and about old calls inside Megatron: nothing that a user can act on
+    r".*Apex (is|are) not installed",
+    r"tp_group is None, using default tp group",
+    r"Could not import flask",
+    r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+)
+
+
+class CpuDevice:
+    """What megatron.core sees in place of `torch.cuda`: only the names that training and checkpointing touch."""
+
+    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    Stream, Event = torch.Stream, torch.Event  # named in annotations and default arguments, never made here
+    is_available = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: torch.device("cpu"))
+    set_device = synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
+    stream = device = staticmethod(lambda *args: contextlib.nullcontext())
+    default_generators = {torch.device("cpu"): torch.default_generator}  # indexed by what current_device returns
+    manual_seed = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
+    _lazy_call = staticmethod(lambda function, **kwargs: function())
+
+    class random:
+        get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+
+
+class _Rewrite(ast.NodeTransformer):
+    """The four rewrites of the module docstring, on one module's syntax tree."""
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name("_CpuDevice", node.ctx), node)
+        return node
+
+    def visit_ImportFrom(self, node):  # from torch.cuda import name as other
+        if node.module != "torch.cuda":
+            return node
+        device = ast.Name("_CpuDevice", ast.Load())
+        lines = [
+            ast.Assign([ast.Name(alias.asname or alias.name, ast.Store())], ast.Attribute(device, alias.name, ast.Load()))
+            for alias in node.names
+        ]
+        return [ast.copy_location(line, node) for line in lines]
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            node.func.attr, node.args, node.keywords = "cpu", [], []
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory":
+            node.func.attr = "clone"  # a copy, not the tensor: callers free the source's storage on the next line
+        return node
+
+    def visit_keyword(self, node):
+        self.generic_visit(node)
+        if node.arg == "pin_memory" and isinstance(node.value, ast.Constant):
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Constant(self, node):
+        if node.value in ("cuda", "cuda:0"):
+            return ast.copy_location(ast.Constant("cpu"), node)
+        if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+            return ast.copy_location(ast.Constant(node.value.replace("torch.cuda.", "torch.")), node)
+        return node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):  # overridden whole, so that rewritten code is never written to a .pyc
+        path = self.get_filename(fullname)
+        tree = _Rewrite().visit(ast.parse(self.get_data(path), path))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module):
+        module.__dict__["_CpuDevice"] = CpuDevice
+        super().exec_module(module)
+        if module.__name__ == "megatron.core.jit":
+            module.disable_jit_fuser()  # it is torch.compile, which needs a C++ compiler on CPU
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Make megatron.core importable here, and quiet. Call it before the first megatron import; calling it again does nothing.
+
+    With CUDA the import hook is left out. The optimizer's repair below is about torch's own AdamW and not about the device, so
+    it happens wherever Apex and Transformer Engine are both absent.
+    """
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # it announces that it is off
+    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        assert "megatron.core" not in sys.modules, "install() must run before the first import of megatron.core"
+        sys.meta_path.insert(0, _Finder())
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        repair(distrib_optimizer.DistributedOptimizer)
+
+
+# Three bugs of Megatron-Core 0.16.1's DistributedOptimizer around torch.optim.AdamW, all in its checkpoints. Each of the
+# functions below replaces the method of its name; the test of each fails with the original method in its place.
+
+original = {}  # the methods that were replaced, by name
+
+
+def repair(optimizer_class: type) -> None:
+    for function in (state_dict, load_state_dict, _set_main_param_and_optimizer_states):
+        original.setdefault(function.__name__, vars(optimizer_class)[function.__name__])
+        setattr(optimizer_class, function.__name__, function)
+
+
+def state_dict(self):
+    """AdamW makes its state at the first step, and the original asserts that every parameter has a step count already."""
+    for group in self.optimizer.param_groups:
+        for param in group["params"]:
+            if not self.optimizer.state[param]:  # what AdamW itself would make
+                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[param] = {"step": torch.zeros(()), **zeros}
+    return original["state_dict"](self)
+
+
+def load_state_dict(self, state):
+    """The original gives all parameters one and the same step tensor, so that every later step would count once per parameter.
+
+    Adam's bias correction would then be wrong after a resume, and nothing would say so.
+    """
+    original["load_state_dict"](self, state)
+    for adam_state in self.optimizer.state.values():
+        adam_state["step"] = adam_state["step"].clone()
+
+
+@torch.no_grad()  # an fp32 shard is a view of a leaf parameter, which the original writes in place
+def _set_main_param_and_optimizer_states(self, model_param, tensors):
+    """The original also looks for `step` among the saved tensors, where it is not."""
+    group_index, group_order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group_index]["params"][group_order]
+    main_param.copy_(tensors["param"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        self.optimizer.state[main_param][name].copy_(tensors[name])

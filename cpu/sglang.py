@@ -1,0 +1,279 @@
+"""What lets the real SGLang 0.5.23 serve a dense model on a machine without CUDA.
+
+    python -m cpu.sglang --model-path DIR ...      (from the repository root; the flags of sglang.launch_server)
+
+SGLang falls back to plain torch for every layer of a dense model when there is no GPU. What is missing from the wheel is
+filled in here, through SGLang's own hooks and without touching its files:
+
+- import stand-ins for triton, torchvision and sgl_kernel, which are imported at start and then never called;
+- the hash behind seeded sampling and the opt-ins of deterministic mode, which only ship as GPU kernels;
+- attention over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer, which is
+  half of the time of a small model.
+
+With CUDA none of it is used and plain `sglang.launch_server` runs. Either way the server dies with the process that started it.
+Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
+"""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import types
+
+import torch
+
+# ---- the server and its children die with their parent ---------------------------------------------------------------
+
+
+def die_with_parent():
+    """Ask Linux for a SIGKILL when the thread that started this process ends (PR_SET_PDEATHSIG), even by kill -9."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+# ---- import stand-ins ------------------------------------------------------------------------------------------------
+
+
+class StandIn(types.ModuleType):
+    """A module that is imported but never used: every attribute exists, and any call is a decorator that does nothing."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.__path__ = []  # makes it a package: submodules may be imported too
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # A capital letter means a class: it may be subclassed, or appear in an isinstance call or an annotation.
+        value = type(name, (), {}) if name[0].isupper() else StandIn(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args, **kwargs):
+        bare_decorator = len(args) == 1 and callable(args[0]) and not kwargs
+        return args[0] if bare_decorator else lambda function: function
+
+
+class StandInFinder:
+    """Import hook: `import name` and `import name.anything` give stand-ins."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == self.name:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return StandIn(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def replace_triton():
+    """triton: 700 MB of GPU compiler. Its kernels are declared at import, so the decorators must exist."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    sys.meta_path.append(StandInFinder("triton"))
+    import triton
+    import triton.language
+
+    triton.__version__ = "3.0.0"
+    triton.cdiv = lambda a, b: -(-a // b)
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+    triton.Config = lambda *args, **kwargs: None
+    triton.language.constexpr = type("constexpr", (), {"__init__": lambda self, value=None: None})
+
+
+def replace_torchvision():
+    """torchvision: the wheel is linked to CUDA and breaks transformers next to a CPU torch. Only image models need it."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    import transformers
+    from transformers.utils import import_utils
+
+    class AutoImageProcessor:
+        @staticmethod
+        def register(*args, **kwargs):
+            pass
+
+    transformers.AutoImageProcessor = AutoImageProcessor
+    assert not import_utils.is_torchvision_available()  # cached: transformers must not see the stand-in
+    sys.meta_path.append(StandInFinder("torchvision"))
+
+
+def replace_sgl_kernel():
+    """sgl_kernel: SGLang's compiled kernels. One of them fills the table of KV slots and is needed in torch."""
+
+    def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, starts, ends, slots, width):
+        lengths = (ends - starts).tolist()
+        requests = zip(req_pool_indices.tolist(), starts.tolist(), ends.tolist(), slots.split(lengths), strict=True)
+        for row, start, end, own_slots in requests:
+            req_to_token[row, start:end] = own_slots.to(req_to_token.dtype)
+
+    module = types.ModuleType("sgl_kernel")
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
+    module.__version__ = "0"
+    module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu
+    module.__getattr__ = unavailable_kernel
+    sys.modules["sgl_kernel"] = module
+
+
+def unavailable_kernel(name):
+    if not name.endswith("_cpu"):
+        raise AttributeError(name)
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{name} needs a compiled kernel: this model or feature cannot run without a GPU")
+
+    return refuse
+
+
+# ---- seeded sampling -------------------------------------------------------------------------------------------------
+
+
+def murmur_hash32(seed, positions, columns):
+    """MurmurHash3 of (seed, position, column), the noise of SGLang's seeded sampling, bit-equal to its GPU kernel.
+
+    seed [n] int64, positions [n], columns [vocab] -> uint32 [n, vocab]. Computed in int64, because torch has no uint32 product.
+    """
+    low32 = 0xFFFFFFFF
+
+    def rotate(x, bits):
+        return ((x << bits) | (x >> (32 - bits))) & low32
+
+    def multiply(x, constant):  # in two halves: a product of 32-bit numbers does not fit int64
+        return ((x & 0xFFFF) * constant + ((((x >> 16) * constant) & 0xFFFF) << 16)) & low32
+
+    def mix(state, block):
+        block = multiply(rotate(multiply(block, 0xCC9E2D51), 15), 0x1B873593)
+        return (multiply(rotate(state ^ block, 13), 5) + 0xE6546B64) & low32
+
+    seed, positions, columns = seed.view(torch.int64), positions.to(torch.int64), columns.to(torch.int64)
+    state = mix(mix(mix(torch.zeros_like(seed), seed & low32), (seed >> 32) & low32), positions & low32)
+    state = mix(state[:, None], (columns & low32)[None, :]) ^ 16  # 16 bytes were hashed
+    state = multiply(state ^ (state >> 16), 0x85EBCA6B)
+    state = multiply(state ^ (state >> 13), 0xC2B2AE35)
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def register_murmur_hash():
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    return library  # the operator lives as long as this object
+
+
+# ---- attention over the batch ----------------------------------------------------------------------------------------
+
+
+def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
+    """Requests whose padded lengths are equal, ready for one attention call per group and layer.
+
+    seq_lens [n] tokens of each request, the last new_lens [n] of which are queries (1 in decode). Returns a list of
+    (query rows [b, q], KV slots [b, k], additive mask [b, 1, q, k]).
+
+    A request is padded to the next multiple of 32 of its own length, never to its longest neighbour: the order of the sums,
+    and so the last bits of a logit, would otherwise depend on which other requests share the batch.
+    """
+    groups = {}
+    for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
+        groups.setdefault((new if new == 1 else round_up(new), round_up(length)), []).append(i)
+    first_row = new_lens.cumsum(0) - new_lens
+    plan = []
+    for (q, k), members in groups.items():
+        members = torch.tensor(members)
+        new = new_lens[members, None]
+        position = torch.arange(q).minimum(new - 1)  # [b, q]: padding repeats the last query
+        slots = req_to_token[req_pool_indices[members], :k]
+        visible = torch.arange(slots.shape[1]) <= (seq_lens[members, None] - new + position)[:, None, :, None]
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        plan.append((first_row[members, None] + position, slots, mask))
+    return plan
+
+
+def round_up(length, multiple=32):
+    return -(-length // multiple) * multiple
+
+
+def attend(query, output, k_cache, v_cache, plan, scaling, enable_gqa):
+    """query, output [tokens, heads, dim]; k_cache, v_cache [slots, kv heads, dim]; plan from `group_by_length`."""
+
+    def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
+        return torch.nn.functional.embedding(slots, cache.flatten(1)).unflatten(-1, cache.shape[1:]).transpose(1, 2)
+
+    for rows, slots, mask in plan:
+        q, k, v = query[rows].transpose(1, 2), gather(k_cache, slots), gather(v_cache, slots)  # [b, heads, length, dim]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
+        )
+        output[rows] = out.transpose(1, 2)
+
+
+def batched_attention():
+    """SGLang's `torch_native` backend with one attention call per group of requests. A function: its base needs the stand-ins."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    class BatchedAttention(TorchNativeAttnBackend):
+        def init_forward_metadata(self, batch):
+            super().init_forward_metadata(batch)
+            new_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
+            table = self.req_to_token_pool.req_to_token
+            self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
+
+        def _run_sdpa_forward_extend(self, query, output, k_cache, v_cache, *lengths, causal, **options):
+            assert causal, "only decoder models can run without a GPU"
+            self._run_sdpa_forward_decode(query, output, k_cache, v_cache, **options)
+
+        def _run_sdpa_forward_decode(self, query, output, k_cache, v_cache, *lengths, scaling, enable_gqa, **options):
+            assert options.get("sliding_window_size") is None, "sliding-window attention cannot run without a GPU"
+            attend(query, output, k_cache, v_cache, self.plan, scaling, enable_gqa)
+
+    return BatchedAttention
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def install():
+    """Make `import sglang` work without CUDA. Call it once per process, before anything of sglang is imported."""
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="all", TORCHDYNAMO_DISABLE="1")
+    replace_triton()
+    replace_torchvision()
+    replace_sgl_kernel()
+    return register_murmur_hash()
+
+
+def run_scheduler_process(*args, **kwargs):
+    """The child process that owns the model: SGLang's own, with attention over the batch."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.managers import scheduler
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # triton kernels; see group_by_length
+    attention_registry.register_attention_backend("torch_native")(batched_attention())
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def main():
+    if torch.cuda.is_available():
+        runpy.run_module("sglang.launch_server", run_name="__main__")
+        return
+    from sglang.srt import server_args
+    from sglang.srt.entrypoints import http_server
+
+    http_server.launch_server(server_args.prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process)
+
+
+# SGLang spawns its children, and a spawned child imports this file as __mp_main__ before it unpickles anything of sglang.
+if __name__ in ("__main__", "__mp_main__"):
+    die_with_parent()
+    if not torch.cuda.is_available():
+        library = install()
+if __name__ == "__main__":
+    main()

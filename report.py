@@ -1,0 +1,208 @@
+"""Report: what a step came to, as numbers, texts and pictures, and the one progress bar.
+
+Controllers gather small facts; every rank works out the same metrics; rank 0 writes them. Files under --out: metrics.jsonl,
+samples.jsonl, tensorboard/, trace.json, timeline.png.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from statistics import fmean
+
+import timeline as tl
+
+TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
+BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+PHASES = {"serve": "serving", "train": "training", "sync": "pushing weights", "evaluate": "evaluating"}
+
+
+class Progress:
+    """One bar on rank 0's terminal: what the run is doing now, how it does, time left; and a line per step. Other ranks are silent."""
+
+    def __init__(self, steps: int, is_main: bool):
+        from tqdm import tqdm
+
+        self._steps, self._shown = steps, {}
+        self._bar = tqdm(total=steps, bar_format=BAR, disable=not is_main, dynamic_ncols=True, leave=False)
+
+    def doing(self, what: str) -> None:
+        """Say what the run is doing now."""
+        self._bar.set_description_str(what)
+
+    def phase(self, name: str, step: int) -> None:
+        """A span opened: the phases of a step show up in the bar."""
+        if name in PHASES:
+            self.doing(f"step {step + 1}: {PHASES[name]}")
+
+    def step(self, step: int, metrics: dict[str, float], accuracy: float | None) -> None:
+        """A step is done."""
+        reward, rate = metrics["reward/unfiltered_mean"], metrics["perf/tokens_per_s"]
+        self._shown = {"reward": f"{reward:.2f}", "tokens/s": f"{rate:.0f}"}
+        if accuracy is not None:
+            self._shown["accuracy"] = f"{accuracy:.2f}"
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update()
+        self.line(
+            f"step {step + 1:3d}/{self._steps}  reward {reward:.3f}  loss {metrics['train/loss']:+.4f}  "
+            f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  {rate:.0f} tokens/s  "
+            f"step {metrics['time/step_s']:.1f} s (serve {metrics['time/serve_s']:.1f}, train {metrics['time/train_s']:.1f})"
+        )
+
+    def line(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self._bar.disable:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+
+class Report:
+    """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
+
+    def __init__(self, config, world, out: Path, progress: Progress, decode):
+        self.config, self.world, self.out, self.progress = config, world, out, progress
+        self._decode = decode  # actor tokens -> text
+        self._accuracy: float | None = None
+        self._ended = 0.0  # when the step before ended, on the timeline's clock
+        self._writer = None
+        if world.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(out / "tensorboard"))
+
+    def start(self, now: float) -> None:
+        """The first step begins now (seconds on the timeline's clock)."""
+        self._ended = now
+
+    def accuracy(self, step: int, value: float, now: float) -> None:
+        """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
+        self._accuracy, self._ended = value, now
+        self.progress.line(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
+        self._write(step, {"eval/accuracy": value})
+
+    async def step(self, step: int, served, samples: list, stats: dict[str, float], job) -> None:
+        """Gather the step's facts, work out its metrics and write them (collective)."""
+        spans, now = job.timeline.take(), job.timeline.now()
+        facts = await self.world.gather(local_facts(served, samples, spans, job))
+        metrics = summarize(facts, job.rollout.capacity, job.genrm.capacity) | stats
+        metrics |= {"rollout/groups_per_kept": job.state.groups_per_kept, "split/rollout_ranks": float(len(job.rollout.engines))}
+        metrics["time/step_s"], self._ended = now - self._ended, now
+        metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+        # step k of the log holds what was measured with k updates done and the update that followed
+        self._write(step, metrics)
+        self._write_samples(step, served)
+        self.progress.step(step, metrics, self._accuracy)
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        if self._writer is None:
+            return
+        with (self.out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step} | {name: round(value, 6) for name, value in sorted(metrics.items())}) + "\n")
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _write_samples(self, step: int, served) -> None:
+        """A few whole samples of this controller. TensorBoard renders Markdown, so text from a model is escaped."""
+        if self._writer is None:
+            return
+        rows = []
+        for sample in (served.kept + served.padding)[:: self.config.answers_per_prompt][:TEXTS_PER_STEP]:
+            rows.append(
+                {"step": step, "prompt_id": sample.prompt_id, "question": sample.question, "answer_key": sample.answer_key}
+                | {"response": self._decode(sample.response), "finish": sample.finish, "critique": sample.critique}
+                | {"verdict": sample.verdict, "reward": sample.reward}
+            )
+        with (self.out / "samples.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        for number, row in enumerate(rows):
+            text = "\n".join(f"    {line}" for line in html.escape(json.dumps(row, indent=1)).splitlines())
+            self._writer.add_text(f"samples/{number}", text, step)
+
+    def close(self, capacity: int, title: str) -> None:
+        """Merge the ranks' spans into the trace and the picture. Rank 0 only writes; call it after a barrier."""
+        if self._writer is None:
+            return
+        spans = tl.read_spans(self.out / "spans")
+        tl.write_trace([s for s in spans if s.name in tl.COLORS], self.out / "trace.json")
+        tl.draw([s for s in spans if s.name in tl.COLORS], capacity, self.out / "timeline.png", title)
+        import matplotlib.image
+
+        picture = matplotlib.image.imread(self.out / "timeline.png")[..., :3]
+        self._writer.add_image("timeline", picture, self.config.steps, dataformats="HWC")
+        self._writer.close()
+
+
+def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
+    """What one controller saw in a step: counts, lengths, seconds. `samples` are those it trained on; `served` those it had written."""
+    groups = served.filtered + served.carried
+    everything = served.kept + [sample for group in groups for sample in group]
+    keyed = [s for s in everything if s.answer_key is not None and s.verdict is not None]
+    wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
+    return {
+        "kept_rewards": [s.reward for s in served.kept],
+        "rewards": [s.reward for s in everything if s.reward is not None],
+        "lengths": [len(s.response) for s in everything],
+        "truncated": sum(s.finish == "length" for s in everything),
+        "aborted": sum(s.finish == "abort" for s in everything),
+        "filtered": len(served.filtered),
+        "groups": len({s.prompt_id for s in everything}),
+        "carried": len(served.carried),
+        "waves": served.waves,
+        "padded": served.padded,
+        "answers_keyed": len(keyed),
+        "answers_wrong": len(wrong),
+        "wrong_accepted": sum(s.verdict for s in wrong),
+        "failed": sum(s.verdict is None for s in everything),
+        "latencies": job.judge.latencies,
+        "dp_rank": job.actor.dp_rank,
+        "tokens_to_train": sum(len(s.prompt) + len(s.response) for s in samples),
+        "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync")},
+        "request_seconds": {role: sum(s.end - s.start for s in spans if s.name == role) for role in ("rollout", "genrm")},
+    }
+
+
+def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> dict[str, float]:
+    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds."""
+    total = {name: sum(f[name] for f in facts) for name in ("truncated", "aborted", "filtered", "groups", "carried", "failed")}
+    merged = {name: [value for f in facts for value in f[name]] for name in ("kept_rewards", "rewards", "lengths", "latencies")}
+    slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
+    wrong, accepted_wrong = sum(f["answers_wrong"] for f in facts), sum(f["wrong_accepted"] for f in facts)
+    keyed = sum(f["answers_keyed"] for f in facts)
+    tokens = {f["dp_rank"]: f["tokens_to_train"] for f in facts}.values()
+    metrics = {
+        "reward/mean": _mean(merged["kept_rewards"]),
+        "reward/unfiltered_mean": _mean(merged["rewards"]),
+        "reward/zero_std_frac": total["filtered"] / max(1, total["groups"]),
+        "rollout/response_len_mean": _mean(merged["lengths"]),
+        "rollout/response_len_max": float(max(merged["lengths"], default=0)),
+        "rollout/tokens": float(sum(merged["lengths"])),
+        "rollout/truncated_frac": total["truncated"] / max(1, len(merged["lengths"])),
+        "rollout/waves": float(facts[0]["waves"]),
+        "rollout/aborted": float(total["aborted"]),
+        "rollout/padded_groups": float(facts[0]["padded"]),
+        "rollout/carried_groups": float(total["carried"]),
+        "genrm/accept_frac": _mean(merged["rewards"]),
+        "genrm/failed": float(total["failed"]),
+        "genrm/p50_s": _quantile(merged["latencies"], 0.5),
+        "genrm/p99_s": _quantile(merged["latencies"], 0.99),
+        "balance/max_over_mean": max(tokens) / max(1e-9, fmean(tokens)),
+    }
+    if keyed:  # only prompts with an answer key can tell
+        metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
+        metrics["rollout/correct_frac"] = 1 - wrong / keyed
+    for role, capacity in (("rollout", rollout_capacity), ("genrm", genrm_capacity)):
+        work = sum(f["request_seconds"][role] for f in facts)
+        metrics[f"occupancy/{role}"] = work / max(1e-9, capacity * slowest["serve"])
+    return metrics | {f"time/{name}_s": value for name, value in slowest.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0

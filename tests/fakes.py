@@ -1,0 +1,243 @@
+"""Fakes for the controllers' outside: many ranks in one process on a virtual clock. They live in tests only.
+
+The clock jumps to the next event when every task waits, so a step of minutes takes milliseconds, and a deadlock is an error at once.
+"""
+
+import asyncio
+import random
+import selectors
+from types import SimpleNamespace
+
+import controller
+import genrm
+import placement
+from data import Prompt, Prompts
+from rollout import Answer
+from timeline import Timeline
+
+SECONDS_PER_TOKEN = 0.01
+
+
+class VirtualClock(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still while anything can run, and jumps when nothing can."""
+
+    def __init__(self):
+        self.now = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self):
+        return self.now
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self, loop):
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout=None):
+        if timeout is None:
+            raise RuntimeError("deadlock: every task waits for another")
+        self._loop.now += timeout
+        return super().select(0)
+
+
+class FakeWorld:
+    """World over ranks that are tasks of one loop. `meetings` is shared by all ranks."""
+
+    def __init__(self, rank, size, meetings):
+        self.rank, self.size, self._meetings, self._calls = rank, size, meetings, 0
+
+    async def run(self, function, *args):
+        result = function(*args)
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def gather(self, value):
+        future, values = self._meetings.setdefault(self._calls, (asyncio.get_running_loop().create_future(), {}))
+        assert self.rank not in values, "a rank came twice to one meeting"
+        self._calls += 1
+        values[self.rank] = value
+        if len(values) == self.size:
+            future.set_result([values[rank] for rank in range(self.size)])
+        return list(await future)
+
+    async def broadcast(self, value, source=0):
+        return (await self.gather(value))[source]
+
+    async def barrier(self):
+        await self.gather(None)
+
+    async def exchange(self, outgoing):
+        sent = await self.gather(outgoing)
+        return {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+
+
+class Device:
+    """One rank's memory: who holds it. The one overlap allowed is rollout weights beside the actor, for the push."""
+
+    def __init__(self, rank, log):
+        self.rank, self.log, self.holders = rank, log, set()
+
+    def take(self, holder):
+        self.log.append((self.rank, "take", holder))
+        self.holders.add(holder)
+        pairs = {frozenset(p) for p in (("rollout weights", "actor"), ("rollout weights", "rollout cache"), ("genrm weights", "genrm cache"))}
+        for other in self.holders - {holder}:
+            assert frozenset((holder, other)) in pairs, f"rank {self.rank}: {holder} came while {other} held the device"
+
+    def give(self, *holders):
+        for holder in holders:
+            self.log.append((self.rank, "give", holder))
+            self.holders.discard(holder)
+
+
+class FakeEngine:
+    """A handle; `server` is what all handles on one engine share."""
+
+    def __init__(self, role, rank, device, write, capacity=16):
+        self.role, self.rank, self.capacity, self.in_flight, self.awake = role, rank, capacity, 0, True
+        self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0)
+        self._write = write
+        self.on_request = None
+
+    def handle(self):
+        other = FakeEngine(self.role, self.rank, self.server.device, self._write, self.capacity)
+        other.server = self.server
+        return other
+
+    async def generate(self, prompt, n, sampling):
+        assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
+        start = asyncio.get_running_loop().time()
+        self.server.requests += 1
+        self.in_flight += n
+        answers = sorted((self._write(prompt, index, sampling) for index in range(n)), key=lambda a: len(a.tokens))
+        for answer in answers:
+            due = start + SECONDS_PER_TOKEN * len(answer.tokens)
+            await asyncio.sleep(due - asyncio.get_running_loop().time())
+            self.in_flight -= 1
+            if self.on_request:
+                self.on_request(self.role, self.rank, start, due)
+            yield Answer(answer.index, answer.tokens, answer.logprobs, answer.finish, [self.server.version] * len(answer.tokens))
+
+    async def wake_weights(self):
+        self.server.device.take(f"{self.role} weights")
+
+    async def wake_kv_cache(self):
+        await asyncio.sleep(0.1)
+        self.server.device.take(f"{self.role} cache")
+        self.awake = self.server.awake = True
+
+    async def sleep(self):
+        assert self.in_flight == 0, "put to sleep while answers were in flight"
+        await asyncio.sleep(0.1)
+        self.awake = self.server.awake = False
+        self.server.device.give(f"{self.role} weights", f"{self.role} cache")
+
+    async def load_weights(self, named_weights, version):
+        assert f"{self.role} weights" in self.server.device.holders
+        self.server.version = version
+
+
+class FakeActor:
+    def __init__(self, rank, size, device, tp=1):
+        self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
+        self.device, self.version, self.awake, self.batches = device, 0, True, []
+        device.take("actor")
+
+    def wake(self):
+        assert not self.awake, "woken while awake"
+        self.awake = True
+        self.device.take("actor")
+
+    def sleep(self):
+        assert self.awake, "put to sleep while asleep"
+        self.awake = False
+        self.device.give("actor")
+
+    def named_weights(self):
+        return iter(())
+
+    async def update(self, samples):
+        assert self.awake, "trained while asleep"
+        assert all(set(s.versions) == {self.version} for s in samples), "off-policy sample"
+        await asyncio.sleep(0.5)
+        self.batches.append(samples)
+        self.version += 1
+        return {"train/loss": 0.0}
+
+
+class FakeReport:
+    def __init__(self):
+        self.steps, self.accuracies = [], {}
+
+    def accuracy(self, step, value, now):
+        self.accuracies[step] = value
+
+    async def step(self, step, served, samples, stats, job):
+        self.steps.append((step, served, samples, job.timeline.take()))
+
+
+class FakeSource:
+    """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all right or all wrong."""
+
+    held_out = [Prompt([ord(c) for c in f"{i}+0="], f"{i}+0=", str(i)) for i in range(10)]
+
+    def training(self, draw):
+        return Prompt([ord(c) for c in f"{draw}+0="], f"{draw}+0=", str(draw))
+
+
+def write_answer(prompt, index, sampling):
+    """An answer that depends on the prompt and its number in the group alone."""
+    question = "".join(map(chr, prompt))
+    rng = random.Random(question)
+    skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {index}")
+    right = int(question.split("+")[0])
+    text = " " * rng.randint(1, 60) + ">" + str(right if rng.random() < skill else right + 1)
+    return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
+
+
+def write_verdict(prompt, index, sampling):
+    """A perfect judge: `7+0=>7?` -> Y."""
+    question, answer = "".join(map(chr, prompt)).rstrip("?").split(">")
+    text = "0:0." * 5 + ("Y" if question.split("+")[0] == answer else "N")
+    return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
+
+
+def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=write_verdict, **settings):
+    """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs."""
+    defaults = dict(mode=mode, algorithm="grpo", steps=3, prompts_per_step=8, answers_per_prompt=4, max_refill_waves=3)
+    config = SimpleNamespace(**defaults | dict(eval_every=2, max_judge_failures=5, judge="JUDGE", judge_format="addition") | settings)
+    plan, log, meetings = placement.make_plan(mode, size, rollout_ranks), [], {}
+    devices = [Device(rank, log) for rank in range(size)]
+    servers = [
+        FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict)
+        for role, ranks in (("rollout", plan.rollout), ("genrm", plan.genrm))
+        for rank in ranks
+    ]
+    loop = VirtualClock()
+    jobs = []
+    for rank in range(size):
+        world = FakeWorld(rank, size, meetings)
+        timeline = Timeline(rank, loop.time)
+        handles = [server if server.rank == rank else server.handle() for server in servers]
+        for handle in handles:
+            handle.on_request = timeline.request
+        pools = [placement.Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
+        judge = genrm.Judge(
+            genrm.FORMATS["addition"], lambda text: [ord(c) for c in text], to_text, to_text, SimpleNamespace(temperature=0.0)
+        )
+        sampling, actor = SimpleNamespace(temperature=1.0), FakeActor(rank, size, devices[rank], tp)
+        prompts, report = Prompts(FakeSource()), FakeReport()
+        jobs.append(controller.Job(config, world, actor, *pools, judge, prompts, sampling, sampling, timeline, report))
+
+    async def all_ranks():
+        await asyncio.gather(*(controller.train(job) for job in jobs))
+
+    try:
+        loop.run_until_complete(all_ranks())
+    finally:
+        loop.close()
+    return jobs, log
+
+
+def to_text(tokens):
+    return "".join(map(chr, tokens))

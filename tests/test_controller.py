@@ -1,0 +1,221 @@
+"""The real controllers under fakes on a virtual clock: hand-overs, dynamic sampling, balance, in both modes."""
+
+from collections import Counter
+
+import pytest
+from fakes import simulate, write_answer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import controller
+import placement
+from rollout import Answer, Sample
+
+LAYOUTS = [("full", 1, 1), ("full", 2, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 1), ("partial", 4, 4)]
+
+
+def trained(jobs, step):
+    """prompt ids of the groups that a step trained on, over all data-parallel ranks."""
+    heads = [job for job in jobs if job.actor.is_head]
+    return Counter((s.prompt_id, s.index) for job in heads for s in job.report.steps[step][2] if s.advantages is not None)
+
+
+@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+def test_devices_change_hands_in_order(mode, size, tp):
+    """Nobody takes a device that another role holds (the fakes assert it), and the KV cache comes back only once the actor is out."""
+    jobs, log = simulate(mode, size, tp=tp)
+    for rank in range(size):
+        mine = [(verb, who) for r, verb, who in log if r == rank]
+        assert mine.count(("take", "actor")) == mine.count(("give", "actor")) == jobs[0].config.steps + 1
+        for position, event in enumerate(mine):
+            if event == ("take", "actor"):
+                until = mine.index(("give", "actor"), position)
+                assert {who for _, who in mine[position + 1 : until]} <= {"rollout weights"}
+    assert all(job.actor.version == jobs[0].config.steps for job in jobs)
+
+
+@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+def test_every_prompt_is_accounted_for(mode, size, tp):
+    """Each prompt drawn is kept, filtered or carried by exactly one controller; what is kept is trained on once; the batch is full."""
+    jobs, _ = simulate(mode, size, tp=tp, steps=4)
+    config = jobs[0].config
+    for step in range(config.steps):
+        served = [job.report.steps[step][1] for job in jobs]
+        kept = Counter((s.prompt_id, s.index) for each in served for s in each.kept)
+        assert kept == trained(jobs, step) and max(kept.values()) == 1
+        groups = len({prompt for prompt, _ in kept})
+        assert groups + served[0].padded == config.prompts_per_step
+        fates = Counter(s.prompt_id for each in served for s in each.kept if s.index == 0)
+        fates += Counter(group[0].prompt_id for each in served for group in each.filtered + each.carried)
+        assert set(fates.values()) == {1}
+    # over the run: a draw is trained on or filtered at most once, and what was carried came again or still waits in the buffer
+    done = Counter(s.prompt_id for step in range(config.steps) for job in jobs for s in job.report.steps[step][1].kept if s.index == 0)
+    done += Counter(g[0].prompt_id for step in range(config.steps) for job in jobs for g in job.report.steps[step][1].filtered)
+    waiting = Counter(jobs[0].prompts.buffer)
+    assert done + waiting == Counter(range(jobs[0].prompts.cursor))
+
+
+def test_the_batch_does_not_depend_on_ranks_or_mode():
+    """The same prompts make up every step on 1, 2 and 4 ranks, in both modes."""
+    runs = [simulate(mode, size)[0] for mode, size in (("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 4))]
+    for step in range(3):
+        first, *others = [trained(jobs, step) for jobs in runs]
+        assert first and all(other == first for other in others)
+
+
+@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+def test_ranks_share_the_batch_evenly(mode, size, tp):
+    """Data-parallel ranks train on as many samples each, to within one; ranks of one model-parallel group on the same ones."""
+    jobs, _ = simulate(mode, size, tp=tp)
+    batches = [[(s.prompt_id, s.index) for s in job.actor.batches[0]] for job in jobs]
+    counts = {len(batch) for batch in batches}
+    assert max(counts) - min(counts) <= 1
+    assert all(batches[rank] == batches[rank - rank % tp] for rank in range(size))
+
+
+def test_partial_mode_judges_while_others_are_written():
+    """Side by side, the first verdict comes before the last answer; in turns, after it."""
+    for mode, overlaps in (("partial", True), ("full", False)):
+        spans = simulate(mode, 2, max_refill_waves=0)[0][0].report.steps[0][3]
+        first_verdict = min(s.start for s in spans if s.name == "genrm")
+        last_answer = max(s.end for s in spans if s.name == "rollout")
+        assert (first_verdict < last_answer) == overlaps
+
+
+def test_a_wave_costs_a_swap_in_full_mode_only():
+    """genrm sleeps and wakes once for every wave in full mode, once a step in partial mode."""
+    for mode, once_a_wave in (("full", True), ("partial", False)):
+        jobs, log = simulate(mode, 2)
+        waves = [served.waves for _, served, _, _ in jobs[0].report.steps]
+        assert max(waves) > 1
+        wakes = sum(event == (1, "take", "genrm cache") for event in log)
+        assert wakes == (sum(waves) if once_a_wave else len(waves))
+
+
+def test_a_short_batch_is_padded_under_the_mask():
+    """When no group has variance, the waves end, padding is masked out, and the loop goes on."""
+
+    def always_right(prompt, index, sampling):
+        question = "".join(map(chr, prompt))
+        text = ">" + question.split("+")[0]
+        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
+
+    jobs, _ = simulate("partial", 2, write=always_right, steps=2)
+    for job in jobs:
+        for _, served, samples, _ in job.report.steps:
+            assert served.waves == 1 + job.config.max_refill_waves and served.padded == job.config.prompts_per_step
+            assert samples and all(s.advantages is None for s in samples)
+
+
+def test_a_judge_that_never_parses_stops_every_rank():
+    """The limit is named, and no controller is left waiting."""
+
+    def gibberish(prompt, index, sampling):
+        return Answer(0, [ord("?")], [-0.1], "stop", [])
+
+    with pytest.raises(ValueError, match="--max-judge-failures 5"):
+        simulate("partial", 2, verdict=gibberish)
+
+
+def test_samples_of_a_failed_judgement_are_dropped_not_scored():
+    """One unreadable verdict in a group: its sample leaves the batch, the rest of the group is trained on."""
+
+    def sometimes(prompt, index, sampling):
+        from fakes import write_verdict
+
+        answer = write_verdict(prompt, index, sampling)
+        unreadable = "".join(map(chr, prompt)).startswith("1")
+        return Answer(0, [ord("?")], [-0.1], "stop", []) if unreadable else answer
+
+    jobs, _ = simulate("partial", 2, verdict=sometimes)
+    for job in jobs:
+        for _, served, samples, _ in job.report.steps:
+            assert all(s.reward is not None for s in served.kept)
+            assert not any(str(s.prompt_id).startswith("1") for s in samples if s.advantages is not None)
+
+
+def test_identical_answers_are_judged_once():
+    """The judge gets one request for each distinct (question, answer) of a group."""
+    jobs, _ = simulate("partial", 2, steps=1, eval_every=1)
+    (job,) = [job for job in jobs if job.genrm.own]
+    served = [j.report.steps[0][1] for j in jobs]
+    samples = [s for each in served for s in each.kept + [s for g in each.filtered + each.carried for s in g]]
+    distinct = {(s.question, "".join(map(chr, s.response)).rsplit(">", 1)[1]) for s in samples}
+    assert job.genrm.own[0].server.requests == len(distinct) < len(samples)
+
+
+def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
+    """Before step 0, every eval_every steps, and after the last."""
+    jobs, _ = simulate("full", 2, steps=3, eval_every=2)
+    right = sum(
+        "".join(map(chr, write_answer([ord(c) for c in f"{i}+0="], 0, None).tokens)).rsplit(">", 1)[1] == str(i) for i in range(10)
+    )
+    assert jobs[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    mode=st.sampled_from(["full", "partial"]),
+    size=st.sampled_from([2, 4]),
+    refills=st.integers(0, 3),
+    answers=st.integers(2, 5),
+    split=st.integers(0, 1),
+)
+def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
+    """Any layout: full batches or counted padding, and no draw in two places."""
+    jobs, _ = simulate(mode, size, rollout_ranks=split, max_refill_waves=refills, answers_per_prompt=answers, steps=2)
+    for step in range(2):
+        served = [job.report.steps[step][1] for job in jobs]
+        groups = {s.prompt_id for each in served for s in each.kept}
+        assert len(groups) + served[0].padded == 8
+        assert all(each.waves == served[0].waves <= 1 + refills for each in served)
+
+
+@given(gap=st.integers(1, 100), ratio=st.none() | st.floats(1, 10), controllers=st.integers(1, 8))
+def test_refill_size(gap, ratio, controllers):
+    """Enough for the gap, a multiple of the controllers, scaled by 1.2 times the moving average in refill waves only."""
+    size = controller.refill_size(gap, ratio, controllers)
+    wanted = gap if ratio is None else gap * ratio * 1.2
+    assert size % controllers == 0 and wanted <= size < wanted + 1 + controllers
+
+
+def test_a_group_is_informative_if_its_judged_answers_differ():
+    """Failed judgements (None) don't make a group informative."""
+
+    def group(*rewards):
+        return [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
+
+    assert controller.is_informative(group(0.0, 1.0, None))
+    assert not controller.is_informative(group(1.0, 1.0))
+    assert not controller.is_informative(group(1.0, None))
+    assert not controller.is_informative(group(None, None))
+
+
+@pytest.mark.parametrize(
+    "mode,size,split,plan",
+    [
+        ("full", 1, 0, ((0,), (0,), (0,))),
+        ("full", 2, 0, ((0, 1), (0, 1), (0, 1))),
+        ("partial", 2, 0, ((0,), (1,), (0, 1))),
+        ("partial", 3, 0, ((0, 1), (2,), (0, 1, 2))),
+        ("partial", 4, 3, ((0, 1, 2), (3,), (0, 1, 2, 3))),
+    ],
+)
+def test_plans(mode, size, split, plan):
+    """The ranks of each role."""
+    assert placement.make_plan(mode, size, split) == placement.Plan(*plan)
+
+
+@pytest.mark.parametrize("mode,size,split,message", [("partial", 1, 0, "at least 2 ranks"), ("partial", 4, 4, "leaves 0 of 4"), ("x", 2, 0, "--mode x")])
+def test_plans_that_cannot_be(mode, size, split, message):
+    """The message names the setting and the numbers."""
+    with pytest.raises(ValueError, match=message):
+        placement.make_plan(mode, size, split)
+
+
+@given(count=st.integers(1, 60), shares=st.integers(1, 8))
+def test_deal(count, shares):
+    """Equal in number to within one, contiguous."""
+    dealt = placement.deal([1] * count, shares)
+    counts = [dealt.count(share) for share in range(shares)]
+    assert dealt == sorted(dealt) and max(counts) - min(counts) <= 1

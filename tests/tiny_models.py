@@ -1,0 +1,29 @@
+"""Random Hugging Face model directories, small enough for tests: the shape of the demo model, without its training."""
+
+from pathlib import Path
+
+EOS = 1
+
+
+def make_tiny_qwen3(directory, seed=0, kv_heads=4):
+    """Writes a random Qwen3 (hidden 96, 3 layers, 4 heads of 24, ffn 288, vocab 64, tied embeddings: 366k parameters).
+
+    Returns the directory as a string. The weights follow from the seed alone.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=24,
+        intermediate_size=288, vocab_size=64, tie_word_embeddings=True, max_position_embeddings=2048,
+        bos_token_id=None, eos_token_id=EOS, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+        for weight in model.parameters():  # the default init gives nearly uniform logits: nothing would be told apart
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=0.15)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    return str(directory)

@@ -1,0 +1,152 @@
+"""Timeline: spans of every rank, where the work is, from one clock -> seconds, occupancy, a Chrome trace and a figure.
+
+A stage being open is not an engine being busy: while rollout and genrm serve side by side, both stages are open all the time. So a
+span of an engine is one request, from sent to finished, and an engine is busy while requests are in flight; occupancy is in-flight
+over capacity, drawn as shade. Spans of the controller itself (train, switch, sync) are opened around the work.
+
+Every rank appends its spans to its own file under OUT/spans; the merged trace and the picture are made from those files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+COLORS = {"rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e", "sync": "#8a4fb0", "switch": "#9a9a9a"}
+
+
+class Span(NamedTuple):
+    """`name` was at work on `rank` from `start` to `end` (seconds since the run's start); `step` is the training step it served."""
+
+    name: str
+    rank: int
+    start: float
+    end: float
+    step: int
+
+
+class Timeline:
+    """The spans that one controller sees: its own work, and the requests that it sent to engines on any rank."""
+
+    def __init__(self, rank: int, clock: Callable[[], float], folder: Path | None = None, on_open: Callable[[str, int], None] | None = None):
+        self.rank, self._clock, self._zero = rank, clock, clock()
+        self._on_open = on_open  # told the name and step of each span that opens
+        self.step = 0
+        self.spans: list[Span] = []
+        self._file = folder and folder / f"rank{rank}.jsonl"
+
+    def start(self) -> None:
+        """Zero of the clock. Called by every rank right after a barrier, which lines the ranks' clocks up."""
+        self._zero = self._clock()
+
+    def now(self) -> float:
+        """Seconds since the run's start."""
+        return self._clock() - self._zero
+
+    @contextmanager
+    def span(self, name: str):
+        """Time the block on this rank."""
+        start = self.now()
+        if self._on_open:
+            self._on_open(name, self.step)
+        try:
+            yield
+        finally:
+            self.spans.append(Span(name, self.rank, start, self.now(), self.step))
+
+    def request(self, role: str, rank: int, start: float, end: float) -> None:
+        """One request to the engine of `role` on `rank`; times are those of the event loop's clock."""
+        self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
+
+    def take(self) -> list[Span]:
+        """The spans since the last call, written to this rank's file and forgotten."""
+        spans, self.spans = self.spans, []
+        if self._file and spans:
+            with self._file.open("a") as file:
+                file.writelines(json.dumps([s.name, s.rank, round(s.start, 6), round(s.end, 6), s.step]) + "\n" for s in spans)
+        return spans
+
+
+def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
+    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with at least one in flight."""
+    edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
+    stretches, flying, work, opened, last = [], 0, 0.0, 0.0, 0.0
+    for time, change in edges:
+        if flying == 0 and change == 1:
+            opened, work = time, 0.0
+        work += flying * (time - last)
+        flying, last = flying + change, time
+        if flying == 0:
+            stretches.append((opened, time, work / (time - opened) if time > opened else 1.0))
+    return stretches
+
+
+def seconds(spans: Iterable[Span], name: str) -> float:
+    """Wall-clock seconds with at least one span called `name` open."""
+    return sum(end - start for start, end, _ in busy([s for s in spans if s.name == name]))
+
+
+def read_spans(folder: Path) -> list[Span]:
+    """The spans of every rank, from their files."""
+    return [Span(*json.loads(line)) for path in sorted(folder.glob("rank*.jsonl")) for line in path.open()]
+
+
+def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, float, float]]]:
+    """(rank, name) -> the busy stretches of that lane: requests of all controllers to one engine fall together."""
+    grouped = defaultdict(list)
+    for span in spans:
+        grouped[span.rank, span.name].append(span)
+    return {key: busy(group) for key, group in sorted(grouped.items())}
+
+
+def write_trace(spans: list[Span], path: Path) -> None:
+    """One Chrome/Perfetto trace of all ranks: a process per rank, a thread per role, times in microseconds."""
+    events = []
+    rows = {name: row for row, name in enumerate(COLORS)}
+    for (rank, name), stretches in lanes(spans).items():
+        for start, end, flying in stretches:
+            args = {"in_flight": round(flying, 2)}
+            times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            events.append({"name": name, "ph": "X", "pid": rank, "tid": rows.get(name, len(rows)), **times, "args": args})
+    for rank in sorted({s.rank for s in spans}):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for name, row in rows.items():
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}})
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def draw(spans: list[Span], capacity: int, path: Path, title: str, last_steps: int = 4) -> None:
+    """The paper's figure from measured spans: a lane per rank, a colour per role, shade by occupancy, the last few steps.
+
+    capacity: answers one engine holds at once; a lane is as dark as its engine is full, and never paler than 0.35.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    last = max((s.step for s in spans), default=0)
+    spans = [s for s in spans if last - last_steps < s.step <= last]
+    ranks = sorted({s.rank for s in spans})
+    figure, axes = plt.subplots(figsize=(13, 0.9 + 0.7 * max(1, len(ranks))), constrained_layout=True)
+    zero = min((s.start for s in spans), default=0.0)
+    for (rank, name), stretches in lanes(spans).items():
+        for start, end, flying in stretches:
+            full = min(1.0, flying / capacity) if name in ("rollout", "genrm") else 1.0
+            axes.barh(ranks.index(rank), end - start, left=start - zero, height=0.7, color=COLORS[name], alpha=0.35 + 0.65 * full)
+    for step in sorted({s.step for s in spans}):
+        begin = min(s.start for s in spans if s.step == step) - zero
+        axes.axvline(begin, color="black", linewidth=0.6)
+        axes.text(begin, -0.62, f" step {step}", fontsize=8, va="bottom")
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.5, -0.7)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, fontsize=10, loc="left")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    axes.legend(handles, list(COLORS), ncols=len(COLORS), fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.22), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
