@@ -74,9 +74,7 @@ class Actor:
         model_config = models.transformer_config(hf, config)
         self.gpt = models.build_model(hf, model_config).to(self.device)
         models.load_weights(self.gpt, self.model_dir)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
-        )
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True)
         wrapped = Float16Module(model_config, self.gpt) if bf16 else self.gpt
         self.ddp = DistributedDataParallel(model_config, ddp_config, wrapped)
         model_config.finalize_model_grads_func = finalize_model_grads
@@ -263,6 +261,8 @@ class Actor:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
         _, grad_norm, _ = self.optimizer.step()
+        # not Megatron's own check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
+        assert math.isfinite(grad_norm), f"the gradient norm is {grad_norm}: the weights are lost, resume from a checkpoint"
         return grad_norm
 
     def _reduce(self, stats: list[dict[str, Tensor]]) -> tuple[dict[str, float], dict[str, float]]:

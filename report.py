@@ -6,6 +6,7 @@ samples.jsonl, tensorboard/, trace.json, timeline.png.
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 from pathlib import Path
@@ -24,8 +25,15 @@ class Progress:
     def __init__(self, steps: int, is_main: bool):
         from tqdm import tqdm
 
-        self._steps, self._shown = steps, {}
-        self._bar = tqdm(total=steps, bar_format=BAR, disable=not is_main, dynamic_ncols=True, leave=False)
+        self._steps, self._is_main = steps, is_main
+        disable = None if is_main else True  # None: no bar in a log file, only the lines
+        self._bar = tqdm(total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False)
+
+    async def tick(self) -> None:
+        """Keep the clock in the bar going while nothing happens."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._bar.refresh()
 
     def doing(self, what: str) -> None:
         """Say what the run is doing now."""
@@ -39,10 +47,10 @@ class Progress:
     def step(self, step: int, metrics: dict[str, float], accuracy: float | None) -> None:
         """A step is done."""
         reward, rate = metrics["reward/unfiltered_mean"], metrics["perf/tokens_per_s"]
-        self._shown = {"reward": f"{reward:.2f}", "tokens/s": f"{rate:.0f}"}
+        shown = {"reward": f"{reward:.2f}", "tokens/s": f"{rate:.0f}"}
         if accuracy is not None:
-            self._shown["accuracy"] = f"{accuracy:.2f}"
-        self._bar.set_postfix(self._shown, refresh=False)
+            shown["accuracy"] = f"{accuracy:.2f}"
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
         self.line(
             f"step {step + 1:3d}/{self._steps}  reward {reward:.3f}  loss {metrics['train/loss']:+.4f}  "
@@ -52,7 +60,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """A line of its own, above the bar."""
-        if not self._bar.disable:
+        if self._is_main:
             self._bar.write(text)
 
     def close(self) -> None:
@@ -67,6 +75,7 @@ class Report:
         self.config, self.world, self.out, self.progress = config, world, out, progress
         self._decode = decode  # actor tokens -> text
         self._accuracy: float | None = None
+        self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
         self._ended = 0.0  # when the step before ended, on the timeline's clock
         self._writer = None
         if world.rank == 0:
@@ -81,8 +90,8 @@ class Report:
     def accuracy(self, step: int, value: float, now: float) -> None:
         """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
         self._accuracy, self._ended = value, now
+        self._evaluated = {"eval/accuracy": value}
         self.progress.line(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
-        self._write(step, {"eval/accuracy": value})
 
     async def step(self, step: int, served, samples: list, stats: dict[str, float], job) -> None:
         """Gather the step's facts, work out its metrics and write them (collective)."""
@@ -92,8 +101,8 @@ class Report:
         metrics |= {"rollout/groups_per_kept": job.state.groups_per_kept, "split/rollout_ranks": float(len(job.rollout.engines))}
         metrics["time/step_s"], self._ended = now - self._ended, now
         metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-        # step k of the log holds what was measured with k updates done and the update that followed
-        self._write(step, metrics)
+        self._write(step, metrics | self._evaluated)  # row k: what was measured with k updates done, and the update that followed
+        self._evaluated = {}
         self._write_samples(step, served)
         self.progress.step(step, metrics, self._accuracy)
 
@@ -126,6 +135,7 @@ class Report:
         """Merge the ranks' spans into the trace and the picture. Rank 0 only writes; call it after a barrier."""
         if self._writer is None:
             return
+        self._write(self.config.steps, self._evaluated)
         spans = tl.read_spans(self.out / "spans")
         tl.write_trace([s for s in spans if s.name in tl.COLORS], self.out / "trace.json")
         tl.draw([s for s in spans if s.name in tl.COLORS], capacity, self.out / "timeline.png", title)

@@ -199,15 +199,16 @@ class Engine:
         Only handles travel: the server, on the same machine, reads the tensors from shared memory or over CUDA IPC.
         Raises ValueError for a tensor that the model does not have, or lacks, or when the server refuses.
         """
-        await self._post("/begin_weight_update")
         names = set()
-        for bucket in buckets(self._checked(named_tensors, names)):
-            payload = serialize_bucket(bucket)
-            await self._post(
-                "/update_weights_from_tensor", serialized_named_tensors=[payload], load_format="flattened_bucket",
-                flush_cache=True, weight_version=str(version),
-            )
-        await self._post("/end_weight_update")
+        await self._post("/begin_weight_update")
+        try:
+            for bucket in buckets(self._checked(named_tensors, names)):
+                await self._post(
+                    "/update_weights_from_tensor", serialized_named_tensors=[serialize_bucket(bucket)],
+                    load_format="flattened_bucket", flush_cache=True, weight_version=str(version),
+                )
+        finally:
+            await self._post("/end_weight_update")
         missing = self._shapes.keys() - names - {"lm_head.weight"}  # tied to the embedding
         if missing:
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")

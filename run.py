@@ -13,16 +13,20 @@ import dataclasses
 import functools
 import json
 import os
-import signal
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import controller
 import data
+import exits
 import genrm
 import placement
+
+POSITIVE = (
+    *("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every", "tp", "pp", "cp"),
+    *("max_tokens_per_micro_batch", "updates_per_step", "max_running_requests"),
+)
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,7 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
-        at_least_one = "steps prompts_per_step answers_per_prompt max_new_tokens judge_max_new_tokens eval_every tp pp cp updates_per_step"
-        for name in (at_least_one + " max_tokens_per_micro_batch max_running_requests max_judge_failures").split():
+        for name in POSITIVE:
             if (value := dataclasses.asdict(self)[name]) < 1:
                 raise ValueError(f"--{dashed(name)} {value}: at least 1 is needed")
         if self.answers_per_prompt < 2:
@@ -158,7 +161,7 @@ def check_batch(config: Config, world_size: int) -> placement.Plan:
     if config.prompts_per_step % dp:
         raise ValueError(f"--prompts-per-step {config.prompts_per_step} can't be shared evenly by {dp} data-parallel ranks")
     if config.max_model_len <= config.max_new_tokens:
-        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in --max-model-len {config.max_model_len}")
+        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves prompts no room in --max-model-len {config.max_model_len}")
     return placement.make_plan(config.mode, world_size, config.rollout_ranks)
 
 
@@ -169,9 +172,9 @@ def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
     return (
         f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plan}\n"
         f"  model {config.model}\n  judge {config.judge}\n  data  {config.data or 'built-in addition task'}\n"
-        f"  {samples} samples a step ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), {samples // dp} for each of "
-        f"{dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), micro-batches of up to "
-        f"{config.max_tokens_per_micro_batch} tokens, {config.steps} steps"
+        f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), "
+        f"{samples // dp} for each of {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), "
+        f"packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens"
     )
 
 
@@ -186,6 +189,7 @@ async def run(config: Config, plan: placement.Plan) -> None:
     world = World(join_ranks(config), config.collective_timeout_s)
     progress = Progress(config.steps, world.rank == 0)
     engines: list = []
+    ticking = asyncio.create_task(progress.tick())
     try:
         out = await world.run(prepare_out, config, world)
         if not config.model:
@@ -201,8 +205,9 @@ async def run(config: Config, plan: placement.Plan) -> None:
         if world.rank == 0:
             print(f"wrote {out}/: metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/", flush=True)
     finally:
+        ticking.cancel()
         progress.close()
-        await asyncio.shield(asyncio.gather(*(engine.close() for engine in engines)))
+        await asyncio.gather(*(engine.close() for engine in engines))
         world.close()
 
 
@@ -246,9 +251,9 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, progress
     from rollout import Sampling
     from timeline import Timeline
 
+    actor_tokenizer, judge_tokenizer, prompts = await world.run(load_prompts, config)  # inputs are checked before anything starts
     progress.doing("starting engines")
     await together(world, launch_engines, config, plan, world.rank, out, engines)
-    actor_tokenizer, judge_tokenizer, prompts = await world.run(load_prompts, config)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
     progress.line(describe(config, plan, world.size))
@@ -274,7 +279,7 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, progress
 
 
 async def together(world, function, *args) -> None:
-    """Await a step in which one rank alone may meet a user's error; then it is every rank's (collective), and none waits for another."""
+    """Await a step in which one rank alone may meet a user's error; then every rank raises it (collective), and none waits in vain."""
     error = None
     try:
         await function(*args)
@@ -302,12 +307,14 @@ async def ready(engines: list, deadline_s: float) -> None:
 
 
 async def connect(engines: list, world, timeline) -> dict[str, placement.Pool]:
-    """A handle on every engine of the run, by role (collective)."""
+    """A handle on every engine of the run, by role (collective). Handles on other ranks' engines are appended to `engines`."""
     from rollout import Engine
 
     own = {(engine.role, engine.rank): engine for engine in engines}
     addresses = await world.gather([(engine.role, engine.rank, engine.url, engine.capacity) for engine in engines])
-    fleet = [own.get(address[:2]) or Engine(*address) for here in addresses for address in here]
+    remote = [Engine(*address) for here in addresses for address in here if address[:2] not in own]
+    engines += remote
+    fleet = sorted((*own.values(), *remote), key=lambda engine: engine.rank)
     for engine in fleet:
         engine.on_request = timeline.request
     return {role: placement.Pool([e for e in fleet if e.role == role], world, timeline) for role in ("rollout", "genrm")}
@@ -343,65 +350,19 @@ def resolved(config: Config) -> dict:
     return dataclasses.asdict(config) | {"ranks": int(os.environ["WORLD_SIZE"]), "versions": packages, "commit": commit}
 
 
-# ---------------------------------------------------------------- ways out
-
-
 def main() -> None:
     """One rank: exit status 0 when the asked steps are done, else 1 after one line on stderr (130 after Ctrl-C)."""
-    quiet()
+    exits.prepare()
     try:
         config = parse_config(sys.argv[1:])
         if "RANK" not in os.environ:
             raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
         plan = check_batch(config, int(os.environ["WORLD_SIZE"]))
-        asyncio.run(until_told(run(config, plan)))
+        asyncio.run(exits.until_told(run(config, plan)))
     except ValueError as error:
-        give_up(f"error: {error}", 1)
+        exits.give_up(f"error: {error}", 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        give_up("interrupted", 130)
-
-
-async def until_told(work) -> None:
-    """Run the work; SIGINT and SIGTERM cancel it, so that every `finally` on the way out runs."""
-    task = asyncio.ensure_future(work)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await task
-
-
-def quiet() -> None:
-    """The run's own lines are the ones to be read. A rank also ends when its launcher is killed."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    warnings.filterwarnings("ignore")
-
-
-def give_up(message: str, status: int) -> None:
-    """Leave with one line. Called on every rank: a user's error and Ctrl-C reach all of them.
-
-    torchrun answers a failed rank with a page of its own traceback, which would bury that line, and --max-restarts would try what
-    can't succeed. So the last rank out ends the launcher too. os._exit: a thread may still wait in a collective for a rank that left.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # torchrun passes Ctrl-C on a second time
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-        end_launcher()
-    os._exit(status)
-
-
-def end_launcher() -> None:
-    """Once the other ranks of this machine are gone, end torchrun."""
-    import psutil
-
-    launcher = psutil.Process(os.getppid())
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        siblings = [child for child in launcher.children() if child.pid != os.getpid()]
-        psutil.wait_procs(siblings, timeout=30)
-        launcher.kill()
+        exits.give_up("interrupted", 130)
 
 
 if __name__ == "__main__":

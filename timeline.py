@@ -32,7 +32,7 @@ class Span(NamedTuple):
 class Timeline:
     """The spans that one controller sees: its own work, and the requests that it sent to engines on any rank."""
 
-    def __init__(self, rank: int, clock: Callable[[], float], folder: Path | None = None, on_open: Callable[[str, int], None] | None = None):
+    def __init__(self, rank: int, clock: Callable[[], float], folder: Path | None = None, on_open=lambda name, step: None):
         self.rank, self._clock, self._zero = rank, clock, clock()
         self._on_open = on_open  # told the name and step of each span that opens
         self.step = 0
@@ -51,8 +51,7 @@ class Timeline:
     def span(self, name: str):
         """Time the block on this rank."""
         start = self.now()
-        if self._on_open:
-            self._on_open(name, self.step)
+        self._on_open(name, self.step)
         try:
             yield
         finally:
@@ -129,7 +128,7 @@ def draw(spans: list[Span], capacity: int, path: Path, title: str, last_steps: i
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    last = max((s.step for s in spans), default=0)
+    last = max((s.step for s in spans if s.name == "train"), default=0)
     spans = [s for s in spans if last - last_steps < s.step <= last]
     ranks = sorted({s.rank for s in spans})
     figure, axes = plt.subplots(figsize=(13, 0.9 + 0.7 * max(1, len(ranks))), constrained_layout=True)
@@ -141,9 +140,9 @@ def draw(spans: list[Span], capacity: int, path: Path, title: str, last_steps: i
     for step in sorted({s.step for s in spans}):
         begin = min(s.start for s in spans if s.step == step) - zero
         axes.axvline(begin, color="black", linewidth=0.6)
-        axes.text(begin, -0.62, f" step {step}", fontsize=8, va="bottom")
+        axes.text(begin, -0.45, f" step {step}", fontsize=8, va="bottom")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(len(ranks) - 0.5, -0.7)
+    axes.set_ylim(len(ranks) - 0.5, -0.75)
     axes.set_xlabel("seconds")
     axes.set_title(title, fontsize=10, loc="left")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]

@@ -140,9 +140,8 @@ def new_model(path: Path, seed: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **names)
     ids = dict(pad_token_id=pad, bos_token_id=bos, eos_token_id=eos)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=RECIPE["vocab"], max_position_embeddings=256, tie_word_embeddings=True, rms_norm_eps=1e-6, **SHAPE, **ids)
-    )
+    shape = dict(vocab_size=RECIPE["vocab"], max_position_embeddings=256, tie_word_embeddings=True, rms_norm_eps=1e-6, **SHAPE)
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, **ids))
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
@@ -326,7 +325,9 @@ def judge_prompt(tokenizer, a: int, b: int, answer: str) -> list[int]:
 def generate(model_dir: Path, tokenizer, prompts: list[list[int]], max_new_tokens: int, sample: bool, world) -> list[str]:
     """One answer to each prompt by transformers, this rank's part of the work; "" if it was cut off (collective)."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     mine = prompts[world.rank :: world.size]
     batch = tokenizer.pad({"input_ids": mine}, return_tensors="pt", padding_side="left")

@@ -28,6 +28,7 @@ WARNINGS = (  # about optional packages and about old calls inside Megatron: not
     r"Could not import flask",
     r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
+CPU_WARNINGS = (r"When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
 class CpuDevice:
@@ -120,10 +121,11 @@ def install() -> None:
     With CUDA the import hook is left out. The optimizer's repair below is about torch's own AdamW and not about the device, so
     it happens wherever Apex and Transformer Engine are both absent.
     """
-    for message in WARNINGS:
+    on_cpu = not torch.cuda.is_available()
+    for message in WARNINGS + CPU_WARNINGS * on_cpu:
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # it announces that it is off
-    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if on_cpu and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert "megatron.core" not in sys.modules, "install() must run before the first import of megatron.core"
         sys.meta_path.insert(0, _Finder())
     from megatron.core.optimizer import distrib_optimizer

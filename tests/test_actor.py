@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from parallel_worker import actor_config
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -27,7 +29,7 @@ LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]  # worked by hand from actor_config:
 def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
     """A tiny random model directory; biases and norms are random too, so that a mixed-up name shows."""
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     rope = {"rope_type": "default", "rope_theta": 5000.0}
     head_dim = {} if family == "qwen2" else {"head_dim": 16}
     settings = {"max_position_embeddings": 128, "rope_parameters": rope, "tie_word_embeddings": tied, "rms_norm_eps": 1e-5}
@@ -155,10 +157,8 @@ def test_every_layout_trains_as_the_plain_reference(nproc, case, tmp_path):
     for name, (family, layout) in LAYOUTS[nproc].items():
         result, reference = results[name], case["references"][family]
         tolerance = 5e-2 if layout.get("dtype") == "bfloat16" else 1e-4
-        print(name, result["weight_distance"], result["logprob_distance"])
         for step, expected in enumerate(reference["metrics"]):
             got = {metric: result["metrics"][step][metric] for metric in expected}
-            print(name, step, {k: f"{got[k]-expected[k]:.1e}" for k in got}, result["metrics"][step]["train/micro_batches"])
             assert got == pytest.approx(expected, abs=tolerance), f"{name}, update {step}"
         assert result["metrics"][1]["train/clip_frac"] > 0.05 and result["metrics"][0]["train/micro_batches"] >= 3
         assert result["weight_distance"] < tolerance, name
@@ -176,5 +176,365 @@ def check_export(path: Path, weights: dict, tolerance: float) -> None:
     assert (path / "tokenizer_config.json").exists()
 
 
-if __name__ == "__main__":
-    sys.exit(pytest.main([__file__, "-q"]))
+# ------------------------------------------------------------------------------------------------ one rank, in this process
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make_actor(one_rank):
+    """Builds an actor, after taking the one before it down."""
+    from actor import Actor, mpu
+
+    def make(model_dir: str, **overrides):
+        mpu.destroy_model_parallel()
+        return Actor(actor_config(**overrides), model_dir)
+
+    yield make
+    mpu.destroy_model_parallel()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
+
+
+def on_policy_samples(actor) -> list[Sample]:
+    samples = [sample for sample in make_samples(0) if sample.advantages is not None]
+    for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+        sample.logprobs, sample.versions = logprobs, [actor.version] * len(logprobs)
+    return samples
+
+
+def weights_of(actor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.named_weights()}
+
+
+def gradient(actor, samples, monkeypatch) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(actor, "_optimizer_step", lambda lr: 0.0)
+        actor.update(samples)
+    actor.version -= 1
+    return actor.ddp.buffers[0].grad_data.clone()
+
+
+def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, model_dir, monkeypatch):
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)
+    gradients, counts = [], []
+    for budget in (1000, 120, 60, 27):
+        actor.config.max_tokens_per_micro_batch = budget
+        gradients.append(gradient(actor, samples, monkeypatch))
+        counts.append(len(pack([len(sample.prompt) + len(sample.response) - 1 for sample in samples], budget)))
+    assert counts[:3] == [1, 2, 4] and counts[3] > 6
+    assert gradients[0].abs().max() > 1e-3
+    for other in gradients[1:]:
+        assert torch.allclose(gradients[0], other, rtol=0, atol=1e-6)
+
+
+def test_a_masked_sequence_adds_exactly_nothing(make_actor, model_dir):
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)[:4]
+
+    def cross_entropy(slots, logprobs, entropy):
+        return -logprobs, {}
+
+    gradients = []
+    for token in (1, 2):
+        sequences = [(sample.prompt, sample.response) for sample in samples[:3]] + [([token] * 5, [token] * 7)]
+        actor._forward_backward(sequences, [False] * 3 + [True], 1.0, cross_entropy)
+        gradients.append(actor.ddp.buffers[0].grad_data.clone())
+    # the masked tokens reach nothing, not even the embedding's gradient
+    assert torch.equal(gradients[0], gradients[1]) and gradients[0].abs().max() > 0
+
+
+def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
+    actor = make_actor(model_dir)
+    actor.update(on_policy_samples(actor))  # so that Adam has momentum, which would move the weights
+    before, samples = weights_of(actor), on_policy_samples(actor)
+    for sample in samples:
+        sample.advantages = None
+    metrics = actor.update(samples)
+    assert (metrics["train/skipped"], metrics["train/tokens"], metrics["train/grad_norm"], metrics["train/loss"]) == (1, 0, 0, 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
+    assert actor.version == 2
+
+
+def test_updates_per_step_deals_the_samples_to_optimizer_steps(make_actor, model_dir):
+    constant = {"lr_warmup_steps": 0, "lr_decay_to": 1.0}
+    actor = make_actor(model_dir, updates_per_step=2, **constant)
+    samples = on_policy_samples(actor)
+    metrics, together = actor.update(samples), weights_of(actor)
+    actor = make_actor(model_dir, **constant)
+    parts = [actor.update(samples[0::2])]
+    actor.version = 0
+    parts.append(actor.update(samples[1::2]))
+    assert all(torch.equal(together[name], tensor) for name, tensor in actor.named_weights())
+    assert metrics["train/tokens"] == sum(part["train/tokens"] for part in parts)
+    assert metrics["train/grad_norm"] == pytest.approx(sum(part["train/grad_norm"] for part in parts) / 2)
+    assert metrics["train/engine_logprob_diff_max"] < 1e-5 < parts[1]["train/engine_logprob_diff_max"]
+
+
+def test_supervised_is_a_step_of_plain_cross_entropy(make_actor, model_dir):
+    actor = make_actor(model_dir)
+    samples = make_samples(0)
+    loss = actor.supervised([(sample.prompt, sample.response) for sample in samples], lr=1e-2)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    expected = -torch.cat([plain_logprobs(model, sample, temperature=1.0)[0] for sample in samples]).mean().item()
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert actor.supervised([(sample.prompt, sample.response) for sample in samples], lr=1e-2) < loss
+    assert actor.version == 0
+
+
+def test_a_disagreement_with_the_engine_stops_before_the_weights_move(make_actor, model_dir):
+    actor = make_actor(model_dir, max_logprob_diff=1e-3)
+    samples, before = on_policy_samples(actor), weights_of(actor)
+    samples[3].logprobs[0] += 0.01
+    with pytest.raises(ValueError, match=r"up to 1.00e-02, more than --max-logprob-diff 1.00e-03"):
+        actor.update(samples)
+    samples[3].logprobs[0] = float("nan")
+    with pytest.raises(ValueError, match="up to inf"):
+        actor.update(samples)
+    assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
+
+
+def test_stale_samples_and_a_sleeping_actor_are_refused(make_actor, model_dir):
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)
+    actor.update(samples)
+    with pytest.raises(AssertionError, match="meets weights 1"):
+        actor.update(samples)
+    actor.sleep()
+    for call in (actor.sleep, lambda: actor.update(samples), lambda: actor.logprobs(samples), actor.named_weights):
+        with pytest.raises(AssertionError):
+            call()
+    actor.wake()
+    assert actor.logprobs(samples)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypatch, dtype):
+    """The CUDA branch on CPU tensors: Megatron's offload empties their storage just the same (but pins no host copy here)."""
+    weights = []
+    for naps in (False, True):
+        actor = make_actor(model_dir, dtype=dtype)
+        for step in range(3):
+            if naps:
+                monkeypatch.setattr(actor, "device", torch.device("cuda"))
+                actor.sleep()
+                assert actor.ddp.buffers[0].param_data.untyped_storage().size() == 0
+                actor.wake()
+                monkeypatch.setattr(actor, "device", torch.device("cpu"))
+            actor.supervised([(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3)
+        weights.append(weights_of(actor))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_learning_rate_of_every_update():
+    from actor import learning_rate
+
+    assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(LEARNING_RATES)
+    assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
+    assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
+
+
+# ------------------------------------------------------------------------------------------------ the Hugging Face directory
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "family, changes", [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("llama", {"rope_parameters": LLAMA3_ROPE})]
+)
+def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(make_actor, tmp_path, family, changes, tied):
+    path = make_model(tmp_path / "in", family, tied, **changes)
+    actor = make_actor(path)
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    expected = dict(plain.named_parameters())
+    assert dict(actor.named_weights()).keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actor.named_weights())
+    actor.export(str(tmp_path / "out"))
+    check_export(tmp_path / "out", expected, tolerance=0.0)
+    samples = make_samples(0)
+    for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+        with torch.no_grad():
+            assert logprobs == pytest.approx(plain_logprobs(plain, sample, temperature=0.8)[0].tolist(), abs=1e-5)
+
+
+def damage(path: Path, how: str) -> None:
+    config = json.loads((path / "config.json").read_text())
+    weights = path / "model.safetensors"
+    if how == "no weights":
+        weights.unlink()
+    elif how == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "cut very short":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif how == "more layers":
+        config["num_hidden_layers"], config["layer_types"] = 3, ["full_attention"] * 3
+    elif how == "other shape":
+        config["intermediate_size"] = 64
+    else:
+        config.update(json.loads(how))
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("no weights", "no \\*.safetensors"),
+        ("cut short", "model.safetensors is damaged"),
+        ("cut very short", "model.safetensors is damaged"),
+        ("more layers", "lack model.layers.2.input_layernorm.weight"),
+        ("other shape", "does not have the shape"),
+        ('{"model_type": "gpt2"}', "'gpt2' is not supported, only qwen2, qwen3, llama"),
+        ('{"attention_bias": true}', "not supported: attention_bias"),
+        ('{"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}', "rope_type 'linear'"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, message):
+    path = make_model(tmp_path / "model", "qwen3", tied=False)
+    damage(Path(path), how)
+    with pytest.raises(ValueError, match=message) as error:
+        make_actor(path)
+    assert f"--model {path}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir):
+    from model import read_hf_config, transformer_config
+
+    with pytest.raises(ValueError, match=f"--model {tmp_path}/nothing: not a Hugging Face model directory"):
+        make_actor(f"{tmp_path}/nothing")
+    with pytest.raises(ValueError, match="--tp \\* --pp \\* --cp = 2 does not divide the 1 ranks"):
+        make_actor(model_dir, pp=2)
+    with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
+        transformer_config(read_hf_config(model_dir), actor_config(tp=4))
+    with pytest.raises(ValueError, match="'gspo' is unknown; choose one of: grpo"):
+        make_actor(model_dir, algorithm="gspo")
+    actor = make_actor(model_dir, max_tokens_per_micro_batch=20)
+    with pytest.raises(ValueError, match="does not fit into --max-tokens-per-micro-batch 20"):
+        actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])
+
+
+# ---------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save(actor, path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    path.mkdir()
+    dist_checkpointing.save(actor.state(), str(path))
+
+
+def load(actor, path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    actor.load_state(dist_checkpointing.load(actor.state(loading=True), str(path)))
+
+
+def adam_steps(actor) -> list[float]:
+    states = actor.optimizer.chained_optimizers[0].optimizer.state.values()
+    return [state["step"].item() for state in states]
+
+
+def with_bug(patch, method: str) -> None:
+    """Put Megatron's own method back in the place of ours."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from cpu.megatron import original
+
+    patch.setattr(DistributedOptimizer, method, original[method])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir, tmp_path, monkeypatch, dtype):
+    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
+    actor = make_actor(model_dir, dtype=dtype)
+    losses = [actor.supervised(sequences, 1e-2) for _ in range(2)]
+    actor.version = 7
+    save(actor, tmp_path / "checkpoint")
+    losses += [actor.supervised(sequences, 1e-2) for _ in range(2)]
+
+    actor = make_actor(model_dir, dtype=dtype)
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        with_bug(patch, "state_dict")  # bug 1: no state before the first step
+        load(actor, tmp_path / "checkpoint")
+    with monkeypatch.context() as patch, pytest.raises((KeyError, RuntimeError)):
+        with_bug(patch, "_set_main_param_and_optimizer_states")  # bug 2: 'step', or an in-place write to a leaf
+        load(actor, tmp_path / "checkpoint")
+    with monkeypatch.context() as patch:
+        with_bug(patch, "load_state_dict")  # bug 3: one step tensor for all
+        load(actor, tmp_path / "checkpoint")
+        actor.supervised(sequences, 1e-2)
+        assert min(adam_steps(actor)) > 10
+
+    actor = make_actor(model_dir, dtype=dtype)
+    load(actor, tmp_path / "checkpoint")
+    assert actor.version == 7
+    assert [actor.supervised(sequences, 1e-2) for _ in range(2)] == losses[2:]
+    assert set(adam_steps(actor)) == {4.0}
+
+
+def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
+    actor = make_actor(model_dir)
+    save(actor, tmp_path / "checkpoint")
+    load(actor, tmp_path / "checkpoint")
+
+
+# ---------------------------------------------------------------------------------------------------------- micro-batches
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90))
+def test_pack_deals_each_sequence_once_within_the_budget(lengths, budget):
+    packed = pack(lengths, budget)
+    assert sorted(index for chosen in packed for index in chosen) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[index] for index in chosen) <= budget for chosen in packed)
+
+
+@given(
+    sequences=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=12),
+    cp=st.sampled_from([1, 2, 4]),
+    tp_with_sp=st.sampled_from([1, 2]),
+)
+def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(sequences, cp, tp_with_sp):
+    counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
+    sequences = [([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences]
+    responses = [token for _, response in sequences for token in response]
+    masked = [index == 1 for index in range(len(sequences))]
+    seen = []
+    for rank in range(cp):
+        for batch in make_micro_batches(sequences, masked, 64, cp=cp, cp_rank=rank, tp_with_sp=tp_with_sp):
+            chosen = batch.slots != NO_TARGET
+            assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == batch.starts[-1]
+            assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
+            assert [responses[slot] for slot in batch.slots[chosen]] == batch.targets[chosen].tolist()
+            seen += batch.slots[chosen].tolist()
+    expected, slot = [], 0
+    for (_, response), is_masked in zip(sequences, masked, strict=True):
+        expected += [] if is_masked else range(slot, slot + len(response))
+        slot += len(response)
+    assert sorted(seen) == expected
+
+
+def test_zigzag_by_hand():
+    assert zigzag([8, 4], cp=2, rank=0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert zigzag([8, 4], cp=2, rank=1).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+def test_the_import_hook_stays_out_where_cuda_is(monkeypatch):
+    from cpu import megatron as cpu_megatron
+
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, cpu_megatron._Finder)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = list(sys.meta_path)
+    cpu_megatron.install()
+    assert sys.meta_path == before

@@ -30,7 +30,7 @@ def test_devices_change_hands_in_order(mode, size, tp):
         for position, event in enumerate(mine):
             if event == ("take", "actor"):
                 until = mine.index(("give", "actor"), position)
-                assert {who for _, who in mine[position + 1 : until]} <= {"rollout weights"}
+                assert {who for verb, who in mine[position + 1 : until] if verb == "take"} <= {"rollout weights"}
     assert all(job.actor.version == jobs[0].config.steps for job in jobs)
 
 

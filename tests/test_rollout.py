@@ -1,0 +1,438 @@
+"""The real SGLang server behind `Engine`: one for the whole file, on a random model of the demo's shape."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollout import Engine, Sampling, buckets, checkpoint_shapes, retry_broken
+from tests.tiny_models import EOS, make_tiny_qwen3
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIG = SimpleNamespace(
+    dtype="float32", max_total_tokens=16384, max_running_requests=64, max_model_len=1024, seed=1, mem_fraction=0.5
+)
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def group_members(pgid):
+    """Living processes of a process group (a zombie is dead, though not yet reaped)."""
+    table = subprocess.run(["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in table.splitlines()[1:]]
+    return [int(pid) for pid, group, state in rows if int(group) == pgid and not state.startswith("Z")]
+
+
+@pytest.fixture(scope="session")
+def loop():
+    """One event loop in a thread of its own: an engine's HTTP session belongs to the loop that made it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def run(loop):
+    return lambda coroutine, timeout_s=300: asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout_s)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return [make_tiny_qwen3(directory / str(seed), seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def shared_engine(run, models, tmp_path_factory):
+    engine = Engine.launch("rollout", 0, free_port(), models[0], CONFIG, tmp_path_factory.mktemp("log") / "engine.log")
+    run(engine.ready())
+    yield engine
+    pid = engine._process.pid
+    run(engine.close())
+    assert group_members(pid) == []
+
+
+@pytest.fixture
+def engine(shared_engine, run, models):
+    """The shared engine, idle and with the weights of models[0] as version 0."""
+    if getattr(shared_engine, "dirty", False):
+        run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
+        shared_engine.dirty = False
+    assert shared_engine.awake and shared_engine.in_flight == 0
+    yield shared_engine
+    shared_engine.on_request = None
+
+
+def hf_model(directory):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def hf_logprobs(model, prompt, response, temperature=1.0):
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[range(len(response)), response].tolist()
+
+
+def largest_difference(a, b):
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+async def collect(engine, prompt, n, sampling):
+    return [answer async for answer in engine.generate(prompt, n, sampling)]
+
+
+# ---- what comes back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_transformers(engine, run, models, temperature):
+    answers = run(collect(engine, PROMPT, 4, Sampling(temperature, 40)))
+    model = hf_model(models[0])
+    assert sorted(answer.index for answer in answers) == [0, 1, 2, 3]
+    assert len({tuple(answer.tokens) for answer in answers}) == 4
+    for answer in answers:
+        assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens, temperature)) < 1e-4
+        assert answer.versions == [0] * len(answer.tokens)
+        assert answer.finish == ("stop" if answer.tokens[-1] == EOS else "length")
+
+
+def test_ragged_batch_equals_transformers(engine, run, models):
+    """40 requests at once, of 1 to 118 prompt tokens: the batched attention against one sequence at a time."""
+    prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
+    sampling = [Sampling(1.0, 1 + 13 * i % 60) for i in range(40)]
+
+    async def ask_all():
+        return await asyncio.gather(*(collect(engine, *ask) for ask in zip(prompts, [1] * 40, sampling, strict=True)))
+
+    model = hf_model(models[0])
+    for prompt, [answer] in zip(prompts, run(ask_all()), strict=True):
+        assert largest_difference(answer.logprobs, hf_logprobs(model, prompt, answer.tokens)) < 1e-4
+
+
+def test_greedy_equals_transformers(engine, run, models):
+    import torch
+
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
+    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[0, len(PROMPT) :]
+    assert answer.tokens == expected.tolist()
+
+
+def test_stop_token_ends_an_answer_and_belongs_to_it(engine, run):
+    [full] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
+    stop = full.tokens[4]
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30, stop_token_ids=(stop,))))
+    assert answer.finish == "stop"
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
+
+
+def test_an_early_answer_arrives_early(engine, run):
+    """Answers of one request stop at different lengths; each must come when it is done, not with the last."""
+    seen, spans = [], []
+    engine.on_request = lambda *span: spans.append(span)
+
+    async def ask():
+        async for answer in engine.generate(PROMPT, 16, Sampling(1.0, 400)):
+            seen.append((len(answer.tokens), asyncio.get_running_loop().time(), engine.in_flight))
+
+    run(ask())
+    lengths, times, in_flight = zip(*seen, strict=True)
+    assert lengths[0] < lengths[-1] / 2 and times[0] < times[-1] - 0.05
+    assert list(lengths) == sorted(lengths)
+    assert list(in_flight) == list(range(15, -1, -1))
+    assert [span[:2] for span in spans] == [("rollout", 0)] * 16
+    assert all(start < end for _, _, start, end in spans)
+
+
+def test_abort_returns_what_was_written(engine, run):
+    async def ask_and_abort():
+        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900, stop_token_ids=())))
+        await asyncio.sleep(0.3)
+        await engine.abort()
+        return await asked
+
+    answers = run(ask_and_abort())
+    aborted = [answer for answer in answers if answer.finish == "abort"]
+    assert len(answers) == 8 and engine.in_flight == 0
+    assert all(len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in aborted)
+
+
+def test_a_consumer_that_leaves_frees_its_answers(engine, run):
+    async def leave():
+        stream = engine.generate(PROMPT, 4, Sampling(1.0, 300))
+        await anext(stream)
+        await stream.aclose()
+
+    run(leave())
+    assert engine.in_flight == 0
+
+
+def test_a_refused_request_says_why(engine, run):
+    with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
+        run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
+    assert engine.in_flight == 0
+
+
+# ---- weights and memory ----------------------------------------------------------------------------------------------
+
+
+def test_pushed_weights_are_served_under_their_version(engine, run, models):
+    engine.dirty = True
+    model = hf_model(models[1])
+    run(engine.load_weights(model.named_parameters(), 7))
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
+    assert answer.versions == [7] * len(answer.tokens)
+
+
+def test_a_push_in_many_buckets(engine, run, models, monkeypatch):
+    engine.dirty = True
+    monkeypatch.setattr("rollout.BUCKET_BYTES", 100_000)
+    model = hf_model(models[1])
+    assert len(list(buckets(model.named_parameters()))) > 5
+    run(engine.load_weights(model.named_parameters(), 8))
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("broken, message", [
+    (lambda name, tensor: ("model.nothing.weight", tensor), "model.nothing.weight .* its model has None"),
+    (lambda name, tensor: (name, tensor[:1]), "its model has"),
+    (None, "was pushed no"),
+])  # fmt: skip
+def test_a_wrong_push_is_refused(engine, run, models, broken, message):
+    engine.dirty = True
+    first, *others = hf_model(models[1]).named_parameters()
+    pushed = others if broken is None else [broken(*first), *others]
+    with pytest.raises(ValueError, match=message):
+        run(engine.load_weights(pushed, 9))
+
+
+def test_a_refusal_of_the_server_is_raised(engine, run):
+    with pytest.raises(ValueError, match="no weight-update session is open"):
+        run(engine._post("/end_weight_update"))
+
+
+def test_sleep_and_wake(engine, run, models):
+    calls, post = [], engine._post
+    engine._post = lambda path, **body: calls.append((path, body.get("tags"))) or post(path, **body)
+    try:
+        run(engine.sleep())
+        with pytest.raises(AssertionError, match="while it sleeps"):
+            run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+        with pytest.raises(AssertionError, match="sleeps already"):
+            run(engine.sleep())
+        run(engine.wake_weights())
+        run(engine.load_weights(hf_model(models[0]).named_parameters(), 0))
+        assert not engine.awake
+        run(engine.wake_kv_cache())
+    finally:
+        del engine._post
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+    assert len(answer.tokens) == 3
+    assert calls == [
+        ("/pause_generation", None), ("/flush_cache?timeout=30", None), ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/begin_weight_update", None), ("/update_weights_from_tensor", None), ("/end_weight_update", None),
+        ("/resume_memory_occupation", ["kv_cache"]), ("/continue_generation", None),
+    ]  # fmt: skip
+
+
+def test_sleep_aborts_what_still_runs(engine, run):
+    async def ask_and_sleep():
+        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
+        await asyncio.sleep(0.2)
+        await engine.sleep()
+        answers = await asked
+        await engine.wake()
+        return answers
+
+    assert len(run(ask_and_sleep())) == 8
+
+
+# ---- start and end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_named(tmp_path, models):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port}.*is in use: choose another --port"):
+            Engine.launch("genrm", 0, port, models[0], CONFIG, tmp_path / "log")
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no"):
+        checkpoint_shapes(tmp_path)
+
+
+def test_a_failing_start_shows_the_log(run, models, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(Path(models[0], "model.safetensors").read_bytes())
+    engine = Engine.launch("rollout", 3, free_port(), tmp_path / "model", CONFIG, tmp_path / "engine.log")
+    try:
+        with pytest.raises(ValueError, match="(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config"):
+            run(engine.ready())
+    finally:
+        run(engine.close())
+
+
+OWNER = """
+import asyncio, sys, time
+from tests.test_rollout import CONFIG, Engine
+engine = Engine.launch("rollout", 0, int(sys.argv[1]), sys.argv[2], CONFIG, sys.argv[3])
+print(engine._process.pid, flush=True)
+if sys.argv[4] == "ready":
+    asyncio.run(engine.ready())
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("moment", ["ready", "starting"])
+def test_nothing_is_left_when_the_owner_is_killed(models, tmp_path, moment):
+    command = [sys.executable, "-c", OWNER, str(free_port()), models[0], str(tmp_path / "log"), moment]
+    owner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    group = int(owner.stdout.readline())
+    assert owner.stdout.readline() == "up\n"
+    if moment == "starting":  # the children are being spawned, and still importing
+        deadline = time.monotonic() + 120
+        while len(group_members(group)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert len(group_members(group)) >= 3
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 10
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert group_members(group) == []
+
+
+# ---- without a server ------------------------------------------------------------------------------------------------
+
+
+def test_broken_connections_are_retried_without_asking_twice():
+    import aiohttp
+
+    asked = []
+
+    async def stream():
+        asked.append(len(asked))
+        yield f"answer {len(asked)}"
+        if len(asked) < 3:
+            raise aiohttp.ServerDisconnectedError
+
+    async def main(monkeypatch_sleep):
+        return [item async for item in retry_broken(stream)]
+
+    sleeps = []
+
+    async def no_sleep(seconds):
+        sleeps.append(seconds)
+
+    original, asyncio.sleep = asyncio.sleep, no_sleep
+    try:
+        assert asyncio.run(main(None)) == ["answer 1", "answer 2", "answer 3"]
+    finally:
+        asyncio.sleep = original
+    assert sleeps == [1.0, 5.0]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("decode", [True, False])
+def test_batched_attention_equals_one_request_at_a_time(kv_heads, decode):
+    import torch
+
+    from cpu.sglang import attend, group_by_length
+
+    torch.manual_seed(0)
+    prefix = torch.tensor([0, 5, 31, 32, 70, 12])
+    new = torch.ones_like(prefix) if decode else torch.tensor([3, 1, 40, 32, 7, 33])
+    lengths, slots = prefix + new, torch.randperm(500)
+    table = torch.zeros(8, 120, dtype=torch.int32)
+    rows = torch.tensor([7, 1, 2, 0, 5, 4])
+    for row, start, length in zip(rows, lengths.cumsum(0) - lengths, lengths, strict=True):
+        table[row, :length] = slots[start : start + length]
+    k, v = torch.randn(500, kv_heads, 24), torch.randn(500, kv_heads, 24)
+    query = torch.randn(int(new.sum()), 4, 24)
+    output = torch.full_like(query, torch.nan)
+    attend(query, output, k, v, group_by_length(table, rows, lengths, new), 0.2, kv_heads != 4)
+
+    first = 0
+    for row, length, n in zip(rows, lengths, new, strict=True):
+        own = table[row, :length].long()
+        repeat = 4 // kv_heads
+        keys, values = k[own].repeat_interleave(repeat, 1), v[own].repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", query[first : first + n], keys) * 0.2
+        hidden = torch.arange(length)[None, :] > torch.arange(length - n, length)[:, None]
+        expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        torch.testing.assert_close(output[first : first + n], expected)
+        first += n
+
+
+def test_batched_attention_does_not_depend_on_the_neighbours():
+    import torch
+
+    from cpu.sglang import attend, group_by_length
+
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 40, 17, 64, 90, 31])
+    table = torch.randperm(6 * 96).view(6, 96).int()
+    k, v, query = torch.randn(576, 4, 24), torch.randn(576, 4, 24), torch.randn(6, 4, 24)
+
+    def run(requests):
+        output = torch.empty(len(requests), 4, 24)
+        plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
+        attend(query[requests], output, k, v, plan, 0.2, False)
+        return output
+
+    together = run(torch.arange(6))
+    for i in range(6):
+        assert torch.equal(run(torch.tensor([i]))[0], together[i])
+
+
+def test_murmur_hash_equals_the_reference():
+    import torch
+
+    from cpu.sglang import murmur_hash32
+
+    def reference(data, mask=0xFFFFFFFF):  # MurmurHash3_x86_32 of whole 4-byte blocks, seed 0
+        state = 0
+        for i in range(0, len(data), 4):
+            block = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
+            block = ((block << 15 | block >> 17) & mask) * 0x1B873593 & mask
+            state ^= block
+            state = ((state << 13 | state >> 19) & mask) * 5 + 0xE6546B64 & mask
+        state ^= len(data)
+        state = (state ^ state >> 16) * 0x85EBCA6B & mask
+        state = (state ^ state >> 13) * 0xC2B2AE35 & mask
+        return state ^ state >> 16
+
+    seeds, positions = [1, 2**40 + 12345], [0, 977]
+    table = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(5))
+    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for column in range(5):
+            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert table[i, column].item() == reference(data)
