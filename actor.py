@@ -108,7 +108,7 @@ class Actor:
         On CPU there is nothing to give back to, and only `awake` changes.
         """
         assert self.awake, "the actor already sleeps"
-        if self.device.type == "cuda":  # not run yet: no CUDA device was at hand
+        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             self.ddp.offload_grad_buffers()
             for buffer in self.ddp.buffers:
                 buffer.offload_to_cpu(move_params=True, move_grads=False)
@@ -120,7 +120,7 @@ class Actor:
     def wake(self) -> None:
         """Undo `sleep`. Not collective."""
         assert not self.awake, "the actor is already awake"
-        if self.device.type == "cuda":  # not run yet: no CUDA device was at hand
+        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             for buffer in self.ddp.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
             self.ddp.restore_grad_buffers()
@@ -150,6 +150,7 @@ class Actor:
 
     def _policy_step(self, samples: list[Sample], lr: float, compare_engine: bool) -> dict[str, float]:
         """One optimizer step on one mini-batch. Returns sums and maxima over all ranks (see `_reduce`) and the gradient norm."""
+        # padding is left out, except where there is nothing else: a rank must take part in the collectives
         samples = [sample for sample in samples if sample.advantages is not None] or samples[:1]
         masked = [sample.advantages is None for sample in samples]
         old_logprobs, advantages = [], []  # by slot, see batch.py
@@ -308,16 +309,19 @@ class Actor:
         """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were. Collective over all ranks."""
         from safetensors.torch import save_file
 
+        weights = {}
         if self.dp_rank == 0:
-            weights = {name: tensor.cpu().clone() for name, tensor in self.named_weights()}
-            if self.is_head:
-                Path(path).mkdir(parents=True, exist_ok=True)
-                for file in Path(self.model_dir).iterdir():
-                    if file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json") and file.is_file():
-                        shutil.copy(file, path)
-                hf = json.loads(Path(self.model_dir, "config.json").read_text())
-                Path(path, "config.json").write_text(json.dumps({**hf, "dtype": self.config.dtype}, indent=2))
-                save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
+            for name, tensor in self.named_weights():
+                if self.is_head:
+                    weights[name] = tensor.to("cpu", copy=True)
+        if weights:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            for file in Path(self.model_dir).iterdir():
+                if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
+                    shutil.copy(file, path)
+            hf = json.loads(Path(self.model_dir, "config.json").read_text())
+            Path(path, "config.json").write_text(json.dumps({**hf, "dtype": self.config.dtype}, indent=2))
+            save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
         dist.barrier()
 
     def state(self, loading: bool = False) -> dict:

@@ -34,8 +34,8 @@ class MicroBatch:
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
     """Deal sequences to micro-batches of at most `budget` tokens: indices into `lengths`, longest first, filled one by one.
 
-    Sorting keeps sequences of similar length together, which is what makes the padded attention of model.py cheap; a tighter
-    bin packing would save few micro-batches and lose that. ValueError if a sequence alone is over the budget.
+    Sorting puts sequences of equal length side by side, which model.py's attention takes together; a tighter bin packing would
+    save few micro-batches and lose that. ValueError if a sequence alone is over the budget.
     """
     micro_batches: list[list[int]] = []
     room = 0
@@ -58,7 +58,8 @@ def make_micro_batches(
     """Pack (prompt, response) pairs; the response tokens of those that are not `masked` are the targets.
 
     A sequence is padded to a multiple of 2 * cp, so that each context-parallel rank gets two equal pieces of it (see `zigzag`).
-    `tp_with_sp` is the tensor-parallel size under sequence parallelism, else 1: it must divide the tokens of a micro-batch.
+    `tp_with_sp` is the tensor-parallel size under sequence parallelism, else 1: it must divide the tokens of a micro-batch, whose
+    last sequence is padded for that, over the budget if need be. ValueError as from `pack`.
     """
     lengths = [round_up(len(prompt) + len(response) - 1, 2 * cp if cp > 1 else 1) for prompt, response in sequences]
     first_slots = [0]

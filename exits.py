@@ -1,16 +1,40 @@
-"""Ways out of a rank: told to stop, a user's error, a launcher that died; each leaves one line and no process behind."""
+"""Ways out of a rank: a user's error, Ctrl-C, a launcher that died. Each leaves one line on stderr and no process behind.
+
+torchrun answers a failed rank with a page of its own traceback, which would bury the line, and --max-restarts would try again what
+can't succeed. So ranks that leave take the launcher with them: nobody exits before everybody has cleaned up, then the rank with the
+lowest process id ends the launcher, which is the sign for all to go. A crash (any other exception) is left to torchrun.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
+import time
 import warnings
+from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
+GRACE_S = 2.0  # most errors reach every rank by itself; after this the others are told
+PATIENCE_S = 30.0  # for them to clean up
+
+
+def prepare() -> None:
+    """At the very start of a rank: it ends when its launcher is killed, and libraries keep their warnings to themselves."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the event loop takes over
+        signal.signal(number, lambda *_: give_up("interrupted", 130))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 async def until_told(work) -> None:
@@ -21,35 +45,50 @@ async def until_told(work) -> None:
     await task
 
 
-def prepare() -> None:
-    """At the very start of a rank: it ends when its launcher is killed, and libraries keep their warnings to themselves."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGINT, lambda *_: give_up("interrupted", 130))  # until the event loop takes over
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
 def give_up(message: str, status: int) -> None:
-    """Leave with one line. Called on every rank: a user's error and Ctrl-C reach all of them.
-
-    torchrun answers a failed rank with a page of its own traceback, which would bury that line, and --max-restarts would try what
-    can't succeed. So the last rank out ends the launcher too. os._exit: a thread may still wait in a collective for a rank that left.
-    """
+    """Leave with one line and a status, and have the other ranks of this machine leave too. Engines must be closed already."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # torchrun passes Ctrl-C on a second time
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-        end_launcher()
-    os._exit(status)
-
-
-def end_launcher() -> None:
-    """Once the other ranks of this machine are gone, end torchrun."""
-    import psutil
-
     launcher = psutil.Process(os.getppid())
+    leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher.pid}")  # a file in it for each rank that has cleaned up
+    if is_first(leaving):
+        print(message, file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        siblings = [child for child in launcher.children() if child.pid != os.getpid()]
-        psutil.wait_procs(siblings, timeout=30)
-        launcher.kill()
+        leave_together(launcher, leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
+    os._exit(status)  # a thread may still wait in a collective for a rank that left
+
+
+def is_first(leaving: Path) -> bool:
+    """Whether no rank has left before: most errors reach every rank, and one line is enough."""
+    try:
+        leaving.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def leave_together(launcher: psutil.Process, leaving: Path) -> None:
+    """Return once every rank of this launcher has cleaned up and the launcher is gone."""
+    (leaving / str(os.getpid())).touch()
+    siblings = [child for child in launcher.children() if child.pid != os.getpid()]
+    start, told = time.monotonic(), False
+    while os.getppid() == launcher.pid and time.monotonic() < start + PATIENCE_S:
+        alive = [sibling for sibling in siblings if is_alive(sibling)]
+        busy = [sibling for sibling in alive if not (leaving / str(sibling.pid)).exists()]
+        if busy and not told and time.monotonic() > start + GRACE_S:
+            told = True
+            for sibling in busy:
+                sibling.terminate()
+        if not busy and all(os.getpid() < sibling.pid for sibling in alive):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                launcher.kill()
+            break
+        time.sleep(0.02)
+    while any(is_alive(sibling) for sibling in siblings if sibling.pid > os.getpid()) and time.monotonic() < start + PATIENCE_S:
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Running, and not a zombie."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

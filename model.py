@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -35,6 +36,14 @@ FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
 }
+NOT_FUSED = {  # kernels that need Apex, Transformer Engine or a compiler
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fixed in Megatron
 
 
@@ -51,8 +60,8 @@ class RMSNorm:
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a packed micro-batch, by torch's scaled_dot_product_attention (SDPA).
 
-    One SDPA call per sequence is slow for many short ones, and one call for all of them wastes memory when a long one is
-    among them. So neighbours of similar length are padded into one call; batch.pack sorts sequences by length for this.
+    One call for each length that occurs: batch.pack puts sequences of equal length side by side, so nothing is padded. Padding
+    all to the longest, or runs of similar length to the longest of the run, was no faster (128 sequences of 10 to 75 tokens).
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None, **unused):
@@ -69,44 +78,19 @@ class PackedAttention(MegatronModule):
         if self.cp_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value))
             return self._sdpa(query[None], key[None], value[None], attn_mask=attention_mask)[0]
-        starts = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-        outputs, first = [], 0
-        for group in similar_lengths(lengths):
-            span = slice(first, first + sum(group))
-            outputs.append(self._padded(query[span], key[span], value[span], group))
-            first = span.stop
+        runs = [(length, len(list(run))) for length, run in groupby(packed_seq_params.cu_seqlens_q.diff().tolist())]
+        parts = (x.split([length * count for length, count in runs]) for x in (query, key, value))
+        outputs = [
+            self._sdpa(*(x.unflatten(0, (count, length)) for x in run), is_causal=True).flatten(0, 1)
+            for (length, count), *run in zip(runs, *parts, strict=True)
+        ]
         return torch.cat(outputs)
-
-    def _padded(self, query, key, value, lengths: list[int]) -> Tensor:
-        longest = max(lengths)
-        if min(lengths) == longest:  # nothing to pad
-            return self._sdpa(*(x.unflatten(0, (-1, longest)) for x in (query, key, value)), is_causal=True).flatten(0, 1)
-        real = torch.arange(longest) < torch.tensor(lengths)[:, None]  # [sequences, longest]
-        real = real.flatten().nonzero().flatten().to(query.device)  # where in the padded batch each token goes
-
-        def pad(x):  # padding comes last in a sequence, so causality alone hides it from the real tokens
-            padded = x.new_zeros(len(lengths) * longest, *x.shape[1:])
-            return padded.index_copy(0, real, x).unflatten(0, (-1, longest))
-
-        return self._sdpa(pad(query), pad(key), pad(value), is_causal=True).flatten(0, 1).index_select(0, real)
 
     def _sdpa(self, query, key, value, **how) -> Tensor:
         """[batch, tokens, heads, dim] in and out."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         grouped = query.size(1) != key.size(1)
         return F.scaled_dot_product_attention(query, key, value, scale=self.scale, enable_gqa=grouped, **how).transpose(1, 2)
-
-
-def similar_lengths(lengths: list[int]) -> list[list[int]]:
-    """Cut into runs of neighbours in which no length is more than twice another, so that padding at most doubles a run."""
-    runs: list[list[int]] = []
-    for length in lengths:
-        if runs and max(*runs[-1], length) <= 2 * min(*runs[-1], length):
-            runs[-1].append(length)
-        else:
-            runs.append([length])
-    return runs
 
 
 # ---------------------------------------------------------------------------------------------- the Hugging Face directory
@@ -119,7 +103,10 @@ def read_hf_config(model_dir: str) -> dict:
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"--model {model_dir}: not a Hugging Face model directory, it has no config.json")
-    model_type = json.loads(path.read_text()).get("model_type")
+    try:
+        model_type = json.loads(path.read_text()).get("model_type")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--model {model_dir}: config.json is not valid JSON ({error})") from error
     if model_type not in FAMILIES:
         raise ValueError(f"--model {model_dir}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
     hf = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
@@ -139,14 +126,8 @@ def read_hf_config(model_dir: str) -> dict:
 
 
 def transformer_config(hf: dict, config) -> TransformerConfig:
-    """Megatron's description of the model. ValueError if the parallel sizes do not divide the model."""
-    for flag, divisor, names in (
-        ("--tp", config.tp, ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")),
-        ("--pp", config.pp, ("num_hidden_layers",)),
-    ):
-        for name in names:
-            if hf[name] % divisor:
-                raise ValueError(f"{flag} {divisor} does not divide {name} = {hf[name]} of --model")
+    """Megatron's description of the model. ValueError if the parallel sizes do not divide it."""
+    check_sizes(hf, config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
@@ -174,15 +155,19 @@ def transformer_config(hf: dict, config) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",  # ... and which Megatron accepts only with this, even without experts
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
-        # fused kernels, which need Apex, Transformer Engine or a compiler
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **NOT_FUSED,
         **FAMILIES[hf["model_type"]],
     )
+
+
+def check_sizes(hf: dict, config) -> None:
+    for flag, size, names in (
+        ("--tp", config.tp, ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")),
+        ("--pp", config.pp, ("num_hidden_layers",)),
+    ):
+        for name in names:
+            if hf[name] % size:
+                raise ValueError(f"{flag} {size} does not divide {name} = {hf[name]} of --model")
 
 
 def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
@@ -224,9 +209,6 @@ class HFWeights:
         files = [safe_open(path, framework="pt") for path in paths]
         self.model_dir = model_dir
         self.file_of = {name: file for file in files for name in file.keys()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.file_of
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.file_of:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import os
@@ -21,7 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
-TORCHRUN_VARIABLES = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass
@@ -79,18 +79,18 @@ class Engine:
     role, rank: whose engine it is and where it runs, for spans and messages ("rollout", 3).
     capacity: the most answers that the server decodes at once; more of them queue inside it.
     in_flight: answers asked for through this handle that have not come back yet.
-    awake: whether the server may be asked. `sleep` and `wake` set it on the handle they are called on; controllers that
-        hold other handles on the same server set it on theirs.
+    awake: whether the server may be asked; `sleep` and `wake` set it here, and whoever holds another handle sets it there.
     on_request: called with (role, rank, start, end), in the event loop's seconds, for every answer that finishes.
     """
 
     def __init__(self, role: str, rank: int, url: str, capacity: int):
         self.role, self.rank, self.url, self.capacity = role, rank, url, capacity
+        self.name = f"{role} engine of rank {rank}"
         self.in_flight = 0
         self.awake = True
         self.on_request: Callable[[str, int, float, float], None] | None = None
         self._process: subprocess.Popen | None = None
-        self._log_path: Path | None = None
+        self._log_path = Path(os.devnull)
         self._shapes: dict[str, list[int]] = {}
         self._session = None
 
@@ -120,50 +120,32 @@ class Engine:
     async def ready(self, deadline_s: float = 300.0):
         """Waits until the server generates. Raises ValueError with the end of its log if it died or was too slow."""
         clock = asyncio.get_running_loop().time
-        start = clock()
+        deadline = clock() + deadline_s
         while not await self._is_healthy():
             if self._process is not None and self._process.poll() is not None:
                 raise ValueError(f"the {self.name} stopped while starting{self._log_tail()}")
-            if clock() - start > deadline_s:
+            if clock() > deadline:
                 raise ValueError(f"the {self.name} was not ready within {deadline_s:.0f} s{self._log_tail()}")
             await asyncio.sleep(0.2)
-        served = (await self._get("/model_info"))["served_model_name"]
-        if self._process is not None and served != server_name(self.role, self.rank):
+        if self._process is not None and (await self._model_info())["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
 
     async def close(self):
         """Ends the server and all of its processes, and waits until the port is free."""
         if self._session is not None:
             await self._session.close()
-            self._session = None
         if self._process is None:
             return
-        self._process.kill()  # it holds nothing worth saving, its children die with it; SIGTERM would take 5 s
-        for _ in range(100):
-            if not self._group_is_alive():
-                break
-            await asyncio.sleep(0.1)
-        else:
+        self._process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
+        self._process.wait()
+        await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of the group, removes the semaphores and ends too
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
 
-    def _group_is_alive(self) -> bool:
-        self._process.poll()  # reaps the leader
-        try:
-            os.killpg(self._process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
-    @property
-    def name(self) -> str:
-        return f"{self.role} engine of rank {self.rank}"
-
     def _log_tail(self) -> str:
-        if self._log_path is None:
-            return ""
         lines = self._log_path.read_text(errors="replace").splitlines()[-15:]
-        return f"; the end of {self._log_path}:\n" + "\n".join(lines)
+        return "\n".join((f"; the end of {self._log_path}:", *lines))
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +181,7 @@ class Engine:
         Only handles travel: the server, on the same machine, reads the tensors from shared memory or over CUDA IPC.
         Raises ValueError for a tensor that the model does not have, or lacks, or when the server refuses.
         """
-        names = set()
+        names: set[str] = set()
         await self._post("/begin_weight_update")
         try:
             for bucket in buckets(self._checked(named_tensors, names)):
@@ -212,7 +194,7 @@ class Engine:
         missing = self._shapes.keys() - names - {"lm_head.weight"}  # tied to the embedding
         if missing:
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
-        served = (await self._get("/model_info"))["weight_version"]
+        served = (await self._model_info())["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
 
     def _checked(self, named_tensors, names: set[str]):
@@ -282,15 +264,13 @@ class Engine:
         except aiohttp.ClientConnectionError:
             return False
 
-    async def _get(self, path: str) -> dict:
-        async with self._http().get(self.url + path) as response:
-            await self._check(response, path)
+    async def _model_info(self) -> dict:
+        async with self._http().get(self.url + "/model_info") as response:
             return await response.json()
 
     async def _post(self, path: str, **body):
         async with self._http().post(self.url + path, json=body) as response:
             await self._check(response, path)
-            await response.read()
 
     async def _check(self, response, path: str):
         """SGLang says with the status whether a call succeeded, and why not in the text."""
@@ -372,20 +352,16 @@ def serialize_bucket(bucket: list) -> str:
 # ---- launching -------------------------------------------------------------------------------------------------------
 
 
-def server_name(role: str, rank: int) -> str:
-    return f"{role}-{rank}-{os.getpid()}"
-
-
 def server_environment() -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group."""
     import torch
 
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
-    environment["PYTHONWARNINGS"] = "ignore"
+    torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
+    environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore"}
     if not torch.cuda.is_available():
-        environment["OMP_NUM_THREADS"] = "1"
-        # glibc would hand every buffer over 128 KB back to the kernel, and fault its pages in again at the next step.
-        environment |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+        # MALLOC: glibc would hand every large buffer back to the kernel, and fault its pages in again at the next step.
+        environment |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 30}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}"}
     return environment
 
 
@@ -393,8 +369,9 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
     import torch
 
     flags = {
-        "model-path": Path(model_dir).resolve(), "served-model-name": server_name(role, rank), "weight-version": 0,
-        "port": port, "dtype": config.dtype, "random-seed": config.seed + rank,
+        "model-path": Path(model_dir).resolve(), "weight-version": 0, "port": port,
+        "served-model-name": os.getpid(),  # by which `ready` knows that the server is ours
+        "dtype": config.dtype, "random-seed": config.seed + rank,
         "context-length": config.max_model_len, "max-running-requests": config.max_running_requests,
         "skip-tokenizer-init": None,  # tokens in, tokens out
         "stream-interval": 1_000_000,  # an answer's first token and its end: nothing in between
@@ -406,8 +383,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
         if role == "genrm":
             flags["enable-weights-cpu-backup"] = None  # nobody pushes a judge its weights after it slept
     else:
-        flags |= {"device": "cpu", "max-total-tokens": config.max_total_tokens, "sampling-backend": "pytorch"}
-        flags |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
+        flags |= {"device": "cpu", "max-total-tokens": config.max_total_tokens}
     return [text for flag, value in flags.items() for text in (f"--{flag}", *([] if value is None else [str(value)]))]
 
 

@@ -65,7 +65,7 @@ class Config:
     cp: int = 1  # context-parallel ranks
     sp: bool = False  # sequence parallelism beside tp
     dtype: str = "float32"  # float32 | bfloat16
-    max_tokens_per_micro_batch: int = 4096  # prompts and responses packed into one forward pass
+    max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
     updates_per_step: int = 1  # optimizer updates on one batch of samples
     lr: float = 5e-4  # AdamW
     lr_warmup_steps: int = 5  # linear, from 0

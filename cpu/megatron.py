@@ -19,6 +19,7 @@ import importlib.machinery
 import logging
 import sys
 import warnings
+from types import MappingProxyType
 
 import torch
 
@@ -41,7 +42,7 @@ class CpuDevice:
     current_device = staticmethod(lambda: torch.device("cpu"))
     set_device = synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
-    default_generators = {torch.device("cpu"): torch.default_generator}  # indexed by what current_device returns
+    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})  # by what current_device returns
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))

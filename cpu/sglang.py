@@ -29,8 +29,15 @@ import torch
 
 
 def die_with_parent():
-    """Ask Linux for a SIGKILL when the thread that started this process ends (PR_SET_PDEATHSIG), even by kill -9."""
+    """Ask Linux for a SIGKILL when the thread that started this process ends (PR_SET_PDEATHSIG), even by kill -9.
+
+    The children that SGLang spawns ask too late, after 10 s of imports. A parent that is gone before it is asked about is
+    noticed by its id, which `Engine.launch` passes to the server, and the server to its children.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
+        sys.exit("the process that started this one is gone")
+    os.environ["NANOYATT_PARENT"] = str(os.getpid())
 
 
 # ---- import stand-ins ------------------------------------------------------------------------------------------------

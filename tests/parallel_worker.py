@@ -1,7 +1,8 @@
-"""What test_actor.py launches under torchrun: trains the same batches under one parallel layout after another.
+"""What test_actor.py starts as a process of its own: trains the same batches under one parallel layout after another.
 
-Usage: torchrun ... parallel_worker.py case.pt result.pt. The case holds the batches and what a plain reference made of them;
-the result holds, for each layout, the metrics of every update and the largest distance of any rank's weights from the reference.
+Usage: parallel_worker.py case.pt result.pt. The case holds batches and what a plain reference made of them; the result holds, for
+each layout, the metrics of every update and the largest distance of any rank's weights from the reference. Ranks are forked after
+the imports, which take longer than the training, and meet through a file, so that no port is needed.
 """
 
 import datetime
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 def actor_config(**overrides) -> SimpleNamespace:
@@ -22,8 +24,8 @@ def actor_config(**overrides) -> SimpleNamespace:
     return SimpleNamespace(**{**config, **overrides})
 
 
-def run(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
-    from actor import Actor, mpu
+def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
+    from actor import Actor
 
     actor = Actor(actor_config(**layout), model_dir)
     metrics = []
@@ -37,27 +39,36 @@ def run(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
     logprob_distance = max(
         abs(a - b) for sample, row in zip(mine, logprobs, strict=True) for a, b in zip(sample.true_logprobs, row, strict=True)
     )
-    worst = torch.tensor([distance, logprob_distance])
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
     actor.export(export_to)
-    heads = [None] * dist.get_world_size()
-    dist.all_gather_object(heads, (actor.dp_rank, actor.is_head))
-    result = {"metrics": metrics, "weight_distance": worst[0].item(), "logprob_distance": worst[1].item(), "heads": heads}
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, metrics)
-    assert all(other == metrics for other in everyone), "metrics differ between ranks"
-    mpu.destroy_model_parallel()
-    return result
+    dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head))
+    actor.close()
+    assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
+    return {
+        "metrics": metrics,
+        "weight_distance": max(distance for _, distance, *_ in everyone),
+        "logprob_distance": max(distance for _, _, distance, *_ in everyone),
+        "heads": sorted(dp_rank for *_, dp_rank, is_head in everyone if is_head),
+    }
+
+
+def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size)
+    results = {
+        name: train(case["model_dirs"][family], layout, case["references"][family], f"{result_path}.{name}")
+        for name, (family, ranks, layout) in case["layouts"].items()
+        if ranks == size
+    }
+    if rank == 0:
+        torch.save(results, f"{result_path}.{size}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    import actor  # noqa: F401  before the fork
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     case = torch.load(sys.argv[1], weights_only=False)
-    results = {
-        name: run(case["model_dirs"][family], layout, case["references"][family], f"{sys.argv[2]}.{name}")
-        for name, (family, layout) in case["layouts"].items()
-    }
-    if dist.get_rank() == 0:
-        torch.save(results, sys.argv[2])
-    dist.destroy_process_group()
+    for size in (2, 4):
+        mp.start_processes(rank_main, (size, case, sys.argv[2]), nprocs=size, start_method="fork")

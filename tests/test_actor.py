@@ -108,64 +108,62 @@ def plain_reference(model_dir: str) -> dict:
 
 # ------------------------------------------------------------------------------------------------------------- parallelism
 
-LAYOUTS = {
-    2: {
-        "dp2": ("qwen3", {}),
-        "tp2": ("qwen3", {"tp": 2}),
-        "tp2_tied": ("qwen2", {"tp": 2}),
-        "tp2_sp": ("qwen3", {"tp": 2, "sp": True}),
-        "pp2": ("qwen3", {"pp": 2}),
-        "pp2_tied": ("qwen2", {"pp": 2}),
-        "cp2": ("qwen3", {"cp": 2}),
-        "dp2_bf16": ("qwen3", {"dtype": "bfloat16"}),
-    },
-    4: {
-        "tp2_pp2": ("qwen3", {"tp": 2, "pp": 2}),
-        "tp2_cp2_sp": ("qwen3", {"tp": 2, "cp": 2, "sp": True}),
-        "pp2_cp2_tied": ("qwen2", {"pp": 2, "cp": 2}),
-    },
+LAYOUTS = {  # name -> family, ranks, sizes
+    "dp2": ("qwen3", 2, {}),
+    "dp2_bf16": ("qwen3", 2, {"dtype": "bfloat16"}),
+    "tp2": ("qwen3", 2, {"tp": 2}),
+    "tp2_tied": ("qwen2", 2, {"tp": 2}),
+    "tp2_sp": ("qwen3", 2, {"tp": 2, "sp": True}),
+    "pp2": ("qwen3", 2, {"pp": 2}),
+    "pp2_tied": ("qwen2", 2, {"pp": 2}),
+    "cp2": ("qwen3", 2, {"cp": 2}),
+    "tp2_pp2": ("qwen3", 4, {"tp": 2, "pp": 2}),
+    "tp2_cp2_sp": ("qwen3", 4, {"tp": 2, "cp": 2, "sp": True}),
+    "pp2_cp2_tied": ("qwen2", 4, {"pp": 2, "cp": 2}),
+    "tp2_dp2": ("qwen3", 4, {"tp": 2}),
 }
 
 
 @pytest.fixture(scope="session")
-def case(tmp_path_factory):
-    path = tmp_path_factory.mktemp("case")
+def references(tmp_path_factory) -> dict:
+    """By family: the model directory, and what plain training makes of it."""
+    path = tmp_path_factory.mktemp("models")
     model_dirs = {family: make_model(path / family, family, tied=family == "qwen2") for family in ("qwen3", "qwen2")}
     return {"model_dirs": model_dirs, "references": {family: plain_reference(path) for family, path in model_dirs.items()}}
 
 
-def launch(nproc: int, case_path: Path, result_path: Path) -> None:
-    root = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command += [str(root / "parallel_worker.py"), str(case_path), str(result_path)]
+@pytest.fixture(scope="session")
+def layouts_path(references, tmp_path_factory) -> Path:
+    """Trains under every layout, in processes that are gone afterwards. Returns what all result paths begin with."""
+    path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
+    torch.save({**references, "layouts": LAYOUTS}, path / "case.pt")
+    command = [sys.executable, str(root / "parallel_worker.py"), str(path / "case.pt"), str(path / "result")]
     environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output.decode()[-4000:]
+    return path / "result"
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_every_layout_trains_as_the_plain_reference(nproc, case, tmp_path):
-    torch.save({**case, "layouts": LAYOUTS[nproc]}, tmp_path / "case.pt")
-    launch(nproc, tmp_path / "case.pt", tmp_path / "result.pt")
-    results = torch.load(tmp_path / "result.pt", weights_only=False)
-    assert results.keys() == LAYOUTS[nproc].keys()
-    for name, (family, layout) in LAYOUTS[nproc].items():
-        result, reference = results[name], case["references"][family]
-        tolerance = 5e-2 if layout.get("dtype") == "bfloat16" else 1e-4
-        for step, expected in enumerate(reference["metrics"]):
-            got = {metric: result["metrics"][step][metric] for metric in expected}
-            assert got == pytest.approx(expected, abs=tolerance), f"{name}, update {step}"
-        assert result["metrics"][1]["train/clip_frac"] > 0.05 and result["metrics"][0]["train/micro_batches"] >= 3
-        assert result["weight_distance"] < tolerance, name
-        assert result["logprob_distance"] < tolerance * 2, name
-        check_export(tmp_path / f"result.pt.{name}", reference["weights"], tolerance)
-        group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
-        assert sorted(dp_rank for dp_rank, is_head in result["heads"] if is_head) == list(range(nproc // group_size)), name
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_the_plain_reference(name, references, layouts_path):
+    family, ranks, layout = LAYOUTS[name]
+    reference = references["references"][family]
+    result = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]
+    tolerance = 5e-2 if layout.get("dtype") == "bfloat16" else 1e-5
+    for step, expected in enumerate(reference["metrics"]):
+        got = {metric: result["metrics"][step][metric] for metric in expected}
+        assert got == pytest.approx(expected, abs=tolerance), f"update {step}"
+    assert result["metrics"][0]["train/micro_batches"] >= 2 and result["metrics"][1]["train/clip_frac"] > 0.05
+    assert result["logprob_distance"] < 2 * tolerance
+    assert result["weight_distance"] < 5 * tolerance  # Adam makes much of a rounding error where a gradient is almost zero
+    check_export(Path(f"{layouts_path}.{name}"), reference["weights"], 5 * tolerance)
+    group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+    assert result["heads"] == list(range(ranks // group_size))
 
 
 def check_export(path: Path, weights: dict, tolerance: float) -> None:
@@ -192,7 +190,7 @@ def make_actor(one_rank):
     from actor import Actor, mpu
 
     def make(model_dir: str, **overrides):
-        mpu.destroy_model_parallel()
+        mpu.destroy_model_parallel()  # not actor.close: a constructor that raised leaves no actor
         return Actor(actor_config(**overrides), model_dir)
 
     yield make
@@ -383,9 +381,9 @@ def damage(path: Path, how: str) -> None:
         config["num_hidden_layers"], config["layer_types"] = 3, ["full_attention"] * 3
     elif how == "other shape":
         config["intermediate_size"] = 64
-    else:
+    elif how != "not JSON":
         config.update(json.loads(how))
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text("{" * (how == "not JSON") + json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -395,6 +393,7 @@ def damage(path: Path, how: str) -> None:
         ("cut short", "model.safetensors is damaged"),
         ("cut very short", "model.safetensors is damaged"),
         ("more layers", "lack model.layers.2.input_layernorm.weight"),
+        ("not JSON", "config.json is not valid JSON"),
         ("other shape", "does not have the shape"),
         ('{"model_type": "gpt2"}', "'gpt2' is not supported, only qwen2, qwen3, llama"),
         ('{"attention_bias": true}', "not supported: attention_bias"),

@@ -1,0 +1,218 @@
+"""nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, two ranks each, on CPU.
+
+    python bench/vs_trl.py                            3 repeats of each, alternating: a table, and runs/vs_trl/results.json
+    python bench/vs_trl.py --repeats 1 --steps 4      a quick look
+
+Model: the demo's warm-started actor. Task: addition, reward 1 for the exact answer. A step is 16 prompts x 8 answers of up to 72
+tokens and one update on all of them. Every repeat is a fresh torchrun; its first steps are left out of the step figures. CPU-seconds
+and memory count every process of a side (ranks, servers, schedulers, launcher). TRL gets an environment of its own, .venv-trl, made
+on first use. Each side's own startup is reported apart; one unmeasured run of each comes first, so that files are cached for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean, median
+
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "runs" / "vs_trl"
+TRL_VENV = ROOT / ".venv-trl"
+TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psutil==7.2.2")
+RANKS = 2
+LAUNCH = ("--standalone", "--nproc-per-node", RANKS)
+RUN_LIMIT_S = 900.0
+SIDES = ("nanoYATT", "TRL")
+# what the table shows: label, digits
+FIGURES = {
+    "tokens per wall-second, whole steps": 0,
+    "tokens per CPU-second, whole steps": 0,
+    "tokens per wall-second, generation": 0,
+    "tokens per CPU-second, generation": 0,
+    "step, s": 3,
+    "generation, s": 3,
+    "update, s": 3,
+    "start-up, s": 1,
+    "start-up, CPU-s": 1,
+    "processes": 0,
+    "peak memory, MB (sum of peak RSS)": 0,
+    "memory at the end, MB (PSS: shared pages once)": 0,
+    "tokens an answer": 1,
+    "reward, mean of the steps": 3,
+}
+
+
+def make_trl_environment() -> None:
+    """.venv-trl with TRL in it, unless it is there."""
+    done = TRL_VENV / "installed"
+    if done.exists() and done.read_text() == str(TRL_PACKAGES):
+        return
+    print(f"installing {', '.join(TRL_PACKAGES)} into {TRL_VENV.name}", flush=True)
+    pip = [TRL_VENV / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    run_to_its_end([sys.executable, "-m", "venv", TRL_VENV], None)
+    run_to_its_end([*pip, "torch==2.13.0"], None)  # first and alone, else it is resolved anew
+    run_to_its_end([*pip, *TRL_PACKAGES], None)
+    done.write_text(str(TRL_PACKAGES))
+
+
+def run_to_its_end(command: list, log: Path | None) -> None:
+    """Run a command in a process group of its own, which ends with it, or with us. SystemExit with the end of its log if it fails."""
+
+    def die_with_us() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: even if this program is killed hard
+
+    output = log.open("wb") if log else None
+    process = subprocess.Popen(
+        [str(part) for part in command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output,
+        start_new_session=True, preexec_fn=die_with_us,
+    )
+    try:
+        status = process.wait(RUN_LIMIT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, a rank its engines
+            process.wait()
+    if status:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log else ""
+        sys.exit(f"exit status {status} of {' '.join(map(str, command[:6]))} ...{f'; the end of {log}:' if log else ''}\n{tail}")
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` neighbouring ports that nobody listens on."""
+    for first in range(31000, 60000, count):
+        probes = [socket.socket() for _ in range(count)]
+        busy = [probe.connect_ex(("127.0.0.1", first + i)) == 0 for i, probe in enumerate(probes)]
+        for probe in probes:
+            probe.close()
+        if not any(busy):
+            return first
+    sys.exit("no free ports")
+
+
+def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> dict:
+    """One fresh run; returns what its ranks measured, added up."""
+    folder = OUT / f"{side}-{name}"
+    folder.mkdir(parents=True)
+    measure = ["--measure", folder, "--launched", time.monotonic(), "--steps", steps, "--lr", settings.lr, "--seed", settings.seed]
+    measure += ["--max-new-tokens", settings.max_new_tokens]
+    if side == "nanoYATT":
+        command = [Path(sys.executable).with_name("torchrun"), *LAUNCH, "bench/nano_rule.py", *measure]
+        command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
+        command += ["--lr-warmup-steps", 0, "--lr-decay-to", 1, "--port", free_ports(2 * RANKS), "--out", folder / "run"]
+    else:
+        model = json.loads((OUT / "nanoYATT-unmeasured" / "run" / "config.json").read_text())["model"]
+        command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py", *measure]
+        command += ["--prompts", settings.prompts, "--answers", settings.answers, "--model", model]
+    run_to_its_end(command, folder / "log.txt")
+    return merge([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)])
+
+
+def merge(ranks: list[dict]) -> dict:
+    """One run from its ranks: CPU, tokens and memory add up, of wall seconds the slowest rank's count."""
+    rows = []
+    for of_step in zip(*(rank["rows"] for rank in ranks), strict=True):
+        row = {name: sum(r[name] for r in of_step) for name in ("tokens", "answers", "prompt_tokens", "reward")}
+        for phase in ("step", "generate"):
+            row |= {f"{phase}_s": max(r[phase]["wall"] for r in of_step), f"{phase}_cpu_s": sum(r[phase]["cpu"] for r in of_step)}
+        row["update_s"] = max(r["update_s"] for r in of_step)
+        if "spans" in of_step[0]:
+            row["spans"] = {name: max(r["spans"][name] for r in of_step) for name in of_step[0]["spans"]}
+        rows.append(row)
+    sums = {name: sum(rank[name] for rank in ranks) for name in ("processes", "peak_rss_mb", "pss_mb", "startup_cpu_s")}
+    return {"rows": rows, "startup_s": max(rank["startup_s"] for rank in ranks)} | sums
+
+
+def summarize(run: dict, warmup: int) -> dict[str, float]:
+    """The table's figures of one run."""
+    rows = run["rows"][warmup:]
+    total = {name: sum(row[name] for row in rows) for name in rows[0] if name != "spans"}
+    return {
+        "tokens per wall-second, whole steps": total["tokens"] / total["step_s"],
+        "tokens per CPU-second, whole steps": total["tokens"] / total["step_cpu_s"],
+        "tokens per wall-second, generation": total["tokens"] / total["generate_s"],
+        "tokens per CPU-second, generation": total["tokens"] / total["generate_cpu_s"],
+        "step, s": median(row["step_s"] for row in rows),
+        "generation, s": median(row["generate_s"] for row in rows),
+        "update, s": median(row["update_s"] for row in rows),
+        "start-up, s": run["startup_s"],
+        "start-up, CPU-s": run["startup_cpu_s"],
+        "processes": run["processes"],
+        "peak memory, MB (sum of peak RSS)": run["peak_rss_mb"],
+        "memory at the end, MB (PSS: shared pages once)": run["pss_mb"],
+        "tokens an answer": total["tokens"] / total["answers"],
+        "reward, mean of the steps": total["reward"] / total["answers"],
+    }
+
+
+def where_time_goes(runs: list[dict], warmup: int) -> dict[str, float]:
+    """Mean seconds of nanoYATT's step by phase, from the timeline's spans; `rest`: dealing samples, rewards, the report."""
+    rows = [row for run in runs for row in run["rows"][warmup:]]
+    mean = {name: fmean(row["spans"][name] for row in rows) for name in ("serve", "rollout", "train", "switch", "sync")}
+    step = fmean(row["step_s"] for row in rows)
+    parts = {"rollout": mean["rollout"], "serve, besides rollout": mean["serve"] - mean["rollout"]}
+    parts |= {name: mean[name] for name in ("train", "switch", "sync")}
+    return parts | {"rest": step - sum(parts.values()), "step": step}
+
+
+def spread(values: list[float], digits: int) -> str:
+    """median (smallest-largest)"""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def print_tables(results: dict[str, list[dict]], settings: argparse.Namespace) -> None:
+    """Medians over the repeats with the smallest and the largest; ratios are those of neighbouring repeats."""
+    print("\n| median (smallest-largest) | nanoYATT | TRL | nanoYATT / TRL |\n|---|---|---|---|")
+    sides = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
+    for label, digits in FIGURES.items():
+        ours, theirs = ([summary[label] for summary in sides[side]] for side in SIDES)
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
+        print(f"| {label} | {spread(ours, digits)} | {spread(theirs, digits)} | {spread(ratios, 2) if ratios else ''} |")
+    parts = where_time_goes(results["nanoYATT"], settings.warmup)
+    print("\n| where nanoYATT's step goes | ms | part |\n|---|---|---|")
+    for name, seconds in parts.items():
+        print(f"| {name} | {1000 * seconds:.0f} | {seconds / parts['step']:.0%} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of a repeat")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    for name, default in (("prompts", 16), ("answers", 8), ("max-new-tokens", 72), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    settings = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_to_its_end cleans up
+    make_trl_environment()
+    shutil.rmtree(OUT, ignore_errors=True)
+    load = os.getloadavg()[0]
+    for side in SIDES:
+        run_side(side, "unmeasured", 1, settings)
+    results: dict[str, list[dict]] = {side: [] for side in SIDES}
+    for repeat in range(settings.repeats):
+        for side in SIDES:
+            run = run_side(side, str(repeat), settings.warmup + settings.steps, settings)
+            results[side].append(run)
+            summary = summarize(run, settings.warmup)
+            figures = ", ".join(f"{summary[label]:.{digits}f} {label}" for label, digits in FIGURES.items())
+            print(f"repeat {repeat + 1}, {side}: {figures}", flush=True)
+    print_tables(results, settings)
+    print(f"\nload average before the first run: {load:.1f} on {os.cpu_count()} cores")
+    summaries = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
+    parts = where_time_goes(results["nanoYATT"], settings.warmup)
+    everything = {"settings": vars(settings), "load": load, "figures": summaries, "nanoYATT_step_s": parts, "runs": results}
+    (OUT / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+    print(f"wrote {OUT.relative_to(ROOT)}/results.json")
+
+
+if __name__ == "__main__":
+    main()
