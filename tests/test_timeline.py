@@ -262,7 +262,8 @@ def test_local_facts_on_a_hand_worked_step():
     assert found == {
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
         "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "padded": 1,
-        "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0, "latencies": [0.5], "dp_rank": 1, "tokens_to_train": 2 * 2 + 3,
+        "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
+        "latencies": [0.5], "dp_rank": 1, "tokens_to_train": 2 * 2 + 3,
         "seconds": {"serve": 4.0, "rollout": 3.0, "genrm": 1.0}, "request_seconds": {"rollout": 4.0, "genrm": 1.0},
     }  # fmt: skip
 
