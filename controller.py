@@ -87,15 +87,13 @@ async def serve_in_turns(job: Job, groups: list[list[Sample]]) -> None:
 
 async def serve_side_by_side(job: Job, groups: list[list[Sample]]) -> None:
     """Partial colocation: an answer is judged the moment it is finished, on other ranks; waves cost no swap."""
+
+    async def write_then_judge(group):
+        judging = [asyncio.create_task(job.judge.judge(sample, job.genrm)) async for sample in stream(job, group)]
+        await asyncio.gather(*judging)
+
     await job.genrm.wake()
-    async with asyncio.TaskGroup() as tasks:
-
-        async def write_then_judge(group):
-            async for sample in stream(job, group):
-                tasks.create_task(job.judge.judge(sample, job.genrm))
-
-        for group in groups:
-            tasks.create_task(write_then_judge(group))
+    await asyncio.gather(*(write_then_judge(group) for group in groups))
 
 
 SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
@@ -122,9 +120,10 @@ async def generate(job: Job, group: list[Sample]) -> None:
 
 @dataclass
 class Served:
-    """What this controller's prompts came to in one step. Every group drawn is in exactly one of the lists."""
+    """What this controller's prompts came to in one step. Every sample is kept, dropped, or in a filtered or carried group."""
 
     kept: list[Sample] = field(default_factory=list)  # groups to train on
+    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed
     padding: list[Sample] = field(default_factory=list)  # filtered groups that fill a short batch, masked out of the loss
     filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
     carried: list[list[Sample]] = field(default_factory=list)  # informative groups more than needed: their prompts come again
@@ -188,7 +187,8 @@ def fill(served: Served, mine: dict[int, list[Sample]], kept: set[int], surplus:
     """Sort this controller's groups into kept, carried and filtered, and pad a short batch with filtered ones (under the loss mask)."""
     for draw, group in mine.items():
         if draw in kept:
-            served.kept += [sample for sample in group if sample.reward is not None]
+            for sample in group:
+                (served.dropped if sample.reward is None else served.kept).append(sample)
         else:
             (served.carried if draw in surplus else served.filtered).append(group)
     served.padded = max(0, short)

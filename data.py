@@ -159,12 +159,11 @@ def read_rows(path: Path) -> list[tuple[int, dict]]:
     if not path.is_file():
         raise ValueError(f"--data {path}: no such file")
     if path.suffix == ".parquet":
-        from datasets import Dataset
-
-        rows = list(enumerate(Dataset.from_parquet(str(path), keep_in_memory=True), 1))
+        rows = _parquet_rows(path)
     elif path.suffix in (".jsonl", ".json"):
         # read line by line, not through datasets.load_dataset: its errors don't say which line is at fault
-        rows = [(number, _json_row(line, f"{path}:{number}")) for number, line in enumerate(path.open(), 1) if line.strip()]
+        lines = enumerate(path.read_bytes().splitlines(), 1)
+        rows = [(number, _json_row(line, f"{path}:{number}")) for number, line in lines if line.strip()]
     else:
         raise ValueError(f"--data {path}: expected a .jsonl, .json or .parquet file")
     if not rows:
@@ -172,9 +171,22 @@ def read_rows(path: Path) -> list[tuple[int, dict]]:
     return rows
 
 
-def _json_row(line: str, where: str) -> dict:
+def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
+    import pyarrow
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        return list(enumerate(Dataset.from_parquet(str(path), keep_in_memory=True), 1))
+    except (pyarrow.ArrowException, DatasetGenerationError):
+        raise ValueError(f"--data {path}: not a Parquet file that can be read") from None
+
+
+def _json_row(line: bytes, where: str) -> dict:
     try:
         row = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(row, dict):
@@ -184,11 +196,12 @@ def _json_row(line: str, where: str) -> dict:
 
 def _prompt_of(row: dict, where: str) -> str | list[dict]:
     prompt = row.get("messages") or row.get("prompt")
-    if isinstance(prompt, str):
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in prompt
+    )
+    if prompt and (isinstance(prompt, str) or is_chat):
         return prompt
-    if isinstance(prompt, list) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in prompt) and prompt:
-        return prompt
-    raise ValueError(f"{where}: needs `messages` (a list of {{role, content}}) or `prompt` (text, or such a list)")
+    raise ValueError(f"{where}: needs `messages` (a list of {{role, content}}, both text) or `prompt` (text, or such a list)")
 
 
 def _question_of(row: dict) -> str:

@@ -30,6 +30,7 @@ PATIENCE_S = 30.0  # for them to clean up
 def prepare() -> None:
     """At the very start of a rank: it ends when its launcher is killed, and libraries keep their warnings to themselves."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.environ["NANOYATT_LAUNCHER"] = str(os.getppid())
     for number in (signal.SIGINT, signal.SIGTERM):  # until the event loop takes over
         signal.signal(number, lambda *_: give_up("interrupted", 130))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -49,12 +50,12 @@ def give_up(message: str, status: int) -> None:
     """Leave with one line and a status, and have the other ranks of this machine leave too. Engines must be closed already."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # torchrun passes Ctrl-C on a second time
-    launcher = psutil.Process(os.getppid())
-    leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher.pid}")  # a file in it for each rank that has cleaned up
+    launcher = int(os.environ["NANOYATT_LAUNCHER"])
+    leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher}")  # a file in it for each rank that has cleaned up
     if is_first(leaving):
         print(message, file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        leave_together(launcher, leaving)
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == launcher:  # an orphan's new parent isn't its to end
+        leave_together(psutil.Process(launcher), leaving)
     shutil.rmtree(leaving, ignore_errors=True)
     os._exit(status)  # a thread may still wait in a collective for a rank that left
 

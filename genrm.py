@@ -62,12 +62,13 @@ Question:
 Final answer:
 {answer}"""
 
-VERDICT = re.compile(r"verdict\s*:\s*\**\s*(correct|incorrect|yes|no)\b", re.IGNORECASE)
+VERDICT = re.compile(r"verdict[\s*]*:[\s*]*(correct|incorrect|yes|no)\b", re.IGNORECASE)
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # braces inside up to two deep
 
 
 def chat_answer(text: str) -> str | None:
     r"""The last \boxed{...}, else what follows the last ####, else the last line that isn't empty."""
-    if boxed := re.findall(r"\\boxed\{([^{}]*)\}", text):
+    if boxed := BOXED.findall(text):
         return boxed[-1].strip()
     tail = text.rsplit("####", 1)[-1].strip()
     return tail.splitlines()[-1].strip() if tail else None
@@ -108,9 +109,10 @@ class Judge:
         decode: Callable[[list[int]], str],  # judge's tokens -> text
         decode_response: Callable[[list[int]], str],  # actor's tokens -> text
         sampling,
+        max_prompt_tokens: int,  # what the judge's context leaves for a prompt; a longer one is a failed judgement
         retries: int = 1,
     ):
-        self.format, self.sampling, self.retries = format, sampling, retries
+        self.format, self.sampling, self.max_prompt_tokens, self.retries = format, sampling, max_prompt_tokens, retries
         self._encode, self._decode, self._decode_response = encode, decode, decode_response
         self._asked: dict[tuple[str, str], asyncio.Task] = {}
         self.failed = self.parsed = 0  # since the run's start: a judge that never parses stops the run
@@ -147,8 +149,8 @@ class Judge:
         """Ask until a verdict can be read, 1 + retries times. A greedy judge only repeats itself, so it is asked once."""
         prompt = self._encode(self.format.prompt(question, answer))
         tries = 1 if self.sampling.temperature == 0 else 1 + self.retries
-        clock = asyncio.get_running_loop().time
-        for _ in range(tries):
+        clock, text = asyncio.get_running_loop().time, ""
+        for _ in range(tries if len(prompt) <= self.max_prompt_tokens else 0):
             start = clock()
             async for reply in pool.least_loaded().generate(prompt, 1, self.sampling):
                 self.latencies.append(clock() - start)

@@ -149,7 +149,7 @@ class Report:
 def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
     """What one controller saw in a step: counts, lengths, seconds. `samples` are those it trained on; `served` those it had written."""
     groups = served.filtered + served.carried
-    everything = served.kept + [sample for group in groups for sample in group]
+    everything = served.kept + served.dropped + [sample for group in groups for sample in group]
     keyed = [s for s in everything if s.answer_key is not None and s.verdict is not None]
     wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
     return {

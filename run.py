@@ -12,21 +12,26 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import algorithms
 import controller
 import data
 import exits
 import genrm
 import placement
 
-POSITIVE = (
-    *("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every", "tp", "pp", "cp"),
-    *("max_tokens_per_micro_batch", "updates_per_step", "max_running_requests"),
-)
+AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
+AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
+AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
+ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
+LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
+LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
+LIMITS |= {"answers_per_prompt": (2, math.inf), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,20 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
-        for name in POSITIVE:
-            if (value := dataclasses.asdict(self)[name]) < 1:
-                raise ValueError(f"--{dashed(name)} {value}: at least 1 is needed")
-        if self.answers_per_prompt < 2:
-            raise ValueError(f"--answers-per-prompt {self.answers_per_prompt}: a group needs at least 2 answers to compare")
+        for name, (low, high) in LIMITS.items():
+            value = dataclasses.asdict(self)[name]
+            if not low <= value <= high:  # NaN is refused, too
+                needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+                raise ValueError(f"--{dashed(name)} {value}: {needed} is needed")
+        algorithms.get_algorithm(self.algorithm)
+        for name in ("max_new_tokens", "judge_max_new_tokens"):
+            if (value := dataclasses.asdict(self)[name]) >= self.max_model_len:
+                raise ValueError(f"--{dashed(name)} {value} leaves prompts no room in --max-model-len {self.max_model_len}")
+        if self.max_tokens_per_micro_batch < self.max_model_len:
+            raise ValueError(
+                f"--max-tokens-per-micro-batch {self.max_tokens_per_micro_batch} is less than one sample may have: "
+                f"--max-model-len {self.max_model_len}"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
         if self.judge_format not in ("", *genrm.FORMATS):
@@ -160,8 +174,6 @@ def check_batch(config: Config, world_size: int) -> placement.Plan:
     dp = world_size // model_parallel
     if config.prompts_per_step % dp:
         raise ValueError(f"--prompts-per-step {config.prompts_per_step} can't be shared evenly by {dp} data-parallel ranks")
-    if config.max_model_len <= config.max_new_tokens:
-        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves prompts no room in --max-model-len {config.max_model_len}")
     return placement.make_plan(config.mode, world_size, config.rollout_ranks)
 
 
@@ -270,6 +282,7 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, progress
         functools.partial(data.decode, judge_tokenizer),
         decode,
         judge_sampling,
+        config.max_model_len - config.judge_max_new_tokens,
     )
     report = Report(config, world, out, progress, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)

@@ -72,6 +72,7 @@ class Timeline:
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
     """Merge overlapping spans: (start, end, mean number in flight) of every stretch with at least one in flight."""
+    spans = [s for s in spans if s.end > s.start]  # what began and ended in one instant kept nobody busy
     edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
     stretches, flying, work, opened, last = [], 0, 0.0, 0.0, 0.0
     for time, change in edges:
@@ -80,7 +81,7 @@ def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
         work += flying * (time - last)
         flying, last = flying + change, time
         if flying == 0:
-            stretches.append((opened, time, work / (time - opened) if time > opened else 1.0))
+            stretches.append((opened, time, work / (time - opened)))
     return stretches
 
 

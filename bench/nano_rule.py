@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 bench/nano_rule.py --measure DIR --launched SECONDS [run.py's settings]
 
-Engines, actor and loop are the project's own. Three things differ, to match what TRL does: rollout holds all ranks and nobody holds
-genrm (a row of each table), every group is trained on (no dynamic sampling), and there is no evaluation.
+Engines, actor and loop are the project's own. Three things differ, to match what TRL does: rollout holds all ranks and nobody
+holds genrm (a row of each table), every group is trained on (no dynamic sampling), and there is no evaluation.
 """
 
 from __future__ import annotations

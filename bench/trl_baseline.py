@@ -60,7 +60,7 @@ class StepClock(TrainerCallback):
 
 
 def grpo_config(settings: argparse.Namespace, folder: str) -> GRPOConfig:
-    """nanoYATT's settings in TRL's words: constant learning rate, clip-higher, no KL term, one update on all answers of a step."""
+    """nanoYATT's settings in TRL's words: constant learning rate, clip-higher, no KL term, one update a step."""
     return GRPOConfig(
         output_dir=folder,
         max_steps=settings.steps,

@@ -4,9 +4,10 @@
     python bench/vs_trl.py --repeats 1 --steps 4      a quick look
 
 Model: the demo's warm-started actor. Task: addition, reward 1 for the exact answer. A step is 16 prompts x 8 answers of up to 72
-tokens and one update on all of them. Every repeat is a fresh torchrun; its first steps are left out of the step figures. CPU-seconds
-and memory count every process of a side (ranks, servers, schedulers, launcher). TRL gets an environment of its own, .venv-trl, made
-on first use. Each side's own startup is reported apart; one unmeasured run of each comes first, so that files are cached for both.
+tokens and one update on all of them. Every repeat is a fresh torchrun, whose first steps are left out of the step figures.
+CPU-seconds and memory count every process of a side: ranks, servers, schedulers, the launcher. TRL has an environment of its own,
+.venv-trl, made on first use. Start-up is reported apart; one unmeasured run of each side comes first, so that both find their
+files cached. TRL's step is counted from on_step_begin to on_step_end, nanoYATT's from one report to the next.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def make_trl_environment() -> None:
 
 
 def run_to_its_end(command: list, log: Path | None) -> None:
-    """Run a command in a process group of its own, which ends with it, or with us. SystemExit with the end of its log if it fails."""
+    """Run a command in a process group of its own, which ends with it or with us. SystemExit with the log's end if it fails."""
 
     def die_with_us() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: even if this program is killed hard
@@ -102,8 +103,8 @@ def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> 
     """One fresh run; returns what its ranks measured, added up."""
     folder = OUT / f"{side}-{name}"
     folder.mkdir(parents=True)
-    measure = ["--measure", folder, "--launched", time.monotonic(), "--steps", steps, "--lr", settings.lr, "--seed", settings.seed]
-    measure += ["--max-new-tokens", settings.max_new_tokens]
+    measure = ["--measure", folder, "--launched", time.monotonic(), "--steps", steps]
+    measure += ["--lr", settings.lr, "--seed", settings.seed, "--max-new-tokens", settings.max_new_tokens]
     if side == "nanoYATT":
         command = [Path(sys.executable).with_name("torchrun"), *LAUNCH, "bench/nano_rule.py", *measure]
         command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
@@ -205,6 +206,8 @@ def main() -> None:
             summary = summarize(run, settings.warmup)
             figures = ", ".join(f"{summary[label]:.{digits}f} {label}" for label, digits in FIGURES.items())
             print(f"repeat {repeat + 1}, {side}: {figures}", flush=True)
+    ours, theirs = ([[row["prompt_tokens"] for row in run["rows"]] for run in results[side]] for side in SIDES)
+    assert ours == theirs, "the two sides were not given the same problems"
     print_tables(results, settings)
     print(f"\nload average before the first run: {load:.1f} on {os.cpu_count()} cores")
     summaries = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}

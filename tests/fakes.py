@@ -71,6 +71,9 @@ class FakeWorld:
         return {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
 
 
+MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})
+
+
 class Device:
     """One rank's memory: who holds it. The one overlap allowed is rollout weights beside the actor, for the push."""
 
@@ -80,9 +83,8 @@ class Device:
     def take(self, holder):
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
-        pairs = {frozenset(p) for p in (("rollout weights", "actor"), ("rollout weights", "rollout cache"), ("genrm weights", "genrm cache"))}
         for other in self.holders - {holder}:
-            assert frozenset((holder, other)) in pairs, f"rank {self.rank}: {holder} came while {other} held the device"
+            assert {holder, other} in MAY_SHARE, f"rank {self.rank}: {holder} came while {other} held the device"
 
     def give(self, *holders):
         for holder in holders:
@@ -179,7 +181,7 @@ class FakeReport:
 class FakeSource:
     """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all right or all wrong."""
 
-    held_out = [Prompt([ord(c) for c in f"{i}+0="], f"{i}+0=", str(i)) for i in range(10)]
+    held_out = tuple(Prompt([ord(c) for c in f"{i}+0="], f"{i}+0=", str(i)) for i in range(10))
 
     def training(self, draw):
         return Prompt([ord(c) for c in f"{draw}+0="], f"{draw}+0=", str(draw))
@@ -223,7 +225,7 @@ def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=w
             handle.on_request = timeline.request
         pools = [placement.Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
         judge = genrm.Judge(
-            genrm.FORMATS["addition"], lambda text: [ord(c) for c in text], to_text, to_text, SimpleNamespace(temperature=0.0)
+            genrm.FORMATS["addition"], lambda text: [ord(c) for c in text], to_text, to_text, SimpleNamespace(temperature=0.0), 1000
         )
         sampling, actor = SimpleNamespace(temperature=1.0), FakeActor(rank, size, devices[rank], tp)
         prompts, report = Prompts(FakeSource()), FakeReport()

@@ -206,7 +206,9 @@ def test_plans(mode, size, split, plan):
     assert placement.make_plan(mode, size, split) == placement.Plan(*plan)
 
 
-@pytest.mark.parametrize("mode,size,split,message", [("partial", 1, 0, "at least 2 ranks"), ("partial", 4, 4, "leaves 0 of 4"), ("x", 2, 0, "--mode x")])
+@pytest.mark.parametrize(
+    "mode,size,split,message", [("partial", 1, 0, "at least 2 ranks"), ("partial", 4, 4, "leaves 0 of 4"), ("x", 2, 0, "--mode x")]
+)
 def test_plans_that_cannot_be(mode, size, split, message):
     """The message names the setting and the numbers."""
     with pytest.raises(ValueError, match=message):

@@ -11,10 +11,14 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMES = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean rollout/response_len_max rollout/truncated_frac
-rollout/waves rollout/aborted genrm/accept_frac genrm/failed genrm/p50_s genrm/p99_s genrm/false_positive_frac train/loss train/grad_norm
-train/entropy train/kl train/clip_frac train/lr train/engine_logprob_diff_max balance/max_over_mean time/step_s time/serve_s time/rollout_s
-time/genrm_s time/train_s time/switch_s time/sync_s occupancy/rollout occupancy/genrm perf/tokens_per_s split/rollout_ranks""".split()
+NAMES = (
+    "reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean", "rollout/response_len_max",
+    "rollout/truncated_frac", "rollout/waves", "rollout/aborted", "genrm/accept_frac", "genrm/failed", "genrm/p50_s",
+    "genrm/p99_s", "genrm/false_positive_frac", "train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/clip_frac",
+    "train/lr", "train/engine_logprob_diff_max", "balance/max_over_mean", "time/step_s", "time/serve_s", "time/rollout_s",
+    "time/genrm_s", "time/train_s", "time/switch_s", "time/sync_s", "occupancy/rollout", "occupancy/genrm", "perf/tokens_per_s",
+    "split/rollout_ranks",
+)
 
 
 def train(out, *flags, port):
@@ -31,7 +35,8 @@ def train(out, *flags, port):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, printed
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or []) or f"--port {port}" in " ".join(p.info["cmdline"] or [])]
+    commands = {p.pid: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
+    left = [command for command in commands.values() if str(out) in command or f"--port {port}" in command]
     assert not left, f"left running: {left}"
     return printed
 
@@ -52,9 +57,11 @@ def test_the_demo_learns_in_a_few_steps(tmp_path, mode, port):
     assert len(list((out / "tensorboard").iterdir())) == 1
     assert "warning" not in printed.lower() and len(printed.splitlines()) < 30
     spans = json.loads((out / "trace.json").read_text())["traceEvents"]
-    assert {span["pid"] for span in spans} == {0, 1} and {"rollout", "genrm", "train", "sync", "switch"} <= {span["name"] for span in spans}
+    assert {span["pid"] for span in spans} == {0, 1}
+    assert {"rollout", "genrm", "train", "sync", "switch"} <= {span["name"] for span in spans}
     roles = {(span["name"], span["pid"]) for span in spans if span["name"] in ("rollout", "genrm")}
-    assert roles == ({("rollout", 0), ("genrm", 1)} if mode == "partial" else {(role, rank) for role in ("rollout", "genrm") for rank in (0, 1)})
+    both = {(role, rank) for role in ("rollout", "genrm") for rank in (0, 1)}
+    assert roles == ({("rollout", 0), ("genrm", 1)} if mode == "partial" else both)
 
 
 def test_an_earlier_run_is_moved_aside(tmp_path):

@@ -295,7 +295,7 @@ def test_a_failing_start_shows_the_log(run, models, tmp_path):
     (tmp_path / "model/model.safetensors").write_bytes(Path(models[0], "model.safetensors").read_bytes())
     engine = Engine.launch("rollout", 3, free_port(), tmp_path / "model", CONFIG, tmp_path / "engine.log")
     try:
-        with pytest.raises(ValueError, match="(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config"):
+        with pytest.raises(ValueError, match=r"(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config"):
             run(engine.ready())
     finally:
         run(engine.close())

@@ -1,0 +1,52 @@
+"""Runs a command and keeps everything that it starts in the family: orphans come to this process instead of init.
+
+    python guard.py RESULT.json COMMAND ...
+
+The result has the command's exit status, what was still alive five seconds after it (which is then killed), and whether a bystander,
+a child of this process that has nothing to do with the command, is alive: a rank that takes its new parent for its launcher kills it.
+"""
+
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def family(but: int) -> dict[int, str]:
+    """Living descendants: process id -> command line."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.pid != but and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the command; a handler, because exec would inherit SIG_IGN
+    bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    status = subprocess.Popen(sys.argv[2:]).wait()
+    deadline = time.monotonic() + 5
+    while (left := family(bystander.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    spared = bystander.poll() is None
+    for pid in (*family(bystander.pid), bystander.pid):
+        try:
+            psutil.Process(pid).kill()
+        except psutil.NoSuchProcess:
+            continue
+    Path(sys.argv[1]).write_text(json.dumps({"status": status, "left": list(left.values()), "bystander_spared": spared}))
+
+
+if __name__ == "__main__":
+    main()
