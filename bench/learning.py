@@ -2,6 +2,8 @@
 
     python bench/learning.py                       seeds 0 1 2, modes partial and full -> docs/learning.png and a table
     python bench/learning.py --seeds 0 --modes partial --steps 10
+
+A run that is complete under runs/learning is not repeated; delete its folder to have it again.
 """
 
 from __future__ import annotations
@@ -9,22 +11,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_once(mode: str, seed: int, steps: int, out: Path) -> dict:
-    """One run in a process group of its own; returns wall seconds and CPU seconds of all its processes."""
+def is_complete(out: Path, steps: int) -> bool:
+    """Whether the run's last evaluation is there."""
+    path = out / "metrics.jsonl"
+    return path.exists() and json.loads(path.read_text().splitlines()[-1]).get("step") == steps
+
+
+def run_once(mode: str, seed: int, steps: int, out: Path) -> None:
+    """One run in a process group of its own."""
     torchrun = Path(sys.executable).with_name("torchrun")
     command = [torchrun, "--nproc-per-node", "2", "--master-port", "29650", "run.py", "--mode", mode, "--seed", str(seed)]
     command += ["--steps", str(steps), "--out", str(out)]
-    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
     try:
         status = process.wait()
@@ -34,9 +40,6 @@ def run_once(mode: str, seed: int, steps: int, out: Path) -> dict:
             process.wait()
     if status:
         sys.exit(f"{mode} colocation, seed {seed}: exit status {status}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"wall_s": time.monotonic() - start, "cpu_s": cpu}
 
 
 def measure(out: Path) -> dict:
@@ -49,8 +52,8 @@ def measure(out: Path) -> dict:
         "reward": {row["step"]: row["reward/unfiltered_mean"] for row in trained},
         "false_positive_frac": sum(row["genrm/false_positive_frac"] for row in last) / len(last),
         "logprob_diff_max": max(row["train/engine_logprob_diff_max"] for row in trained),
-        "step_s": sum(row["time/step_s"] for row in trained) / len(trained),
-        "tokens_per_s": sum(row["perf/tokens_per_s"] for row in trained) / len(trained),
+        "step_s": median(row["time/step_s"] for row in trained),
+        "tokens_per_s": median(row["perf/tokens_per_s"] for row in trained),
     }
 
 
@@ -58,13 +61,13 @@ def print_table(results: dict[tuple[str, int], dict]) -> None:
     """One line a run."""
     steps = sorted(next(iter(results.values()))["accuracy"])
     columns = ["mode", "seed", *(f"step {step}" for step in steps)]
-    columns += ["false positives, last 10", "logprob diff max", "s/step", "tokens/s", "wall s"]
+    columns += ["false positives, last 10", "logprob diff max", "s/step, median", "tokens/s, median"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for (mode, seed), run in results.items():
         accuracy = "".join(f" {run['accuracy'][step]:.3f} |" for step in steps)
         print(
             f"| {mode} | {seed} |{accuracy} {run['false_positive_frac']:.3f} | {run['logprob_diff_max']:.1e} | {run['step_s']:.1f} | "
-            f"{run['tokens_per_s']:.0f} | {run['wall_s']:.0f} |"
+            f"{run['tokens_per_s']:.0f} |"
         )
 
 
@@ -94,13 +97,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "learning.png")
     settings = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_once ends its run
     results = {}
     for seed in settings.seeds:
         for mode in settings.modes:
             out = ROOT / "runs" / "learning" / f"{mode}-seed{seed}"
-            cost = run_once(mode, seed, settings.steps, out)
-            results[mode, seed] = measure(out) | cost
-            print_table(results)
+            if not is_complete(out, settings.steps):
+                run_once(mode, seed, settings.steps, out)
+            results[mode, seed] = measure(out)
+    print_table(results)
     draw(results, settings.figure)
     (ROOT / "runs" / "learning" / "results.json").write_text(json.dumps({f"{m}-{s}": r for (m, s), r in results.items()}, indent=1))
 
