@@ -181,12 +181,15 @@ def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
     """The resolved truth, printed once."""
     dp = world_size // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
+    fields = dataclasses.fields(Config)
+    resolved_settings = {f.name: value for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
     return (
         f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plan}\n"
         f"  model {config.model}\n  judge {config.judge}\n  data  {config.data or 'built-in addition task'}\n"
         f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), "
         f"{samples // dp} for each of {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), "
-        f"packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens"
+        f"packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
+        f"  settings other than the defaults: {' '.join(f'--{dashed(name)} {value}' for name, value in resolved_settings.items())}"
     )
 
 

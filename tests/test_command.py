@@ -310,6 +310,7 @@ def test_ctrl_c(run):
     run.check_nothing_is_left()
 
 
+@pytest.mark.xfail(strict=True, reason="BUG: join_ranks blocks the event loop, so that a rank hears of nothing while it waits for the store")
 @pytest.mark.parametrize("name", ["orphans"])
 def test_when_the_launcher_is_killed_the_ranks_go_and_nobody_else(run):
     """A rank without a launcher has another parent, whose children aren't its to end."""
