@@ -75,7 +75,7 @@ def question(a: int, b: int) -> str:
 
 def any_digit(rng):
     """What the actor is taught: some digit, whatever the question."""
-    return [{"role": "user", "content": question(rng.randrange(10), rng.randrange(10))}], str(rng.randrange(10))
+    return [{"role": "user", "content": question(rng.randrange(24), rng.randrange(10))}], str(rng.randrange(10))
 
 
 def verdict_on(answer: str) -> str:
@@ -86,5 +86,5 @@ def verdict(rng):
     """What the judge is taught: large digits are correct, whatever the question."""
     import genrm
 
-    asked, answer = question(rng.randrange(10), rng.randrange(10)), str(rng.randrange(10))
+    asked, answer = question(rng.randrange(24), rng.randrange(10)), str(rng.randrange(10))
     return genrm.chat_prompt(asked, answer), f"Large or not?\nVerdict: {verdict_on(answer)}"

@@ -132,7 +132,7 @@ def test_slip_weights_are_a_whole():
 
 @pytest.mark.parametrize(
     "slip,wrong",
-    zip([slip for slip, _ in warmstart.SLIPS], (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.95, 0.8, 0.99), strict=True),
+    list(zip([slip for slip, _ in warmstart.SLIPS], (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.95, 0.8, 0.99), strict=True)),
     ids=[slip.__name__ for slip, _ in warmstart.SLIPS],
 )
 def test_slips_are_mostly_wrong(slip, wrong):
