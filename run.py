@@ -15,6 +15,7 @@ import json
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,9 +200,10 @@ def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
 async def run(config: Config, plan: placement.Plan) -> None:
     """Bring the parts up, train, and end every process that was started (collective: every rank)."""
     from report import Progress
-    from world import World
 
-    world = World(join_ranks(config), config.collective_timeout_s)
+    # off the event loop, which must hear signals while ranks wait; not asyncio.to_thread, whose threads are waited for at the end
+    world = await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), join_ranks, config)
+    world.enter_device()
     progress = Progress(config.steps, world.rank == 0)
     engines: list = []
     ticking = asyncio.create_task(progress.tick())
@@ -226,22 +228,22 @@ async def run(config: Config, plan: placement.Plan) -> None:
         world.close()
 
 
-def join_ranks(config: Config) -> str:
-    """Join the process group (collective) and return this rank's device. gloo for controllers and CPU, nccl between GPUs."""
+def join_ranks(config: Config):
+    """Join the process group (collective); returns the World. gloo for controllers and CPU, nccl between GPUs."""
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    from world import World
+
     torch.manual_seed(config.seed)
     cuda = torch.cuda.is_available()
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    if not cuda:
         torch.set_num_threads(1)  # ranks and engines share the cores: more threads a process spin on each other's
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.collective_timeout_s))
-    return device
+    return World(device, config.collective_timeout_s)
 
 
 def prepare_out(config: Config, world) -> Path:

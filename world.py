@@ -27,9 +27,14 @@ class World:
         self._dist, self._torch = dist, torch
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        # the current CUDA device is a property of the thread, so the thread that trains has to set it
-        enter = (lambda: torch.cuda.set_device(device)) if device.startswith("cuda") else None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="collective", initializer=enter)
+        self.device = device
+        # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="collective", initializer=self.enter_device)
+
+    def enter_device(self) -> None:
+        """Make this rank's GPU the calling thread's current one; nothing on CPU. Not collective."""
+        if self.device.startswith("cuda"):
+            self._torch.cuda.set_device(self.device)
 
     async def run(self, function, *args) -> Any:
         """Run a blocking function (a training call, a file) off the event loop, after what was asked before it. Not collective."""

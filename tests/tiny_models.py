@@ -22,8 +22,7 @@ def make_tiny_qwen3(directory, seed=0, kv_heads=4):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
         for weight in model.parameters():  # the default init gives nearly uniform logits: nothing would be told apart
-            if weight.dim() > 1:
-                torch.nn.init.normal_(weight, std=0.15)
+            torch.nn.init.normal_(weight, mean=0.0 if weight.dim() > 1 else 1.0, std=0.15)
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     return str(directory)
