@@ -218,7 +218,7 @@ def load_tokenizer(model_dir: str):
 
     try:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json beside it
         reason = str(error).splitlines()[0]
         raise ValueError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 

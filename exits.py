@@ -30,7 +30,8 @@ PATIENCE_S = 30.0  # for them to clean up
 def prepare() -> None:
     """At the very start of a rank: it ends when its launcher is killed, and libraries keep their warnings to themselves."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.environ["NANOYATT_LAUNCHER"] = str(os.getppid())
+    launcher = psutil.Process(os.getppid())
+    os.environ["NANOYATT_LAUNCHER"] = f"{launcher.pid} {launcher.create_time():.0f}"
     for number in (signal.SIGINT, signal.SIGTERM):  # until the event loop takes over
         signal.signal(number, lambda *_: give_up("interrupted", 130))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -50,12 +51,13 @@ def give_up(message: str, status: int) -> None:
     """Leave with one line and a status, and have the other ranks of this machine leave too. Engines must be closed already."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # torchrun passes Ctrl-C on a second time
-    launcher = int(os.environ["NANOYATT_LAUNCHER"])
-    leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher}")  # a file in it for each rank that has cleaned up
+    launcher, born = map(int, os.environ["NANOYATT_LAUNCHER"].split())
+    leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}")  # a file in it for each rank that has cleaned up
     if is_first(leaving):
         print(message, file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == launcher:  # an orphan's new parent isn't its to end
-        leave_together(psutil.Process(launcher), leaving)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leave_together(psutil.Process(launcher), leaving)
     shutil.rmtree(leaving, ignore_errors=True)
     os._exit(status)  # a thread may still wait in a collective for a rank that left
 
@@ -82,8 +84,7 @@ def leave_together(launcher: psutil.Process, leaving: Path) -> None:
             for sibling in busy:
                 sibling.terminate()
         if not busy and all(os.getpid() < sibling.pid for sibling in alive):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                launcher.kill()
+            launcher.kill()
             break
         time.sleep(0.02)
     while any(is_alive(sibling) for sibling in siblings if sibling.pid > os.getpid()) and time.monotonic() < start + PATIENCE_S:

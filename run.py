@@ -208,13 +208,14 @@ async def run(config: Config, plan: placement.Plan) -> None:
     engines: list = []
     ticking = asyncio.create_task(progress.tick())
     try:
-        out = await world.run(prepare_out, config, world)
         if not config.model:
             import warmstart
 
             model, judge = await warmstart.prepare(config, world, progress)
             config = dataclasses.replace(config, model=str(model), judge=str(judge))
-        job = await build(config, plan, world, out, progress, engines)
+        inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
+        out = await world.run(prepare_out, config, world)
+        job = await build(config, plan, world, out, inputs, progress, engines)
         await controller.train(job)
         await world.barrier()
         job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
@@ -262,13 +263,13 @@ def prepare_out(config: Config, world) -> Path:
     return out
 
 
-async def build(config: Config, plan: placement.Plan, world, out: Path, progress, engines: list) -> controller.Job:
-    """Engines, actor, judge, prompts: the parts of one controller (collective). Engines that start are appended to `engines`."""
+async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, progress, engines: list) -> controller.Job:
+    """The parts of one controller around its `inputs` (collective). Engines that start are appended to `engines`."""
     from report import Report
     from rollout import Sampling
     from timeline import Timeline
 
-    actor_tokenizer, judge_tokenizer, prompts = await world.run(load_prompts, config)  # inputs are checked before anything starts
+    actor_tokenizer, judge_tokenizer, prompts = inputs
     progress.doing("starting engines")
     await together(world, launch_engines, config, plan, world.rank, out, engines)
     if world.rank == 0:
