@@ -44,7 +44,7 @@ class Config:
     mode: str = "partial"  # who holds the devices when: full | partial (colocation)
     algorithm: str = "grpo"  # a row of algorithms.ALGORITHMS
     out: str = ""  # what the run leaves behind goes here; default: runs/<preset>-<mode>
-    steps: int = 40  # optimizer updates times updates_per_step
+    steps: int = 40  # batches to train on, each for updates_per_step optimizer updates
     seed: int = 0  # of the demo's models, the order of prompts and the samplers
     # ---- models and prompts
     model: str = ""  # Hugging Face directory of the actor; default: the demo's, made on first use

@@ -202,7 +202,7 @@ def test_every_setting_is_explained():
     """A comment for each field is its help text; two explain themselves."""
     comments = run.field_comments()
     assert set(FIELDS) - set(comments) == {"weight_decay", "adam_beta1", "adam_beta2"}
-    assert comments["steps"] == "optimizer updates times updates_per_step"
+    assert comments["steps"] == "batches to train on, each for updates_per_step optimizer updates"
     assert all(comment and not comment.startswith("#") for comment in comments.values())
     assert set(comments) <= set(FIELDS)
 
