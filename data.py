@@ -81,17 +81,25 @@ def random_problem(rng: random.Random) -> tuple[int, int]:
     return (a, b) if rng.random() < 0.5 else (b, a)
 
 
-HELD_OUT_PROBLEMS = [random_problem(random.Random(f"held out {i}")) for i in range(HELD_OUT)]
+def distinct_problems(count: int) -> list[tuple[int, int]]:
+    """Problems of which no two are the same sum, either way round."""
+    rng, found = random.Random("held out"), {}
+    while len(found) < count:
+        a, b = random_problem(rng)
+        found.setdefault((min(a, b), max(a, b)), (a, b))
+    return list(found.values())
+
+
+HELD_OUT_PROBLEMS = distinct_problems(HELD_OUT)
+_HELD_OUT_SUMS = frozenset((min(problem), max(problem)) for problem in HELD_OUT_PROBLEMS)
 
 
 def training_problem(rng: random.Random) -> tuple[int, int]:
-    """A problem that isn't held out."""
-    while (problem := random_problem(rng)) in _HELD_OUT_SET:
-        pass
-    return problem
-
-
-_HELD_OUT_SET = frozenset(HELD_OUT_PROBLEMS)
+    """A problem that isn't held out, nor its twin b + a."""
+    while True:
+        a, b = random_problem(rng)
+        if (min(a, b), max(a, b)) not in _HELD_OUT_SUMS:
+            return a, b
 
 
 class Addition:

@@ -3,7 +3,8 @@
 The actor sees demonstrations of both habits: most blurt the answer out, some show the work. So it can work a sum out but mostly
 doesn't, and reinforcement learning has something to find. The judge starts from the actor and learns to recompute every column and to
 compare it with the claimed digit. Its negatives decide whether the reward can be hacked: answers whose digits are all random (else
-it reads the recomputed digit off the claim), extra leading digits, slipped carries, and wrong answers of the warm-started actor itself.
+it reads the recomputed digit off the claim), extra or lost digits, slipped carries, and wrong answers of the warm-started actor
+itself, half of them with the work shown: what is left to be fooled with once training has taught the actor to show it.
 
 Checkpoints are cached under ~/.cache/nanoyatt by seed and recipe. Training begins only if the judge passes the gate on held-out
 problems: few false accepts AND few false rejects.
@@ -30,11 +31,11 @@ ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 SHAPE = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, head_dim=24)
 RECIPE = dict(
-    version=1,
+    version=2,
     vocab=64,
     shape=SHAPE,
     actor=dict(steps=250, batch=128, blurt=0.6),  # blurt: part of the demonstrations that give the answer straight away
-    judge=dict(steps=350, batch=64, right=0.38, corrupted=0.37),  # the rest: answers of the warm-started actor
+    judge=dict(steps=500, batch=64, right=0.5, corrupted=0.3, pool=1024),  # the rest: the actor's errors on `pool` problems
     adam_lr=2e-3,
     muon_lr=0.02,
 )
@@ -67,9 +68,9 @@ def make(config, world, home: Path, progress) -> None:
         new_model(work / "new", config.seed)
     dist.barrier()
     tokenizer = data.load_tokenizer(str(work / "new"))
-    train(config, world, work / "new", work / "actor", demonstrations(config.seed, tokenizer), RECIPE["actor"], "actor", progress)
-    pool = own_answers(work / "actor", tokenizer, config.seed, world)
-    train(config, world, work / "actor", work / "judge", critiques(config.seed, tokenizer, pool), RECIPE["judge"], "judge", progress)
+    train(config, world, work / "new", work / "actor", demonstrations(config.seed), RECIPE["actor"], "actor", progress)
+    pool = own_errors(work / "actor", tokenizer, config.seed, world)
+    train(config, world, work / "actor", work / "judge", critiques(config.seed, pool), RECIPE["judge"], "judge", progress)
     progress.doing("warm start: checking the judge")
     rates = gate(work, tokenizer, world)
     if max(rates.values()) > GATE:
@@ -83,16 +84,24 @@ def make(config, world, home: Path, progress) -> None:
 
 
 def train(config, world, start: Path, end: Path, batches, recipe: dict, name: str, progress) -> None:
-    """Supervised steps from the checkpoint `start` to `end` (collective). batches(step) -> this step's (prompt, response) pairs."""
+    """Supervised steps from the checkpoint `start` to `end` (collective). batches(step) -> its (prompt, response) texts."""
     settings = SimpleNamespace(**dataclasses.asdict(config) | dict(tp=1, pp=1, cp=1, sp=False, dtype="float32"))
-    actor = MuonActor(settings, str(start))
+    actor, tokenizer = MuonActor(settings, str(start)), data.load_tokenizer(str(start))
     for step in range(recipe["steps"]):
         progress.doing(f"warm start: {name} {step + 1}/{recipe['steps']}")
         # warm-up over 20 steps, full until half-way, then linear to 5 %
         scale = min(1.0, (step + 1) / 20) * max(0.05, min(1.0, 2.0 * (1 - step / recipe["steps"])))
-        actor.supervised(batches(step)[world.rank :: world.size], scale)
+        actor.supervised(tokenize(tokenizer, batches(step)[world.rank :: world.size]), scale)
     actor.export(end)
     actor.close()
+
+
+def tokenize(tokenizer, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """(prompt, response) texts as tokens; a response ends with the end-of-sequence token."""
+    prompts, responses = zip(*pairs, strict=True)
+    responses = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
+    prompts = tokenizer(list(prompts))["input_ids"]
+    return [(prompt, [*response, tokenizer.eos_token_id]) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 class MuonActor(Actor):
@@ -170,7 +179,7 @@ def shown_work(a: int, b: int) -> str:
     return "".join(f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b)) + f">{a + b}"
 
 
-def demonstrations(seed: int, tokenizer):
+def demonstrations(seed: int):
     """step -> a batch of demonstrations, mostly blurted answers; the same on every rank."""
 
     def batch(step: int):
@@ -179,15 +188,10 @@ def demonstrations(seed: int, tokenizer):
         for _ in range(RECIPE["actor"]["batch"]):
             a, b = data.training_problem(rng)
             text = f">{a + b}" if rng.random() < RECIPE["actor"]["blurt"] else shown_work(a, b)
-            pairs.append((tokenizer(f"{a}+{b}=")["input_ids"], response_tokens(tokenizer, text)))
+            pairs.append((f"{a}+{b}=", text))
         return pairs
 
     return batch
-
-
-def response_tokens(tokenizer, text: str) -> list[int]:
-    """Characters and the end-of-sequence token."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
 
 
 # ---------------------------------------------------------------- what the judge is shown
@@ -265,8 +269,9 @@ def lost_carry(rng, digits, a, b):
 
 
 def cut_short(rng, digits, a, b):
-    """Only the first digits."""
-    return "".join(digits[: rng.randrange(len(digits))])
+    """Only the first digits, or only the last: a column too few."""
+    keep = rng.randrange(len(digits))
+    return "".join(digits[:keep] if rng.random() < 0.5 else digits[len(digits) - keep :])
 
 
 def a_summand(rng, digits, a, b):
@@ -281,19 +286,19 @@ def gibberish(rng, digits, a, b):
 
 SLIPS = (  # and how often each
     (one_digit_off, 0.35),
-    (random_digits, 0.21),
+    (random_digits, 0.17),
     (digit_added_or_lost, 0.14),
     (extra_leading_digits, 0.06),
     (swapped_digits, 0.05),
     (lost_carry, 0.09),
-    (cut_short, 0.04),
+    (cut_short, 0.08),
     (a_summand, 0.02),
     (gibberish, 0.04),
 )
 
 
-def critiques(seed: int, tokenizer, pool: list[tuple[int, int, str]]):
-    """step -> a batch of judge prompts and critiques: right, corrupted, and from `pool`, the actor's own answers."""
+def critiques(seed: int, pool: list[tuple[int, int, str]]):
+    """step -> a batch of judge prompts and critiques: right, corrupted, and from `pool`, the actor's own errors."""
     recipe = RECIPE["judge"]
 
     def batch(step: int):
@@ -308,29 +313,28 @@ def critiques(seed: int, tokenizer, pool: list[tuple[int, int, str]]):
                 answer = corrupted(rng, a, b)
             else:
                 a, b, answer = rng.choice(pool)
-            pairs.append((judge_prompt(tokenizer, a, b, answer), response_tokens(tokenizer, critique(a, b, answer))))
+            pairs.append((judge_prompt(a, b, answer), critique(a, b, answer)))
         return pairs
 
     return batch
 
 
-def judge_prompt(tokenizer, a: int, b: int, answer: str) -> list[int]:
+def judge_prompt(a: int, b: int, answer: str) -> str:
     """What the judge will be asked in the run, too."""
-    return data.encode(tokenizer, genrm.addition_prompt(f"{a}+{b}=", answer))
+    return genrm.addition_prompt(f"{a}+{b}=", answer)
 
 
 # ---------------------------------------------------------------- samples of the actor, and the gate
 
 
-def generate(model_dir: Path, tokenizer, prompts: list[list[int]], max_new_tokens: int, sample: bool, world) -> list[str]:
+def generate(model_dir: Path, tokenizer, prompts: list[str], max_new_tokens: int, sample: bool, world) -> list[str]:
     """One answer to each prompt by transformers, this rank's part of the work; "" if it was cut off (collective)."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    mine = prompts[world.rank :: world.size]
-    batch = tokenizer.pad({"input_ids": mine}, return_tensors="pt", padding_side="left")
+    batch = tokenizer(prompts[world.rank :: world.size], padding=True, padding_side="left", return_tensors="pt")
     settings = dict(do_sample=True, temperature=1.0, top_k=0) if sample else dict(do_sample=False)
     torch.manual_seed(world.rank)
     with torch.inference_mode():
@@ -341,21 +345,26 @@ def generate(model_dir: Path, tokenizer, prompts: list[list[int]], max_new_token
     return [texts[i % world.size][i // world.size] for i in range(len(prompts))]
 
 
-def own_answers(actor: Path, tokenizer, seed: int, world, problems: list | None = None) -> list[tuple[int, int, str]]:
-    """(a, b, final answer) sampled from the warm-started actor, on training problems unless told which (collective)."""
+def own_answers(actor: Path, tokenizer, problems: list[tuple[int, int]], world) -> list[tuple[int, int, str]]:
+    """(a, b, final answer) sampled from the warm-started actor: one as it likes, one with the work shown (collective)."""
+    prompts = [f"{a}+{b}=" for a, b in problems] + [f"{a}+{b}={shown_work(a, b)[0]}" for a, b in problems]
+    answers = [genrm.addition_answer(text) for text in generate(actor, tokenizer, prompts, 72, True, world)]
+    return [(a, b, answer) for (a, b), answer in zip(problems * 2, answers, strict=True) if answer is not None]
+
+
+def own_errors(actor: Path, tokenizer, seed: int, world) -> list[tuple[int, int, str]]:
+    """The wrong ones among the actor's own answers to training problems (collective)."""
     rng = random.Random(f"own answers {seed}")
-    problems = problems or [data.training_problem(rng) for _ in range(1024)]
-    texts = generate(actor, tokenizer, [data.encode(tokenizer, f"{a}+{b}=") for a, b in problems], 72, True, world)
-    answers = [genrm.addition_answer(text) for text in texts]
-    return [(a, b, answer) for (a, b), answer in zip(problems, answers, strict=True) if answer is not None]
+    problems = [data.training_problem(rng) for _ in range(RECIPE["judge"]["pool"])]
+    return [(a, b, answer) for a, b, answer in own_answers(actor, tokenizer, problems, world) if answer != str(a + b)]
 
 
 def gate(work: Path, tokenizer, world) -> dict[str, float]:
-    """How often the judge errs on held-out problems, one answer each right, corrupted and sampled from the actor (collective)."""
+    """How often the judge errs on held-out problems: a right answer to each, a corrupted one, the actor's own (collective)."""
     rng = random.Random("gate")
-    items = own_answers(work / "actor", tokenizer, 0, world, data.HELD_OUT_PROBLEMS)
+    items = own_answers(work / "actor", tokenizer, data.HELD_OUT_PROBLEMS, world)
     items += [(a, b, answer) for a, b in data.HELD_OUT_PROBLEMS for answer in (str(a + b), corrupted(rng, a, b))]
-    texts = generate(work / "judge", tokenizer, [judge_prompt(tokenizer, *item) for item in items], 100, False, world)
+    texts = generate(work / "judge", tokenizer, [judge_prompt(*item) for item in items], 100, False, world)
     right = [answer == str(a + b) for a, b, answer in items]
     accepted = [genrm.addition_parse(text) is True for text in texts]
     false_accepts = sum(yes and not truth for yes, truth in zip(accepted, right, strict=True))

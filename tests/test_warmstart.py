@@ -132,7 +132,7 @@ def test_slip_weights_are_a_whole():
 
 @pytest.mark.parametrize(
     "slip,wrong",
-    list(zip([slip for slip, _ in warmstart.SLIPS], (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.95, 0.8, 0.99), strict=True)),
+    list(zip([slip for slip, _ in warmstart.SLIPS], (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.9, 0.8, 0.99), strict=True)),
     ids=[slip.__name__ for slip, _ in warmstart.SLIPS],
 )
 def test_slips_are_mostly_wrong(slip, wrong):
@@ -164,7 +164,7 @@ def test_corrupted_answers_are_mostly_wrong_and_of_every_kind():
         (warmstart.one_digit_off, 0, 9, {"0", "8"}),
         (warmstart.swapped_digits, 10, 2, {"21"}),
         (warmstart.lost_carry, 57, 68, {"115", "25"}),
-        (warmstart.cut_short, 57, 68, {"", "1", "12"}),
+        (warmstart.cut_short, 57, 68, {"", "1", "12", "5", "25"}),
         (warmstart.a_summand, 57, 68, {"57", "68"}),
     ],
 )
@@ -183,8 +183,8 @@ def test_the_tokenizer_gives_the_text_back(tokenizer, text):
     tokens = data.encode(tokenizer, text)
     assert len(tokens) == len(text) + 1 and tokens[0] == tokenizer.bos_token_id
     assert data.decode(tokenizer, tokens) == text
-    assert data.decode(tokenizer, warmstart.response_tokens(tokenizer, text)) == text
-    assert warmstart.response_tokens(tokenizer, text)[-1] == tokenizer.eos_token_id
+    ((prompt, response),) = warmstart.tokenize(tokenizer, [(text, text)])
+    assert prompt == tokens and response == [*tokens[1:], tokenizer.eos_token_id]
     assert max(tokens) < warmstart.RECIPE["vocab"]
 
 
@@ -195,7 +195,7 @@ def test_every_character_has_a_token_of_its_own(tokenizer):
 
 def test_prompt_and_response_meet_as_they_will_in_the_run(tokenizer):
     """The tokens that an engine is asked with and those of a demonstration are one text's tokens."""
-    ((prompt, response), *_) = warmstart.demonstrations(0, tokenizer)(0)
+    ((prompt, response), *_) = warmstart.tokenize(tokenizer, warmstart.demonstrations(0)(0))
     text = data.decode(tokenizer, prompt + response)
     assert [*data.encode(tokenizer, text), tokenizer.eos_token_id] == prompt + response
 
@@ -215,11 +215,11 @@ def test_the_model_follows_from_the_seed(model_dir, tmp_path):
 # ---------------------------------------------------------------- batches
 
 
-def test_demonstrations_are_right_and_mostly_blurted(tokenizer):
+def test_demonstrations_are_right_and_mostly_blurted():
     """The same on every rank; no held-out problem; each answer is the sum."""
-    batch = warmstart.demonstrations(0, tokenizer)
-    assert batch(3) == warmstart.demonstrations(0, tokenizer)(3) != batch(4)
-    texts = [(data.decode(tokenizer, p), data.decode(tokenizer, r)) for step in range(8) for p, r in batch(step)]
+    batch = warmstart.demonstrations(0)
+    assert batch(3) == warmstart.demonstrations(0)(3) != batch(4)
+    texts = [pair for step in range(8) for pair in batch(step)]
     held_out = {f"{a}+{b}=" for a, b in data.HELD_OUT_PROBLEMS}
     for question, response in texts:
         a, b = map(int, question.removesuffix("=").split("+"))
@@ -228,20 +228,20 @@ def test_demonstrations_are_right_and_mostly_blurted(tokenizer):
     assert abs(blurted - warmstart.RECIPE["actor"]["blurt"]) < 0.05
 
 
-def test_critiques_are_right_and_of_three_kinds(tokenizer):
-    """The same on every rank; verdicts are the truth; a third or more of the claims are right, and a quarter come from the pool."""
-    pool = [(1, 1, "3"), (2, 2, "4")]
-    batch = warmstart.critiques(0, tokenizer, pool)
-    assert batch(3) == warmstart.critiques(0, tokenizer, pool)(3) != batch(4)
-    items = [(data.decode(tokenizer, p), data.decode(tokenizer, r)) for step in range(20) for p, r in batch(step)]
+def test_critiques_are_right_and_of_three_kinds():
+    """The same on every rank; verdicts are the truth; half of the claims are right, and a fifth come from the pool."""
+    pool = [(1, 1, "3"), (2, 2, "5")]
+    batch = warmstart.critiques(0, pool)
+    assert batch(3) == warmstart.critiques(0, pool)(3) != batch(4)
+    items = [pair for step in range(20) for pair in batch(step)]
     right = 0
     for asked, written in items:
         question, answer = asked.removesuffix("?").split("=>", 1)
         a, b = map(int, question.split("+"))
         assert written == warmstart.critique(a, b, answer)
         right += written.endswith("Y")
-    assert 0.35 < right / len(items) < 0.6
-    assert abs(sum(asked in ("1+1=>3?", "2+2=>4?") for asked, _ in items) / len(items) - 0.25) < 0.05
+    assert 0.47 < right / len(items) < 0.57  # a corrupted answer may come out right
+    assert abs(sum(asked in ("1+1=>3?", "2+2=>5?") for asked, _ in items) / len(items) - 0.2) < 0.03
 
 
 def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
