@@ -44,7 +44,7 @@ class Actor:
     """One rank's part of the policy. The tp * pp * cp ranks of a model-parallel group are always given the same samples.
 
     Attributes: `version` counts the calls of `update`; `dp_rank` of `dp_size` says which share of the samples this rank trains
-    on; `is_head` marks the one rank of its model-parallel group that talks to engines.
+    on; `is_head` marks the one rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence.
     """
 
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
@@ -66,6 +66,7 @@ class Actor:
         tp_rank, pp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
         self.is_head = (tp_rank, pp_rank, mpu.get_context_parallel_rank()) == (0, 0, 0)
         self.device = models.device()
+        self.cost = partial(models.forward_cost, hf)
         self.awake, self.version = True, 0
         self._build(hf)
 

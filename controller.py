@@ -209,11 +209,12 @@ def check_judge(config, failed: int, parsed: int) -> None:
 
 
 async def balance(samples: list[Sample], actor, world) -> list[Sample]:
-    """Deal all samples to the data-parallel ranks, equal in number (collective). Samples move point to point, never through one.
+    """Deal all samples to the data-parallel ranks, equal in number and work (collective). They move point to point, never through one.
 
     Every rank of a data-parallel rank's model-parallel group gets the same samples, in the order of their prompts.
     """
-    costs = await world.gather([len(sample.prompt) + len(sample.response) for sample in samples])
+    work = [0 if s.advantages is None else actor.cost(len(s.prompt) + len(s.response)) for s in samples]  # padding isn't trained on
+    costs = await world.gather(work)
     members = await world.gather(actor.dp_rank)
     shares = placement.deal([cost for costs_of_rank in costs for cost in costs_of_rank], actor.dp_size)
     first = sum(len(costs_of_rank) for costs_of_rank in costs[: world.rank])

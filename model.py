@@ -160,6 +160,15 @@ def transformer_config(hf: dict, config) -> TransformerConfig:
     )
 
 
+def forward_cost(hf: dict, tokens: int) -> int:
+    """Multiply-adds of a forward pass over a sequence of `tokens`: every matrix once a token, and causal attention."""
+    hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
+    dim = hf.get("head_dim") or hidden // heads
+    layer = hidden * dim * 2 * (heads + hf["num_key_value_heads"]) + 3 * hidden * hf["intermediate_size"]
+    attention = layers * heads * dim  # times tokens^2: scores and weighted values, half of each masked
+    return tokens * (layers * layer + hidden * hf["vocab_size"]) + tokens**2 * attention
+
+
 def check_sizes(hf: dict, config) -> None:
     for flag, size, names in (
         ("--tp", config.tp, ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")),

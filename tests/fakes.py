@@ -158,6 +158,9 @@ class FakeActor:
     def named_weights(self):
         return iter(())
 
+    def cost(self, tokens):
+        return 100 * tokens + tokens**2
+
     async def update(self, samples):
         assert self.awake, "trained while asleep"
         assert all(set(s.versions) == {self.version} for s in samples), "off-policy sample"

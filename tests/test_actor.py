@@ -368,6 +368,22 @@ def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(make_actor, t
             assert logprobs == pytest.approx(plain_logprobs(plain, sample, temperature=0.8)[0].tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
+    """torch's flop counter on transformers' model: 2 a multiply-add, and attention whole, where `forward_cost` takes half."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from model import forward_cost, read_hf_config
+
+    path = make_model(tmp_path / "model", family, tied=True)
+    hf, plain = read_hf_config(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    quadratic = (forward_cost(hf, 200) - 2 * forward_cost(hf, 100)) / 20_000
+    for tokens in (1, 10, 100):
+        with FlopCounterMode(display=False) as counter:
+            plain(torch.zeros(1, tokens, dtype=torch.int64))
+        assert counter.get_total_flops() == 2 * (forward_cost(hf, tokens) + quadratic * tokens**2)
+
+
 def damage(path: Path, how: str) -> None:
     config = json.loads((path / "config.json").read_text())
     weights = path / "model.safetensors"

@@ -1,5 +1,6 @@
 """The real controllers under fakes on a virtual clock: hand-overs, dynamic sampling, balance, in both modes."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -215,9 +216,41 @@ def test_plans_that_cannot_be(mode, size, split, message):
         placement.make_plan(mode, size, split)
 
 
-@given(count=st.integers(1, 60), shares=st.integers(1, 8))
-def test_deal(count, shares):
-    """Equal in number to within one, contiguous."""
-    dealt = placement.deal([1] * count, shares)
-    counts = [dealt.count(share) for share in range(shares)]
-    assert dealt == sorted(dealt) and max(counts) - min(counts) <= 1
+def loads(costs, shares):
+    """(number, cost) of each share, and a check that every sample has one."""
+    dealt = placement.deal(costs, shares)
+    assert len(dealt) == len(costs) and set(dealt) <= set(range(shares))
+    mine = [[cost for cost, share in zip(costs, dealt, strict=True) if share == s] for s in range(shares)]
+    return [len(m) for m in mine], [sum(m) for m in mine]
+
+
+@given(costs=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
+def test_deal(costs, shares):
+    """Equal in number to within one, and no further apart in cost than one sample can be."""
+    numbers, sums = loads(costs, shares)
+    assert max(numbers) - min(numbers) <= 1
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+@pytest.mark.parametrize(
+    "costs,shares,sums",
+    [
+        ([8, 7, 6, 5, 4, 3], 2, [16, 17]),  # pairs 8-7, 6-5, 4-3; differences 1, 1, 1: 8+5+4 and 7+6+3, or the other way round
+        ([9, 1, 1, 1], 2, [2, 10]),  # two each, whatever it costs
+        ([5, 5, 5], 3, [5, 5, 5]),
+        ([7], 2, [0, 7]),
+        ([], 2, [0, 0]),
+    ],
+)
+def test_deal_by_hand(costs, shares, sums):
+    assert sorted(loads(costs, shares)[1]) == sums
+
+
+@pytest.mark.parametrize("shares", [2, 4, 8])
+def test_deal_evens_out_a_long_tail(shares):
+    """Lengths that spread over 10 x: within 1 % of the mean, where dealing as they come is over 3 % off."""
+    rng = random.Random(shares)
+    costs = [round(100 * 10 ** rng.random()) for _ in range(128)]
+    _, sums = loads(costs, shares)
+    as_they_come = [sum(costs[s * 128 // shares : (s + 1) * 128 // shares]) for s in range(shares)]
+    assert max(sums) / (sum(costs) / shares) < 1.01 < 1.03 < max(as_they_come) / (sum(costs) / shares)
