@@ -1,13 +1,15 @@
 """nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, two ranks each, on CPU.
 
-    python bench/vs_trl.py                            3 repeats of each, alternating: a table, and runs/vs_trl/results.json
+    python bench/vs_trl.py                            3 repeats of each, alternating: a table, and runs/vs_trl-demo/results.json
     python bench/vs_trl.py --repeats 1 --steps 4      a quick look
+    python bench/vs_trl.py --size larger              nine times the parameters, so that arithmetic counts
 
-Model: the demo's warm-started actor. Task: addition, reward 1 for the exact answer. A step is 16 prompts x 8 answers of up to 72
-tokens and one update on all of them. Every repeat is a fresh torchrun, whose first steps are left out of the step figures.
-CPU-seconds and memory count every process of a side: ranks, servers, schedulers, the launcher. TRL has an environment of its own,
-.venv-trl, made on first use. Start-up is reported apart; one unmeasured run of each side comes first, so that both find their
-files cached. TRL's step is counted from on_step_begin to on_step_end, nanoYATT's from one report to the next.
+Model: the demo's warm-started actor, or a larger one made likewise. Task: addition, reward 1 for the exact answer. A step is 16
+prompts x 8 answers of up to 72 tokens and one update on all of them. Every repeat is a fresh torchrun, whose first steps are left
+out of the step figures. CPU-seconds and memory count every process of a side: ranks, servers, schedulers, the launcher. TRL has
+an environment of its own, .venv-trl, made on first use. Start-up is reported apart; one unmeasured run of each side comes first,
+so that both find their files cached. TRL's step is counted from on_step_begin to on_step_end, nanoYATT's from one report to the
+next.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 ROOT = Path(__file__).parent.parent
-OUT = ROOT / "runs" / "vs_trl"
+RUNS = ROOT / "runs"
+LARGER = RUNS / "vs_trl-larger-actor"
 TRL_VENV = ROOT / ".venv-trl"
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psutil==7.2.2")
 RANKS = 2
@@ -101,16 +104,18 @@ def free_ports(count: int) -> int:
 
 def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> dict:
     """One fresh run; returns what its ranks measured, added up."""
-    folder = OUT / f"{side}-{name}"
+    folder = settings.out / f"{side}-{name}"
     folder.mkdir(parents=True)
     measure = ["--measure", folder, "--launched", time.monotonic(), "--steps", steps]
     measure += ["--lr", settings.lr, "--seed", settings.seed, "--max-new-tokens", settings.max_new_tokens]
     if side == "nanoYATT":
         command = [Path(sys.executable).with_name("torchrun"), *LAUNCH, "bench/nano_rule.py", *measure]
         command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
+        if settings.size == "larger":
+            command += ["--model", LARGER, "--judge", LARGER, "--judge-format", "addition"]  # the judge isn't asked
         command += ["--lr-warmup-steps", 0, "--lr-decay-to", 1, "--port", free_ports(2 * RANKS), "--out", folder / "run"]
     else:
-        model = json.loads((OUT / "nanoYATT-unmeasured" / "run" / "config.json").read_text())["model"]
+        model = json.loads((settings.out / "nanoYATT-unmeasured" / "run" / "config.json").read_text())["model"]
         command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py", *measure]
         command += ["--prompts", settings.prompts, "--answers", settings.answers, "--model", model]
     run_to_its_end(command, folder / "log.txt")
@@ -191,10 +196,14 @@ def main() -> None:
     for name, default in (("prompts", 16), ("answers", 8), ("max-new-tokens", 72), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--size", choices=("demo", "larger"), default="demo", help="of the model")
     settings = parser.parse_args()
+    settings.out = RUNS / f"vs_trl-{settings.size}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_to_its_end cleans up
     make_trl_environment()
-    shutil.rmtree(OUT, ignore_errors=True)
+    if settings.size == "larger" and not LARGER.is_dir():
+        run_to_its_end([Path(sys.executable).with_name("torchrun"), *LAUNCH, "bench/larger_model.py", LARGER], None)
+    shutil.rmtree(settings.out, ignore_errors=True)
     load = os.getloadavg()[0]
     for side in SIDES:
         run_side(side, "unmeasured", 1, settings)
@@ -213,8 +222,8 @@ def main() -> None:
     summaries = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
     parts = where_time_goes(results["nanoYATT"], settings.warmup)
     everything = {"settings": vars(settings), "load": load, "figures": summaries, "nanoYATT_step_s": parts, "runs": results}
-    (OUT / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
-    print(f"wrote {OUT.relative_to(ROOT)}/results.json")
+    (settings.out / "results.json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
+    print(f"wrote {settings.out.relative_to(ROOT)}/results.json")
 
 
 if __name__ == "__main__":
