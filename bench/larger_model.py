@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import run
 import warmstart
+from config import Config
 from report import Progress
 
 SHAPE = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
@@ -22,7 +23,7 @@ STEPS = 150  # enough to end answers and to be right now and then
 
 def main() -> None:
     target = Path(sys.argv[1])
-    config = run.Config()
+    config = Config()
     world = run.join_ranks(config)
     warmstart.SHAPE.update(SHAPE)
     new = target.with_name(target.name + ".new")

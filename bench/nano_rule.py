@@ -25,6 +25,7 @@ import exits
 import placement
 import run
 import timeline
+from config import check_batch, parse_config
 
 SPANS = ("serve", "rollout", "train", "switch", "sync")
 
@@ -118,8 +119,8 @@ def main() -> None:
     controller.is_informative = lambda group: True  # TRL trains on every group
     controller.train = train_measured(meter)
     try:
-        config = run.parse_config(["--mode", "rule", "--max-refill-waves", "0", *theirs])
-        plan = run.check_batch(config, int(os.environ["WORLD_SIZE"]))
+        config = parse_config(["--mode", "rule", "--max-refill-waves", "0", *theirs])
+        plan = check_batch(config, int(os.environ["WORLD_SIZE"]))
         asyncio.run(exits.until_told(run.run(config, plan)))
     except ValueError as error:
         exits.give_up(f"error: {error}", 1)

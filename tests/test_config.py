@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import placement
 import run
+from config import AT_LEAST_1, LIMITS, PRESETS, Config, check_batch, dashed, field_comments, parse_config
 
 ROOT = Path(__file__).parent.parent
-FIELDS = {field.name: field for field in dataclasses.fields(run.Config)}
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 PROMISED = ("preset", "mode", "out", "steps", "seed", "model", "judge", "data", "algorithm", "prompts-per-step", "answers-per-prompt")
 PATHS = ["--model", "m", "--judge", "j"]
 
@@ -24,36 +25,36 @@ PATHS = ["--model", "m", "--judge", "j"]
 
 def test_without_arguments_the_demo():
     """The defaults are the preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
-    config = run.parse_config([])
+    config = parse_config([])
     assert (config.preset, config.mode, config.out, config.judge_format) == ("tiny", "partial", "runs/tiny-partial", "addition")
-    assert config == dataclasses.replace(run.Config(), preset="tiny", out="runs/tiny-partial", judge_format="addition")
+    assert config == dataclasses.replace(Config(), preset="tiny", out="runs/tiny-partial", judge_format="addition")
 
 
 def test_what_is_filled_in_follows_from_the_rest():
-    assert run.parse_config(["--mode", "full"]).out == "runs/tiny-full"
-    assert run.parse_config(["--preset", "cuda"]).out == "runs/cuda-partial"
-    assert run.parse_config(["--out", "x"]).out == "x"
-    assert run.parse_config([*PATHS]).judge_format == "addition"
-    assert run.parse_config([*PATHS, "--data", "d"]).judge_format == "chat"
-    assert run.parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == "addition"
+    assert parse_config(["--mode", "full"]).out == "runs/tiny-full"
+    assert parse_config(["--preset", "cuda"]).out == "runs/cuda-partial"
+    assert parse_config(["--out", "x"]).out == "x"
+    assert parse_config([*PATHS]).judge_format == "addition"
+    assert parse_config([*PATHS, "--data", "d"]).judge_format == "chat"
+    assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == "addition"
 
 
 def test_the_command_line_beats_the_preset_which_beats_the_defaults():
-    for name, changes in run.PRESETS.items():
-        config = dataclasses.asdict(run.parse_config(["--preset", name]))
+    for name, changes in PRESETS.items():
+        config = dataclasses.asdict(parse_config(["--preset", name]))
         for field in FIELDS.values():
             if field.name not in ("preset", "out", "judge_format"):
                 assert config[field.name] == changes.get(field.name, field.default), field.name
-    assert run.parse_config(["--preset", "cuda", "--lr", "0.5"]).lr == 0.5
-    assert run.parse_config(["--lr", "0.5", "--preset", "cuda", "--dtype", "float32"]).dtype == "float32"
+    assert parse_config(["--preset", "cuda", "--lr", "0.5"]).lr == 0.5
+    assert parse_config(["--lr", "0.5", "--preset", "cuda", "--dtype", "float32"]).dtype == "float32"
 
 
-@pytest.mark.parametrize("name", run.PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_name_settings_and_work(name):
     """Every key is a field of the field's type, and the result is valid on 2 ranks."""
-    for key, value in run.PRESETS[name].items():
+    for key, value in PRESETS[name].items():
         assert type(value).__name__ == FIELDS[key].type
-    run.check_batch(run.parse_config(["--preset", name]), 2)
+    check_batch(parse_config(["--preset", name]), 2)
 
 
 VALUES = {
@@ -67,8 +68,8 @@ FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "judge_format", "sp", "m
 
 
 def within_limits(name):
-    """Values of the setting's type that run.LIMITS allows."""
-    low, high = run.LIMITS.get(name, (0, 10**9))
+    """Values of the setting's type that LIMITS allows."""
+    low, high = LIMITS.get(name, (0, 10**9))
     if FIELDS[name].type == "int":
         return st.integers(int(low), int(min(high, 10**9)))
     return st.floats(low, min(high, 1e9)) if FIELDS[name].type == "float" else VALUES[FIELDS[name].type]
@@ -80,23 +81,23 @@ def test_every_setting_comes_back_as_it_was_given(data):
     """Whatever its type, in any order; what isn't given keeps its default."""
     names = data.draw(st.lists(st.sampled_from(FREE), unique=True, max_size=6))
     given_values = {name: data.draw(within_limits(name)) for name in names}
-    arguments = [text for name, value in given_values.items() for text in (f"--{run.dashed(name)}", str(value))]
-    config = dataclasses.asdict(run.parse_config(arguments))
+    arguments = [text for name, value in given_values.items() for text in (f"--{dashed(name)}", str(value))]
+    config = dataclasses.asdict(parse_config(arguments))
     for name, field in FIELDS.items():
         if name not in ("preset", "out", "judge_format") or name in given_values:
             assert config[name] == given_values.get(name, field.default)
 
 
 def test_switches_and_equals_signs():
-    assert run.parse_config(["--tp", "2", "--sp"]).sp is True
-    assert run.parse_config(["--sp", "--no-sp"]).sp is False
-    assert run.parse_config(["--steps=7"]).steps == 7
-    assert run.parse_config(["--seed", "-1"]).seed == -1
+    assert parse_config(["--tp", "2", "--sp"]).sp is True
+    assert parse_config(["--sp", "--no-sp"]).sp is False
+    assert parse_config(["--steps=7"]).steps == 7
+    assert parse_config(["--seed", "-1"]).seed == -1
 
 
 def test_a_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        run.Config().steps = 3
+        Config().steps = 3
 
 
 # ---------------------------------------------------------------- what can't work
@@ -120,14 +121,14 @@ def test_a_config_is_frozen():
         (["--judge", "j"], "those two need each other"),
         (["--data", "d"], "--data needs --model and --judge"),
         (["--sp"], "--sp needs --tp 2"),
-        *[([f"--{run.dashed(name)}", "0"], f"--{run.dashed(name)} 0: at least 1 is needed") for name in run.AT_LEAST_1],
+        *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1 is needed") for name in AT_LEAST_1],
         (["--tp", "-2"], "--tp -2: at least 1"),
     ],
 )
 def test_a_bad_setting_is_named(arguments, message):
     """One line, with the setting, its value and what to choose."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        run.parse_config(arguments)
+        parse_config(arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -156,7 +157,7 @@ def test_a_bad_setting_is_named(arguments, message):
 def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments):
     """By parse_config or check_batch, naming the setting."""
     with pytest.raises(ValueError, match=re.escape(arguments[0])):
-        run.check_batch(run.parse_config(arguments), 2)
+        check_batch(parse_config(arguments), 2)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments)
 def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
     """With the numbers."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        run.check_batch(run.parse_config(arguments), ranks)
+        check_batch(parse_config(arguments), ranks)
     assert "\n" not in str(caught.value)
 
 
@@ -189,8 +190,8 @@ def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
     ],
 )
 def test_a_batch_that_fits_gives_its_plan(arguments, ranks, plan):
-    config = run.parse_config(arguments)
-    assert run.check_batch(config, ranks) == plan
+    config = parse_config(arguments)
+    assert check_batch(config, ranks) == plan
     described = run.describe(config, plan, ranks)
     assert str(plan) in described and f"{config.prompts_per_step * 8} samples" in described
 
@@ -200,7 +201,7 @@ def test_a_batch_that_fits_gives_its_plan(arguments, ranks, plan):
 
 def test_every_setting_is_explained():
     """A comment for each field is its help text; two explain themselves."""
-    comments = run.field_comments()
+    comments = field_comments()
     assert set(FIELDS) - set(comments) == {"weight_decay", "adam_beta1", "adam_beta2"}
     assert comments["steps"] == "batches to train on, each for updates_per_step optimizer updates"
     assert all(comment and not comment.startswith("#") for comment in comments.values())
@@ -210,11 +211,11 @@ def test_every_setting_is_explained():
 def test_help():
     """Runs on a bare machine: without torch, in a second or so; every setting with its default."""
     heavy = {"torch", "sglang", "aiohttp", "transformers"}
-    code = f"import sys, run\ntry: run.parse_config(['--help'])\nfinally: assert not {heavy} & sys.modules.keys()"
+    code = f"import sys, run\ntry: run.parse_config(['--help'], run.__doc__)\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr
     for name, field in FIELDS.items():
-        assert f"--{run.dashed(name)}" in ran.stdout
+        assert f"--{dashed(name)}" in ran.stdout
         assert f"[{field.default}]" in ran.stdout
     assert "torchrun --nproc-per-node 2 run.py --mode partial" in ran.stdout
     assert {f"--{name}" for name in PROMISED} <= set(re.findall(r"--[a-z-]+", ran.stdout))
