@@ -215,11 +215,11 @@ def resolved(config: Config) -> dict:
     return dataclasses.asdict(config) | {"ranks": int(os.environ["WORLD_SIZE"]), "versions": packages, "commit": commit}
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """One rank: exit status 0 when the asked steps are done, else 1 after one line on stderr (130 after Ctrl-C)."""
     exits.prepare()
     try:
-        config = parse_config(sys.argv[1:], __doc__)
+        config = parse_config(arguments, __doc__)
         if "RANK" not in os.environ:
             raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
         plan = check_batch(config, int(os.environ["WORLD_SIZE"]))
@@ -231,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -21,11 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from meter import Meter
 
 import controller
-import exits
 import placement
 import run
 import timeline
-from config import check_batch, parse_config
 
 SPANS = ("serve", "rollout", "train", "switch", "sync")
 
@@ -108,7 +106,6 @@ def train_measured(meter: Meter):
 
 
 def main() -> None:
-    exits.prepare()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, required=True, help="folder for rank<r>.json")
     parser.add_argument("--launched", type=float, default=time.monotonic(), help="time.monotonic() at the launch")
@@ -118,14 +115,7 @@ def main() -> None:
     controller.SERVE["rule"] = serve_by_rule(meter)
     controller.is_informative = lambda group: True  # TRL trains on every group
     controller.train = train_measured(meter)
-    try:
-        config = parse_config(["--mode", "rule", "--max-refill-waves", "0", *theirs])
-        plan = check_batch(config, int(os.environ["WORLD_SIZE"]))
-        asyncio.run(exits.until_told(run.run(config, plan)))
-    except ValueError as error:
-        exits.give_up(f"error: {error}", 1)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        exits.give_up("interrupted", 130)
+    run.main(["--mode", "rule", "--max-refill-waves", "0", *theirs])
 
 
 if __name__ == "__main__":
