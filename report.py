@@ -169,7 +169,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "failed": sum(s.verdict is None for s in everything),
         "latencies": job.judge.latencies,
         "dp_rank": job.actor.dp_rank,
-        "tokens_to_train": sum(len(s.prompt) + len(s.response) for s in samples),
+        "tokens_to_train": sum(len(s.prompt) + len(s.response) for s in samples if s.advantages is not None),
         "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync")},
         "request_seconds": {role: sum(s.end - s.start for s in spans if s.name == role) for role in ("rollout", "genrm")},
     }

@@ -251,11 +251,13 @@ def facts_of(groups, kept, surplus=(), short=0, controllers=1):
     judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5])
     job = SimpleNamespace(judge=judge, actor=SimpleNamespace(dp_rank=1))
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
-    return report.local_facts(served, served.kept, spans, job)
+    for sample in served.kept:
+        sample.advantages = [0.5] * len(sample.response)
+    return report.local_facts(served, served.kept + served.padding, spans, job)
 
 
 def test_local_facts_on_a_hand_worked_step():
-    """Three groups: one kept, one carried, one filtered. Answers with an odd number are wrong."""
+    """Three groups: one kept, one carried, one filtered, which pads the batch and isn't trained on. Odd answers are wrong."""
     found = facts_of([group_of(4, 1.0, 0.0), group_of(5, 0.0, 1.0), group_of(6, 0.0, 0.0)], kept=[4], surplus=[5], short=1)
     found["seconds"] = {name: value for name, value in found["seconds"].items() if value}
     assert found == {
