@@ -13,8 +13,11 @@ import placement
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
+AT_LEAST_1 += ("judgements", "judge_calls_at_once")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
+AT_LEAST_0 += ("judge_retries",)
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
+ABOVE_0 += ("judge_timeout_s",)
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
 LIMITS |= {"answers_per_prompt": (2, math.inf), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
@@ -46,6 +49,11 @@ class Config:
     max_new_tokens: int = 72  # of an answer
     judge_max_new_tokens: int = 100  # of a critique and its verdict
     judge_temperature: float = 0.0  # of the judge; 0: greedy
+    judgements: int = 1  # critiques of a sample; the reward is the mean of their verdicts
+    judge_vote: bool = False  # the reward is the majority's verdict instead, a tie rejects
+    judge_timeout_s: float = 300.0  # for one call of the judge
+    judge_retries: int = 2  # more calls while a verdict is missing, because it was late or could not be read
+    judge_calls_at_once: int = 1024  # by one controller; others wait
     max_judge_failures: int = 64  # stop when so many verdicts were unreadable and none was read
     # ---- evaluation and texts
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
@@ -99,6 +107,8 @@ class Config:
             raise ValueError(f"--judge-format {self.judge_format} is unknown; choose one of {', '.join(genrm.FORMATS)}")
         if bool(self.model) != bool(self.judge) or (self.data and not self.model):
             raise ValueError("--data needs --model and --judge, and those two need each other: the demo's models only know addition")
+        if self.judgements > 1 and self.judge_temperature == 0:
+            raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0: a greedy judge repeats itself")
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp 2 or more")
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from rollout import Sample
 
+BACKOFF_S = 0.5  # before a call that was given up is made again
+
 
 @dataclass(frozen=True)
 class Format:
@@ -92,11 +94,30 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
+class Calls:
+    """How the judge is called; the command line's settings of the same names say what they mean."""
+
+    judgements: int = 1
+    vote: bool = False
+    timeout_s: float = math.inf
+    retries: int = 1
+    at_once: int = 1024
+
+
+@dataclass(frozen=True)
 class Judgement:
-    """One critique. verdict None: the judge failed (nothing to be read, or no reply), and the sample is dropped, not scored 0."""
+    """What the critiques of one pair came to. reward None: none of them could be read, and the sample is dropped, not scored 0."""
 
     critique: str
-    verdict: bool | None
+    reward: float | None
+
+
+def combine(verdicts: list[bool], vote: bool) -> float | None:
+    """Reward of several verdicts: their mean, or the majority's (a tie rejects); None of nothing."""
+    if not verdicts:
+        return None
+    mean = sum(verdicts) / len(verdicts)
+    return float(mean > 0.5) if vote else mean
 
 
 class Judge:
@@ -110,18 +131,20 @@ class Judge:
         decode_response: Callable[[list[int]], str],  # actor's tokens -> text
         sampling,
         max_prompt_tokens: int,  # what the judge's context leaves for a prompt; a longer one is a failed judgement
-        retries: int = 1,
+        calls: Calls,
     ):
-        self.format, self.sampling, self.max_prompt_tokens, self.retries = format, sampling, max_prompt_tokens, retries
+        self.format, self.sampling, self.max_prompt_tokens, self.calls = format, sampling, max_prompt_tokens, calls
         self._encode, self._decode, self._decode_response = encode, decode, decode_response
         self._asked: dict[tuple[str, str], asyncio.Task] = {}
+        self._free = asyncio.Semaphore(calls.at_once)
         self.failed = self.parsed = 0  # since the run's start: a judge that never parses stops the run
         self.latencies: list[float] = []  # seconds of each judgement of this step
+        self.timeouts = 0  # calls of this step that were given up
 
     def forget(self) -> None:
-        """New step: judgements are asked for anew, because engines may have changed; latencies start again."""
+        """New step: judgements are asked for anew, because engines may have changed; this step's counts start again."""
         self._asked.clear()
-        self.latencies = []
+        self.latencies, self.timeouts = [], 0
 
     def final_answer(self, sample: Sample) -> str | None:
         """The answer in the sample's response; None when it has none or was cut off before its end."""
@@ -132,7 +155,7 @@ class Judge:
     async def judge(self, sample: Sample, pool) -> None:
         """Fill `critique, verdict, reward` of one finished sample; reward 1 for an accepted answer, 0 for a rejected one.
 
-        A sample whose judge failed keeps verdict and reward None.
+        With several judgements it may lie between, and the verdict is the majority's. A sample whose judge failed keeps None.
         """
         answer = self.final_answer(sample)
         if answer is None:
@@ -142,24 +165,42 @@ class Judge:
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(*key, pool))
         judgement = await self._asked[key]
-        sample.critique, sample.verdict = judgement.critique, judgement.verdict
-        sample.reward = None if judgement.verdict is None else float(judgement.verdict)
+        sample.critique, sample.reward = judgement.critique, judgement.reward
+        sample.verdict = None if judgement.reward is None else judgement.reward > 0.5
 
     async def _ask(self, question: str, answer: str, pool) -> Judgement:
-        """Ask until a verdict can be read, 1 + retries times. A greedy judge only repeats itself, so it is asked once."""
+        """Call until every judgement can be read, 1 + retries times. What a greedy judge wrote it would only repeat."""
         prompt = self._encode(self.format.prompt(question, answer))
-        tries = 1 if self.sampling.temperature == 0 else 1 + self.retries
-        clock, text = asyncio.get_running_loop().time, ""
-        for _ in range(tries if len(prompt) <= self.max_prompt_tokens else 0):
+        texts, verdicts = [], []
+        for attempt in range(1 + self.calls.retries if len(prompt) <= self.max_prompt_tokens else 0):
+            missing = self.calls.judgements - len(verdicts)
+            replies = await self._call(prompt, missing, pool)
+            texts += [self._decode(reply.tokens) for reply in replies]
+            verdicts += [verdict for reply in replies if (verdict := self._read(reply)) is not None]
+            if len(verdicts) == self.calls.judgements or (len(replies) == missing and self.sampling.temperature == 0):
+                break
+            if len(replies) < missing:  # given up: the engine gets time, twice as much each time
+                await asyncio.sleep(BACKOFF_S * 2**attempt)
+        self.parsed += len(verdicts)
+        self.failed += not verdicts
+        return Judgement("\n".join(texts), combine(verdicts, self.calls.vote))
+
+    async def _call(self, prompt: list[int], count: int, pool) -> list:
+        """One request for `count` critiques, which share the prompt's KV cache; returns those that came in time."""
+        clock, replies = asyncio.get_running_loop().time, []
+        async with self._free:
             start = clock()
-            async for reply in pool.least_loaded().generate(prompt, 1, self.sampling):
-                self.latencies.append(clock() - start)
-                text = self._decode(reply.tokens)
-                verdict = self.format.parse(text) if reply.finish == "stop" else None
-            if verdict is not None:
-                self.parsed += 1
-                # an accept that the judge itself was unsure of, at its weakest token, counts as a reject
-                sure = min(reply.logprobs, default=0.0) > self.format.min_logprob
-                return Judgement(text, verdict and sure)
-        self.failed += 1
-        return Judgement(text, None)
+            try:
+                async with asyncio.timeout(self.calls.timeout_s):
+                    async for reply in pool.least_loaded().generate(prompt, count, self.sampling):
+                        self.latencies.append(clock() - start)
+                        replies.append(reply)
+            except TimeoutError:  # leaving the request has closed it, and a closed request is aborted by its server
+                self.timeouts += 1
+        return replies
+
+    def _read(self, reply) -> bool | None:
+        """The verdict of one critique, None when there is none to be read."""
+        verdict = self.format.parse(self._decode(reply.tokens)) if reply.finish == "stop" else None
+        # an accept that the judge itself was unsure of, at its weakest token, counts as a reject
+        return verdict and min(reply.logprobs, default=0.0) > self.format.min_logprob

@@ -168,6 +168,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "wrong_accepted": sum(s.verdict for s in wrong),
         "failed": sum(s.verdict is None for s in everything),
         "latencies": job.judge.latencies,
+        "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
         "tokens_to_train": sum(len(s.prompt) + len(s.response) for s in samples if s.advantages is not None),
         "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync")},
@@ -177,7 +178,8 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
 
 def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> dict[str, float]:
     """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds."""
-    total = {name: sum(f[name] for f in facts) for name in ("truncated", "aborted", "filtered", "groups", "carried", "failed")}
+    counts = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "timeouts")
+    total = {name: sum(f[name] for f in facts) for name in counts}
     merged = {name: [value for f in facts for value in f[name]] for name in ("kept_rewards", "rewards", "lengths", "latencies")}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
     wrong, accepted_wrong = sum(f["answers_wrong"] for f in facts), sum(f["wrong_accepted"] for f in facts)
@@ -197,6 +199,7 @@ def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> 
         "rollout/carried_groups": float(total["carried"]),
         "genrm/accept_frac": _mean(merged["rewards"]),
         "genrm/failed": float(total["failed"]),
+        "genrm/timeouts": float(total["timeouts"]),
         "genrm/p50_s": _quantile(merged["latencies"], 0.5),
         "genrm/p99_s": _quantile(merged["latencies"], 0.99),
         "balance/max_over_mean": max(tokens) / max(1e-9, fmean(tokens)),

@@ -135,6 +135,7 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, 
         decode,
         judge_sampling,
         config.max_model_len - config.judge_max_new_tokens,
+        genrm.Calls(config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once),
     )
     report = Report(config, world, out, progress, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)

@@ -227,9 +227,8 @@ def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=w
         for handle in handles:
             handle.on_request = timeline.request
         pools = [placement.Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
-        judge = genrm.Judge(
-            genrm.FORMATS["addition"], lambda text: [ord(c) for c in text], to_text, to_text, SimpleNamespace(temperature=0.0), 1000
-        )
+        encode, greedy = (lambda text: [ord(c) for c in text]), SimpleNamespace(temperature=0.0)
+        judge = genrm.Judge(genrm.FORMATS["addition"], encode, to_text, to_text, greedy, 1000, genrm.Calls())
         sampling, actor = SimpleNamespace(temperature=1.0), FakeActor(rank, size, devices[rank], tp)
         prompts, report = Prompts(FakeSource()), FakeReport()
         jobs.append(controller.Job(config, world, actor, *pools, judge, prompts, sampling, sampling, timeline, report))

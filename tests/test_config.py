@@ -63,8 +63,9 @@ VALUES = {
     "str": st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8).map(lambda text: "a" + text),
     "bool": st.booleans(),
 }
-CHECKED = {"algorithm", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}  # against others
-FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "judge_format", "sp", "model", "judge", "data"} - CHECKED)
+# these are checked against others
+CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
+FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "judge_format", "judge_vote", "sp", "model", "judge", "data"} - CHECKED)
 
 
 def within_limits(name):
@@ -121,6 +122,7 @@ def test_a_config_is_frozen():
         (["--judge", "j"], "those two need each other"),
         (["--data", "d"], "--data needs --model and --judge"),
         (["--sp"], "--sp needs --tp 2"),
+        (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0: a greedy judge repeats itself"),
         *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1 is needed") for name in AT_LEAST_1],
         (["--tp", "-2"], "--tp -2: at least 1"),
     ],

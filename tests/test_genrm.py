@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from fakes import VirtualClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,20 +155,23 @@ class Pool:
         return self
 
     async def generate(self, prompt, n, sampling):
-        assert n == 1
         self.asked.append(prompt)
         self.flying += 1
         self.most = max(self.most, self.flying)
-        text, logprob, finish = self.reply(prompt, len(self.asked))
-        await asyncio.sleep(self.delay)
-        self.flying -= 1
-        yield Answer(0, list(text), [-0.01, logprob, -0.02], finish, [])
+        try:
+            for index in range(n):
+                text, logprob, finish = self.reply(prompt, len(self.asked))
+                await asyncio.sleep(self.delay)
+                yield Answer(index, list(text), [-0.01, logprob, -0.02], finish, [])
+        finally:
+            self.flying -= 1
 
 
-def make_judge(name="addition", temperature=0.0, retries=1, max_prompt_tokens=1000):
+def make_judge(name="addition", temperature=0.0, max_prompt_tokens=1000, **calls):
     """Tokens are characters; the prompt of a request is the text itself."""
     sampling = SimpleNamespace(temperature=temperature)
-    return genrm.Judge(genrm.FORMATS[name], lambda prompt: prompt, "".join, "".join, sampling, max_prompt_tokens, retries)
+    calls = genrm.Calls(**calls)
+    return genrm.Judge(genrm.FORMATS[name], lambda prompt: prompt, "".join, "".join, sampling, max_prompt_tokens, calls)
 
 
 def sample(response, question="57+68=", finish="stop"):
@@ -268,6 +272,97 @@ def test_a_sampled_verdict_is_asked_for_again(retries, asked, reward):
     judge_all(judge, pool, [judged])
     assert (len(pool.asked), judged.reward) == (asked, reward)
     assert (judge.failed, judge.parsed) == ((1, 0) if reward is None else (0, 1))
+
+
+# ---------------------------------------------------------------- several judgements, late ones, and how many at once
+
+
+@pytest.mark.parametrize(
+    "verdicts,mean,majority",
+    [([], None, None), ([True], 1.0, 1.0), ([True, False], 0.5, 0.0), ([True, True, False, True], 0.75, 1.0), ([False] * 3, 0.0, 0.0)],
+)
+def test_combine(verdicts, mean, majority):
+    assert (genrm.combine(verdicts, vote=False), genrm.combine(verdicts, vote=True)) == (mean, majority)
+
+
+def numbered(*texts):
+    """Replies in the order of the critiques, over all calls."""
+    left = iter(texts)
+    return lambda prompt, number: (next(left), -0.1, "stop")
+
+
+@pytest.mark.parametrize("vote,reward", [(False, 0.75), (True, 1.0)])
+def test_judgements_come_from_one_request(vote, reward):
+    judge, pool, judged = make_judge(temperature=1.0, judgements=4, vote=vote), Pool(numbered("Y", "N", "Y", "Y")), sample(">125")
+    judge_all(judge, pool, [judged])
+    assert (judged.reward, judged.verdict, judged.critique) == (reward, True, "Y\nN\nY\nY")
+    assert len(pool.asked) == 1 and (judge.parsed, judge.failed, len(judge.latencies)) == (4, 0, 4)
+
+
+def test_only_the_missing_judgements_are_asked_for_again():
+    """Two of four can't be read, then one of two, then none is left to ask: the three count."""
+    judge, judged = make_judge(temperature=1.0, judgements=4, retries=1), sample(">125")
+    pool = Pool(numbered("Y", "?", "N", "?", "N", "?"))
+    judge_all(judge, pool, [judged])
+    assert judged.reward == pytest.approx(1 / 3) and judged.verdict is False
+    assert len(pool.asked) == 2 and (judge.parsed, judge.failed) == (3, 0)
+
+
+class Slow(Pool):
+    """Call number k takes delays[k] virtual seconds a critique."""
+
+    def __init__(self, reply, *delays):
+        super().__init__(reply)
+        self.delays, self.starts = delays, []
+
+    async def generate(self, prompt, n, sampling):
+        self.delay = self.delays[len(self.asked)]
+        self.starts.append(asyncio.get_running_loop().time())
+        async for reply in super().generate(prompt, n, sampling):
+            yield reply
+
+
+def judge_on_virtual_clock(judge, pool, samples):
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+
+        async def together():
+            await asyncio.gather(*(judge.judge(each, pool) for each in samples))
+            return asyncio.get_running_loop().time()
+
+        return runner.run(together())
+
+
+def test_a_late_call_is_given_up_and_made_again_after_a_pause():
+    """60 s each for two calls that hang, pauses of 0.5 s and 1 s, then an answer in 2 s. Even a greedy judge is asked again."""
+    judge, judged = make_judge(timeout_s=60.0, retries=2), sample(">125")
+    pool = Slow(accept, 1e6, 1e6, 2.0)
+    assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(123.5)
+    assert pool.starts == pytest.approx([0.0, 60.5, 121.5]) and pool.flying == 0
+    assert (judged.reward, judge.timeouts, judge.failed, judge.latencies) == (1.0, 2, 0, [2.0])
+
+
+def test_a_judge_that_hangs_drops_its_sample_and_is_counted():
+    judge, judged, pool = make_judge(timeout_s=60.0, retries=1), sample(">125"), Slow(accept, 1e6, 1e6)
+    judge_on_virtual_clock(judge, pool, [judged])
+    assert (judged.reward, judged.verdict, judge.timeouts, judge.failed) == (None, None, 2, 1)
+    judge.forget()
+    assert judge.timeouts == 0
+
+
+def test_what_came_in_time_counts():
+    """Each critique takes 40 s of the 100: two of four come, and the two that miss are asked for again."""
+    judge, judged = make_judge(temperature=1.0, judgements=4, timeout_s=100.0), sample(">125")
+    pool = Slow(numbered("Y", "Y", "never", "N", "Y"), 40.0, 1.0)
+    judge_on_virtual_clock(judge, pool, [judged])
+    assert (judged.reward, judge.timeouts, judge.parsed) == (0.75, 1, 4)
+
+
+@pytest.mark.parametrize("at_once,seconds", [(1, 6.0), (2, 3.0), (4, 2.0), (100, 1.0)])
+def test_calls_at_once(at_once, seconds):
+    """Six calls of 1 s each."""
+    judge, pool = make_judge(at_once=at_once), Slow(accept, *[1.0] * 6)
+    assert judge_on_virtual_clock(judge, pool, [sample(f">{i}") for i in range(6)]) == pytest.approx(seconds)
+    assert pool.most == min(6, at_once)
 
 
 def test_an_engine_that_breaks_stops_everyone():

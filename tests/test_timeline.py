@@ -184,7 +184,7 @@ def test_the_figure_draws_the_last_steps_only(tmp_path, monkeypatch):
 def facts(**changes):
     """One controller's facts in which nothing happened."""
     names = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "waves", "padded", "answers_keyed", "answers_wrong")
-    nothing = dict.fromkeys((*names, "wrong_accepted", "dp_rank", "tokens_to_train"), 0)
+    nothing = dict.fromkeys((*names, "timeouts", "wrong_accepted", "dp_rank", "tokens_to_train"), 0)
     nothing |= {name: [] for name in ("kept_rewards", "rewards", "lengths", "latencies")}
     seconds = dict.fromkeys(("serve", "rollout", "genrm", "train", "switch", "sync"), 0.0)
     nothing |= {"seconds": seconds, "request_seconds": {"rollout": 0.0, "genrm": 0.0}}
@@ -195,7 +195,7 @@ def facts(**changes):
 FIRST = facts(
     kept_rewards=[1.0, 0.0, 1.0, 0.0], rewards=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0], lengths=[10, 20, 30, 40, 50, 60], latencies=[0.1, 0.4],
     truncated=1, filtered=1, groups=3, carried=0, waves=2, padded=1, answers_keyed=6, answers_wrong=4, wrong_accepted=1, failed=0,
-    dp_rank=0, tokens_to_train=300,
+    timeouts=2, dp_rank=0, tokens_to_train=300,
     seconds=dict(serve=4.0, rollout=3.0, genrm=2.0, train=1.0, switch=0.5, sync=0.1), request_seconds=dict(rollout=12.0, genrm=1.0),
 )  # fmt: skip
 SECOND = facts(
@@ -215,7 +215,7 @@ def test_metrics_of_hand_worked_facts():
         "rollout/waves": 2, "rollout/aborted": 2, "rollout/padded_groups": 1, "rollout/carried_groups": 1,
         "rollout/correct_frac": 1 / 2,
         "genrm/accept_frac": 6 / 11, "genrm/failed": 1, "genrm/false_positive_frac": 1 / 5, "genrm/p50_s": 0.3, "genrm/p99_s": 0.4,
-        "balance/max_over_mean": 1.5, "occupancy/rollout": 16 / (8 * 4.0), "occupancy/genrm": 4 / (2 * 4.0),
+        "genrm/timeouts": 2, "balance/max_over_mean": 1.5, "occupancy/rollout": 16 / (8 * 4.0), "occupancy/genrm": 4 / (2 * 4.0),
         "time/serve_s": 4.0, "time/rollout_s": 3.5, "time/genrm_s": 2.0, "time/train_s": 1.5, "time/switch_s": 0.5, "time/sync_s": 0.3,
     }  # fmt: skip
     assert metrics == pytest.approx(expected)
@@ -248,7 +248,7 @@ def facts_of(groups, kept, surplus=(), short=0, controllers=1):
     served = controller.Served(waves=2)
     controller.fill(served, {group[0].prompt_id: group for group in groups}, set(kept), set(surplus), short, controllers)
     answers = {id(s): ("5" if s.index % 2 == 0 else "6") for group in groups for s in group}
-    judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5])
+    judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5], timeouts=3)
     job = SimpleNamespace(judge=judge, actor=SimpleNamespace(dp_rank=1))
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
@@ -264,7 +264,7 @@ def test_local_facts_on_a_hand_worked_step():
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
         "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "padded": 1,
         "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
-        "latencies": [0.5], "dp_rank": 1, "tokens_to_train": 2 * 2 + 3,
+        "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "tokens_to_train": 2 * 2 + 3,
         "seconds": {"serve": 4.0, "rollout": 3.0, "genrm": 1.0}, "request_seconds": {"rollout": 4.0, "genrm": 1.0},
     }  # fmt: skip
 
@@ -290,7 +290,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     loop = VirtualClock()
     line = tl.Timeline(0, loop.time, tmp_path / "spans")
     pool = SimpleNamespace(capacity=4, engines=[None] * 3)
-    judge = SimpleNamespace(final_answer=lambda sample: "5", latencies=[])
+    judge = SimpleNamespace(final_answer=lambda sample: "5", latencies=[], timeouts=0)
     job = SimpleNamespace(timeline=line, rollout=pool, genrm=pool, judge=judge, actor=SimpleNamespace(dp_rank=0))
     job.state = controller.State(groups_per_kept=1.25)
     written = report.Report(config, FakeWorld(0, 1, {}), tmp_path, progress, lambda tokens: "<b>*" * len(tokens))
