@@ -33,7 +33,7 @@ class RuleJudge:
 
     def __init__(self, judge):
         self.final_answer = judge.final_answer
-        self.failed = self.parsed = 0
+        self.failed = self.parsed = self.timeouts = 0
         self.latencies: list[float] = []
 
     def forget(self) -> None:
