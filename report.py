@@ -138,7 +138,7 @@ class Report:
         self._write(self.config.steps, self._evaluated)
         spans = tl.read_spans(self.out / "spans")
         tl.write_trace([s for s in spans if s.name in tl.COLORS], self.out / "trace.json")
-        tl.draw([s for s in spans if s.name in tl.COLORS], capacity, self.out / "timeline.png", title)
+        tl.draw([tl.Picture(title, tl.of_steps(spans, -4, -1), capacity)], self.out / "timeline.png")
         import matplotlib.image
 
         picture = matplotlib.image.imread(self.out / "timeline.png")[..., :3]

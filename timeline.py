@@ -5,14 +5,20 @@ span of an engine is one request, from sent to finished, and an engine is busy w
 over capacity, drawn as shade. Spans of the controller itself (train, switch, sync) are opened around the work.
 
 Every rank appends its spans to its own file under OUT/spans; the merged trace and the picture are made from those files.
+
+    python timeline.py RUN --steps 10 14      the picture of any steps of a run
+    python timeline.py RUN_A RUN_B            runs above each other on one clock
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,34 +125,86 @@ def write_trace(spans: list[Span], path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def draw(spans: list[Span], capacity: int, path: Path, title: str, last_steps: int = 4) -> None:
-    """The paper's figure from measured spans: a lane per rank, a colour per role, shade by occupancy, the last few steps.
+@dataclass(frozen=True)
+class Picture:
+    """What one row of the figure shows. capacity: answers that one engine holds at once, which is full shade."""
 
-    capacity: answers one engine holds at once; a lane is as dark as its engine is full, and never paler than 0.35.
+    title: str
+    spans: list[Span]
+    capacity: int
+
+
+def of_steps(spans: Iterable[Span], first: int, last: int) -> list[Span]:
+    """What was done for the steps `first` to `last`; negative numbers count back from the last trained step, which is -1."""
+    spans = [s for s in spans if s.name in COLORS]
+    end = max((s.step for s in spans if s.name == "train"), default=-1) + 1  # an evaluation after it belongs to no step
+    first, last = (number + end if number < 0 else number for number in (first, last))
+    return [s for s in spans if first <= s.step <= min(last, end - 1)]
+
+
+def draw(pictures: list[Picture], path: Path) -> None:
+    """The paper's figure from measured spans: a lane per rank, a colour per role, shade by occupancy, never paler than 0.35.
+
+    Several runs are drawn above each other on one clock, each from its first span on.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    last = max((s.step for s in spans if s.name == "train"), default=0)
-    spans = [s for s in spans if last - last_steps < s.step <= last]
-    ranks = sorted({s.rank for s in spans})
-    figure, axes = plt.subplots(figsize=(13, 0.9 + 0.7 * max(1, len(ranks))), constrained_layout=True)
+    heights = [0.9 + 0.7 * max(1, len({s.rank for s in picture.spans})) for picture in pictures]
+    layout = dict(sharex=True, squeeze=False, constrained_layout=True, height_ratios=heights)
+    figure, axes = plt.subplots(len(pictures), figsize=(13, sum(heights)), **layout)
+    for picture, ax in zip(pictures, axes[:, 0], strict=True):
+        _draw_run(picture, ax)
+    axes[-1, 0].set_xlabel("seconds")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    axes[0, 0].legend(handles, list(COLORS), ncols=len(COLORS), fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_run(picture: Picture, axes) -> None:
+    """A lane per rank, a line where a step begins."""
+    spans, ranks = picture.spans, sorted({s.rank for s in picture.spans})
     zero = min((s.start for s in spans), default=0.0)
     for (rank, name), stretches in lanes(spans).items():
         for start, end, flying in stretches:
-            full = min(1.0, flying / capacity) if name in ("rollout", "genrm") else 1.0
+            full = min(1.0, flying / picture.capacity) if name in ("rollout", "genrm") else 1.0
             axes.barh(ranks.index(rank), end - start, left=start - zero, height=0.7, color=COLORS[name], alpha=0.35 + 0.65 * full)
     for step in sorted({s.step for s in spans}):
         begin = min(s.start for s in spans if s.step == step) - zero
         axes.axvline(begin, color="black", linewidth=0.6)
         axes.text(begin, -0.45, f" step {step}", fontsize=8, va="bottom")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(len(ranks) - 0.5, -0.75)
-    axes.set_xlabel("seconds")
-    axes.set_title(title, fontsize=10, loc="left")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    axes.legend(handles, list(COLORS), ncols=len(COLORS), fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.22), frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axes.set_ylim(max(1, len(ranks)) - 0.5, -0.75)
+    axes.set_title(picture.title, fontsize=10, loc="left")
+
+
+def read_run(out: Path, first: int, last: int) -> Picture:
+    """The picture of a run's steps. Raises ValueError when `out` is no run, or has no span of these steps."""
+    if not (out / "config.json").is_file():
+        raise ValueError(f"{out} is not what a run left behind: it has no config.json")
+    config = json.loads((out / "config.json").read_text())
+    spans = of_steps(read_spans(out / "spans"), first, last)
+    if not spans:
+        raise ValueError(f"{out} has no steps {first} to {last}")
+    return Picture(f"{out}: {config['mode']} colocation, {config['ranks']} ranks", spans, config["max_running_requests"])
+
+
+def main() -> None:
+    """Exit status 1 after one line on stderr when there is nothing to draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that a run left behind")
+    parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), metavar=("FIRST", "LAST"), help="-1: the last [-4 -1]")
+    parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
+    given = parser.parse_args()
+    try:
+        draw([read_run(out, *given.steps) for out in given.runs], given.figure)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {given.figure}")
+
+
+if __name__ == "__main__":
+    main()

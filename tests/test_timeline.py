@@ -156,14 +156,69 @@ def test_the_figure_is_a_picture(tmp_path, spans):
     """A PNG that isn't blank, whatever there is to draw."""
     import matplotlib.image
 
-    tl.draw(spans, 4, tmp_path / "timeline.png", "a title")
+    tl.draw([tl.Picture("a title", spans, 4)], tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     picture = matplotlib.image.imread(tmp_path / "timeline.png")
     assert picture.std() > 0 and picture.shape[1] > 1000
 
 
-def test_the_figure_draws_the_last_steps_only(tmp_path, monkeypatch):
-    """Of 12 steps the last three: what is drawn starts at their first span."""
+@pytest.mark.parametrize(
+    "first,last,steps",
+    [(-3, -1, {9, 10, 11}), (0, 0, {0}), (2, 4, {2, 3, 4}), (10, 99, {10, 11}), (-99, 1, {0, 1}), (5, 4, set()), (50, 60, set())],
+)
+def test_steps_of_a_run(first, last, steps):
+    """Of 12 steps; the evaluation after the last belongs to none, and what has no colour isn't drawn."""
+    spans = [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
+    spans += [tl.Span("rollout", 1, 120.0, 121.0, 12), tl.Span("evaluate", 0, 0.0, 9.0, 3)]
+    chosen = tl.of_steps(spans, first, last)
+    assert {s.step for s in chosen} == steps and {s.name for s in chosen} <= {"train"}
+
+
+def write_run(out, mode, spans):
+    """What a run leaves for the figure."""
+    (out / "spans").mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps({"mode": mode, "ranks": 2, "max_running_requests": 4}))
+    for rank in (0, 1):
+        (out / "spans" / f"rank{rank}.jsonl").write_text("".join(json.dumps(s) + "\n" for s in spans if s.rank == rank))
+
+
+def test_two_runs_on_one_clock(tmp_path, monkeypatch):
+    """The plain command, in two processes' stead: both runs start at 0, whenever they began, and share the axis."""
+    import matplotlib.axes
+    import matplotlib.image
+
+    bars = []
+    plain = matplotlib.axes.Axes.barh
+
+    def barh(self, y, width, left, **style):
+        bars.append((self.get_title(loc="left"), self.get_shared_x_axes().get_siblings(self), left))
+        return plain(self, y, width, left=left, **style)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "barh", barh)
+    write_run(tmp_path / "a", "full", MIXED)
+    write_run(tmp_path / "b", "partial", [s._replace(start=s.start + 100, end=s.end + 100) for s in MIXED])
+    figure, runs = tmp_path / "both.png", [str(tmp_path / "a"), str(tmp_path / "b")]
+    monkeypatch.setattr("sys.argv", ["timeline.py", *runs, "--steps", "0", "1", "--figure", str(figure)])
+    tl.main()
+    first, second = ([left for _, _, left in half] for half in (bars[: len(bars) // 2], bars[len(bars) // 2 :]))
+    assert min(first) == 0 and first == pytest.approx(second)
+    assert all(len(siblings) == 2 for _, siblings, _ in bars)
+    assert matplotlib.image.imread(figure).shape[1] > 1000
+
+
+@pytest.mark.parametrize("steps,message", [(("7", "9"), "has no steps 7 to 9"), (("0", "1"), "is not what a run left behind")])
+def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, steps, message):
+    run = tmp_path / "run"
+    if steps[0] == "7":
+        write_run(run, "full", MIXED)
+    monkeypatch.setattr("sys.argv", ["timeline.py", str(run), "--steps", *steps, "--figure", str(tmp_path / "x.png")])
+    with pytest.raises(SystemExit, match=message) as error:
+        tl.main()
+    assert "\n" not in str(error.value) and not (tmp_path / "x.png").exists()
+
+
+def test_the_figure_starts_at_its_first_span(tmp_path, monkeypatch):
+    """Of 12 steps the last three."""
     import matplotlib.axes
 
     bars = []
@@ -171,7 +226,7 @@ def test_the_figure_draws_the_last_steps_only(tmp_path, monkeypatch):
     spans = [tl.Span("rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
     spans += [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
     spans.append(tl.Span("rollout", 1, 120.0, 121.0, 12))  # the evaluation at the end belongs to no step
-    tl.draw(spans, 2, tmp_path / "timeline.png", "t", last_steps=3)
+    tl.draw([tl.Picture("t", tl.of_steps(spans, -3, -1), 2)], tmp_path / "timeline.png")
     drawn = {(10.0 * i + offset, width) for i in range(3) for offset, width in ((0, 4.0), (5, 1.0))}
     assert {(left, width) for _, width, left, _ in bars} == drawn
     assert {y for y, *_ in bars} == {0}
