@@ -33,7 +33,7 @@ class Config:
     algorithm: str = "grpo"  # a row of algorithms.ALGORITHMS
     out: str = ""  # what the run leaves behind goes here; default: runs/<preset>-<mode>
     steps: int = 40  # batches to train on, each for updates_per_step optimizer updates
-    seed: int = 0  # of the demo's models, the order of prompts and the samplers
+    seed: int = 0  # of the demo's models, the order of prompts and the engines' random state
     # ---- models and prompts
     model: str = ""  # Hugging Face directory of the actor; default: the demo's, made on first use
     judge: str = ""  # Hugging Face directory of the generative reward model
@@ -51,10 +51,10 @@ class Config:
     judge_temperature: float = 0.0  # of the judge; 0: greedy
     judgements: int = 1  # critiques of a sample; the reward is the mean of their verdicts
     judge_vote: bool = False  # the reward is the majority's verdict instead, a tie rejects
-    judge_timeout_s: float = 300.0  # for one call of the judge
-    judge_retries: int = 2  # more calls while a verdict is missing, because it was late or could not be read
+    judge_timeout_s: float = 120.0  # for one call of the judge
+    judge_retries: int = 2  # more calls while a verdict is missing: late or, of a judge that samples, unreadable
     judge_calls_at_once: int = 1024  # by one controller; others wait
-    max_judge_failures: int = 64  # stop when so many verdicts were unreadable and none was read
+    max_judge_failures: int = 64  # stop when so many answers got no verdict and none got one
     # ---- evaluation and texts
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
     eval_prompts: int = 200  # rows of --data that are held out, at most a tenth
@@ -107,6 +107,11 @@ class Config:
             raise ValueError(f"--judge-format {self.judge_format} is unknown; choose one of {', '.join(genrm.FORMATS)}")
         if bool(self.model) != bool(self.judge) or (self.data and not self.model):
             raise ValueError("--data needs --model and --judge, and those two need each other: the demo's models only know addition")
+        if (1 + self.judge_retries) * self.judge_timeout_s >= self.collective_timeout_s:
+            raise ValueError(
+                f"--judge-retries {self.judge_retries} with --judge-timeout-s {self.judge_timeout_s:g} may take longer than the other "
+                f"controllers wait, --collective-timeout-s {self.collective_timeout_s:g}"
+            )
         if self.judgements > 1 and self.judge_temperature == 0:
             raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0: a greedy judge repeats itself")
         if self.sp and self.tp == 1:

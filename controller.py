@@ -197,11 +197,12 @@ def fill(served: Served, mine: dict[int, list[Sample]], kept: set[int], surplus:
 
 
 def check_judge(config, failed: int, parsed: int) -> None:
-    """Raises ValueError once `max_judge_failures` judgements failed and none was ever read: such a judge never will be."""
+    """Raises ValueError once `max_judge_failures` answers got no verdict and none ever got one: such a judge never will give one."""
     if parsed == 0 and failed >= config.max_judge_failures:
         raise ValueError(
-            f"--judge {config.judge}: none of its first {failed} verdicts could be read as --judge-format {config.judge_format} "
-            f"(--max-judge-failures {config.max_judge_failures}); see FORMATS in genrm.py"
+            f"--judge {config.judge}: none of the first {failed} answers got a verdict (--max-judge-failures "
+            f"{config.max_judge_failures}): it can't be read as --judge-format {config.judge_format} (see FORMATS in genrm.py), "
+            f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
         )
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from rollout import Sample
 
-BACKOFF_S = 0.5  # before a call that was given up is made again
+BACKOFF_S = 2.5  # before a call that was given up is made again: SGLang aborts a request 2 s after its client has left
+LONGEST_BACKOFF_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Calls:
-    """How the judge is called; the command line's settings of the same names say what they mean."""
+    """How the judge is called: the settings `judgements` and `judge_*` of config.py, which says what they mean."""
 
     judgements: int = 1
     vote: bool = False
@@ -175,12 +176,13 @@ class Judge:
         for attempt in range(1 + self.calls.retries if len(prompt) <= self.max_prompt_tokens else 0):
             missing = self.calls.judgements - len(verdicts)
             replies = await self._call(prompt, missing, pool)
-            texts += [self._decode(reply.tokens) for reply in replies]
-            verdicts += [verdict for reply in replies if (verdict := self._read(reply)) is not None]
+            written = [self._decode(reply.tokens) for reply in replies]
+            read = [self._read(reply, text) for reply, text in zip(replies, written, strict=True)]
+            texts, verdicts = texts + written, verdicts + [verdict for verdict in read if verdict is not None]
             if len(verdicts) == self.calls.judgements or (len(replies) == missing and self.sampling.temperature == 0):
                 break
-            if len(replies) < missing:  # given up: the engine gets time, twice as much each time
-                await asyncio.sleep(BACKOFF_S * 2**attempt)
+            if len(replies) < missing and attempt < self.calls.retries:  # given up: the engine gets time, twice as much each time
+                await asyncio.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
         self.parsed += len(verdicts)
         self.failed += not verdicts
         return Judgement("\n".join(texts), combine(verdicts, self.calls.vote))
@@ -195,12 +197,12 @@ class Judge:
                     async for reply in pool.least_loaded().generate(prompt, count, self.sampling):
                         self.latencies.append(clock() - start)
                         replies.append(reply)
-            except TimeoutError:  # leaving the request has closed it, and a closed request is aborted by its server
+            except TimeoutError:  # leaving the request has closed it, and its server will abort it
                 self.timeouts += 1
         return replies
 
-    def _read(self, reply) -> bool | None:
+    def _read(self, reply, text: str) -> bool | None:
         """The verdict of one critique, None when there is none to be read."""
-        verdict = self.format.parse(self._decode(reply.tokens)) if reply.finish == "stop" else None
+        verdict = self.format.parse(text) if reply.finish == "stop" else None
         # an accept that the judge itself was unsure of, at its weakest token, counts as a reject
         return verdict and min(reply.logprobs, default=0.0) > self.format.min_logprob

@@ -83,10 +83,6 @@ class Report:
 
             self._writer = SummaryWriter(str(out / "tensorboard"))
 
-    def start(self, now: float) -> None:
-        """The first step begins now (seconds on the timeline's clock)."""
-        self._ended = now
-
     def accuracy(self, step: int, value: float, now: float) -> None:
         """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
         self._accuracy, self._ended = value, now
@@ -155,6 +151,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
     return {
         "kept_rewards": [s.reward for s in served.kept],
         "rewards": [s.reward for s in everything if s.reward is not None],
+        "verdicts": [s.verdict for s in everything if s.verdict is not None],
         "lengths": [len(s.response) for s in everything],
         "truncated": sum(s.finish == "length" for s in everything),
         "aborted": sum(s.finish == "abort" for s in everything),
@@ -170,7 +167,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
-        "tokens_to_train": sum(len(s.prompt) + len(s.response) for s in samples if s.advantages is not None),
+        "work": sum(job.actor.cost(len(s.prompt) + len(s.response)) for s in samples if s.advantages is not None),
         "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync")},
         "request_seconds": {role: sum(s.end - s.start for s in spans if s.name == role) for role in ("rollout", "genrm")},
     }
@@ -180,11 +177,12 @@ def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> 
     """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds."""
     counts = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "timeouts")
     total = {name: sum(f[name] for f in facts) for name in counts}
-    merged = {name: [value for f in facts for value in f[name]] for name in ("kept_rewards", "rewards", "lengths", "latencies")}
+    lists = ("kept_rewards", "rewards", "verdicts", "lengths", "latencies")
+    merged = {name: [value for f in facts for value in f[name]] for name in lists}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
     wrong, accepted_wrong = sum(f["answers_wrong"] for f in facts), sum(f["wrong_accepted"] for f in facts)
     keyed = sum(f["answers_keyed"] for f in facts)
-    tokens = {f["dp_rank"]: f["tokens_to_train"] for f in facts}.values()
+    work = {f["dp_rank"]: f["work"] for f in facts}.values()
     metrics = {
         "reward/mean": _mean(merged["kept_rewards"]),
         "reward/unfiltered_mean": _mean(merged["rewards"]),
@@ -197,12 +195,12 @@ def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> 
         "rollout/aborted": float(total["aborted"]),
         "rollout/padded_groups": float(facts[0]["padded"]),
         "rollout/carried_groups": float(total["carried"]),
-        "genrm/accept_frac": _mean(merged["rewards"]),
+        "genrm/accept_frac": _mean(merged["verdicts"]),
         "genrm/failed": float(total["failed"]),
         "genrm/timeouts": float(total["timeouts"]),
         "genrm/p50_s": _quantile(merged["latencies"], 0.5),
         "genrm/p99_s": _quantile(merged["latencies"], 0.99),
-        "balance/max_over_mean": max(tokens) / max(1e-9, fmean(tokens)),
+        "balance/max_over_mean": max(work) / max(1e-9, fmean(work)),
     }
     if keyed:  # only prompts with an answer key can tell
         metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)

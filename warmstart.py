@@ -4,7 +4,7 @@ The actor sees demonstrations of both habits: most blurt the answer out, some sh
 doesn't, and reinforcement learning has something to find. The judge starts from the actor and learns to recompute every column and to
 compare it with the claimed digit. Its negatives decide whether the reward can be hacked: answers whose digits are all random (else
 it reads the recomputed digit off the claim), extra or lost digits, slipped carries, and wrong answers of the warm-started actor
-itself, half of them with the work shown: what is left to be fooled with once training has taught the actor to show it.
+itself, which is made to show its work for half of them: what is left to be fooled with once training has taught it to.
 
 Checkpoints are cached under ~/.cache/nanoyatt by seed and recipe. Training begins only if the judge passes the gate on held-out
 problems: few false accepts AND few false rejects.
@@ -269,7 +269,7 @@ def lost_carry(rng, digits, a, b):
 
 
 def cut_short(rng, digits, a, b):
-    """Only the first digits, or only the last: a column too few."""
+    """Only the first digits, or only the last: columns too few."""
     keep = rng.randrange(len(digits))
     return "".join(digits[:keep] if rng.random() < 0.5 else digits[len(digits) - keep :])
 
@@ -347,7 +347,8 @@ def generate(model_dir: Path, tokenizer, prompts: list[str], max_new_tokens: int
 
 def own_answers(actor: Path, tokenizer, problems: list[tuple[int, int]], world) -> list[tuple[int, int, str]]:
     """(a, b, final answer) sampled from the warm-started actor: one as it likes, one with the work shown (collective)."""
-    prompts = [f"{a}+{b}=" for a, b in problems] + [f"{a}+{b}={shown_work(a, b)[0]}" for a, b in problems]
+    prompts = [f"{a}+{b}=" for a, b in problems]
+    prompts += [f"{a}+{b}={shown_work(a, b)[0]}" for a, b in problems]  # an answer that starts with a digit isn't blurted out
     answers = [genrm.addition_answer(text) for text in generate(actor, tokenizer, prompts, 72, True, world)]
     return [(a, b, answer) for (a, b), answer in zip(problems * 2, answers, strict=True) if answer is not None]
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,15 +24,20 @@ STEPS = 150  # enough to end answers and to be right now and then
 
 def main() -> None:
     target = Path(sys.argv[1])
+    work = target.with_name(target.name + ".part")
     config = Config()
     world = run.join_ranks(config)
     warmstart.SHAPE.update(SHAPE)
-    new = target.with_name(target.name + ".new")
     if world.rank == 0:
-        warmstart.new_model(new, config.seed)
+        shutil.rmtree(work, ignore_errors=True)
+        warmstart.new_model(work / "new", config.seed)
     dist.barrier()
     recipe, progress = warmstart.RECIPE["actor"] | {"steps": STEPS}, Progress(STEPS, world.rank == 0)
-    warmstart.train(config, world, new, target, warmstart.demonstrations(config.seed), recipe, "larger actor", progress)
+    batches = warmstart.demonstrations(config.seed)
+    warmstart.train(config, world, work / "new", work / "actor", batches, recipe, "larger actor", progress)
+    if world.rank == 0:  # at once, so that what is there is whole
+        (work / "actor").rename(target)
+        shutil.rmtree(work)
     progress.close()
     world.close()
 

@@ -52,9 +52,6 @@ class MeasuredReport:
         self.report, self.meter = report, meter
         self.last = meter.mark()
 
-    def start(self, now: float) -> None:
-        self.report.start(now)
-
     async def step(self, step: int, served, samples: list, stats: dict[str, float], job) -> None:
         spans = list(job.timeline.spans)
         await self.report.step(step, served, samples, stats, job)

@@ -185,9 +185,11 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
 
     seq_lens [n] tokens of each request, the last new_lens [n] of which are queries (1 in decode). Returns
 
-        order     the query tokens, group by group, padding included; None if they are in that order already
+        order     the query tokens, group by group, padding included
         groups    a list of (KV slots [b, k], additive mask [b, 1, q, k])
         back      [tokens], where in `order` each query token stands
+
+    `order` and `back` are None for one group of single queries, which are in that order already.
 
     A request is padded to the next multiple of 16 of its own length, never to its longest neighbour: the order of the sums,
     and so the last bits of a logit, would otherwise depend on which other requests share the batch.

@@ -210,7 +210,8 @@ def write_verdict(prompt, index, sampling):
 def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=write_verdict, **settings):
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs."""
     defaults = dict(mode=mode, algorithm="grpo", steps=3, prompts_per_step=8, answers_per_prompt=4, max_refill_waves=3)
-    config = SimpleNamespace(**defaults | dict(eval_every=2, max_judge_failures=5, judge="JUDGE", judge_format="addition") | settings)
+    defaults |= dict(eval_every=2, max_judge_failures=5, judge="JUDGE", judge_format="addition", judge_timeout_s=9.0)
+    config = SimpleNamespace(**defaults | settings)
     plan, log, meetings = placement.make_plan(mode, size, rollout_ranks), [], {}
     devices = [Device(rank, log) for rank in range(size)]
     servers = [

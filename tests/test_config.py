@@ -65,6 +65,7 @@ VALUES = {
 }
 # these are checked against others
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
+CHECKED |= {"judge_retries", "judge_timeout_s", "collective_timeout_s"}
 FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "judge_format", "judge_vote", "sp", "model", "judge", "data"} - CHECKED)
 
 
@@ -122,6 +123,7 @@ def test_a_config_is_frozen():
         (["--judge", "j"], "those two need each other"),
         (["--data", "d"], "--data needs --model and --judge"),
         (["--sp"], "--sp needs --tp 2"),
+        (["--collective-timeout-s", "300"], "may take longer than the other controllers wait, --collective-timeout-s 300"),
         (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0: a greedy judge repeats itself"),
         *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1 is needed") for name in AT_LEAST_1],
         (["--tp", "-2"], "--tp -2: at least 1"),

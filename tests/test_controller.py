@@ -154,6 +154,17 @@ def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
     assert jobs[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
 
 
+@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
+def test_controllers_get_equal_work(mode, size):
+    """Of a ragged batch: as far apart as one sample can be, where padding is no work; and all that was served is there."""
+    jobs, _ = simulate(mode, size, steps=3)
+    for step in range(3):
+        trained_on = [[s for s in job.report.steps[step][2] if s.advantages is not None] for job in jobs]
+        work = [[jobs[0].actor.cost(len(s.prompt) + len(s.response)) for s in samples] for samples in trained_on]
+        every = [cost for rank in work for cost in rank]
+        assert len(set(every)) > 3 and max(map(sum, work)) - min(map(sum, work)) <= max(every)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     mode=st.sampled_from(["full", "partial"]),

@@ -333,17 +333,17 @@ def judge_on_virtual_clock(judge, pool, samples):
 
 
 def test_a_late_call_is_given_up_and_made_again_after_a_pause():
-    """60 s each for two calls that hang, pauses of 0.5 s and 1 s, then an answer in 2 s. Even a greedy judge is asked again."""
+    """60 s each for two calls that hang, pauses of 2.5 s and 5 s, then an answer in 2 s. Even a greedy judge is asked again."""
     judge, judged = make_judge(timeout_s=60.0, retries=2), sample(">125")
     pool = Slow(accept, 1e6, 1e6, 2.0)
-    assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(123.5)
-    assert pool.starts == pytest.approx([0.0, 60.5, 121.5]) and pool.flying == 0
+    assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(129.5)
+    assert pool.starts == pytest.approx([0.0, 62.5, 127.5]) and pool.flying == 0
     assert (judged.reward, judge.timeouts, judge.failed, judge.latencies) == (1.0, 2, 0, [2.0])
 
 
 def test_a_judge_that_hangs_drops_its_sample_and_is_counted():
     judge, judged, pool = make_judge(timeout_s=60.0, retries=1), sample(">125"), Slow(accept, 1e6, 1e6)
-    judge_on_virtual_clock(judge, pool, [judged])
+    assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(122.5)  # no pause after the last
     assert (judged.reward, judged.verdict, judge.timeouts, judge.failed) == (None, None, 2, 1)
     judge.forget()
     assert judge.timeouts == 0

@@ -183,7 +183,7 @@ def write_run(out, mode, spans):
 
 
 def test_two_runs_on_one_clock(tmp_path, monkeypatch):
-    """The plain command, in two processes' stead: both runs start at 0, whenever they began, and share the axis."""
+    """Both runs start at 0, whenever they began, share the axis, and say which is which."""
     import matplotlib.axes
     import matplotlib.image
 
@@ -191,7 +191,7 @@ def test_two_runs_on_one_clock(tmp_path, monkeypatch):
     plain = matplotlib.axes.Axes.barh
 
     def barh(self, y, width, left, **style):
-        bars.append((self.get_title(loc="left"), self.get_shared_x_axes().get_siblings(self), left))
+        bars.append((self, left))
         return plain(self, y, width, left=left, **style)
 
     monkeypatch.setattr(matplotlib.axes.Axes, "barh", barh)
@@ -200,9 +200,13 @@ def test_two_runs_on_one_clock(tmp_path, monkeypatch):
     figure, runs = tmp_path / "both.png", [str(tmp_path / "a"), str(tmp_path / "b")]
     monkeypatch.setattr("sys.argv", ["timeline.py", *runs, "--steps", "0", "1", "--figure", str(figure)])
     tl.main()
-    first, second = ([left for _, _, left in half] for half in (bars[: len(bars) // 2], bars[len(bars) // 2 :]))
+    top, bottom = dict.fromkeys(axes for axes, _ in bars)
+    first, second = ([left for axes, left in bars if axes is row] for row in (top, bottom))
     assert min(first) == 0 and first == pytest.approx(second)
-    assert all(len(siblings) == 2 for _, siblings, _ in bars)
+    assert top.get_shared_x_axes().joined(top, bottom) and top.get_position().y0 > bottom.get_position().y0
+    assert [axes.get_title(loc="left") for axes in (top, bottom)] == [
+        f"{tmp_path}/a: full colocation, 2 ranks", f"{tmp_path}/b: partial colocation, 2 ranks",
+    ]  # fmt: skip
     assert matplotlib.image.imread(figure).shape[1] > 1000
 
 
@@ -239,8 +243,8 @@ def test_the_figure_starts_at_its_first_span(tmp_path, monkeypatch):
 def facts(**changes):
     """One controller's facts in which nothing happened."""
     names = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "waves", "padded", "answers_keyed", "answers_wrong")
-    nothing = dict.fromkeys((*names, "timeouts", "wrong_accepted", "dp_rank", "tokens_to_train"), 0)
-    nothing |= {name: [] for name in ("kept_rewards", "rewards", "lengths", "latencies")}
+    nothing = dict.fromkeys((*names, "timeouts", "wrong_accepted", "dp_rank", "work"), 0)
+    nothing |= {name: [] for name in ("kept_rewards", "rewards", "verdicts", "lengths", "latencies")}
     seconds = dict.fromkeys(("serve", "rollout", "genrm", "train", "switch", "sync"), 0.0)
     nothing |= {"seconds": seconds, "request_seconds": {"rollout": 0.0, "genrm": 0.0}}
     assert changes.keys() <= nothing.keys()
@@ -248,15 +252,17 @@ def facts(**changes):
 
 
 FIRST = facts(
+    verdicts=[True, False, True, False, False, False],
     kept_rewards=[1.0, 0.0, 1.0, 0.0], rewards=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0], lengths=[10, 20, 30, 40, 50, 60], latencies=[0.1, 0.4],
     truncated=1, filtered=1, groups=3, carried=0, waves=2, padded=1, answers_keyed=6, answers_wrong=4, wrong_accepted=1, failed=0,
-    timeouts=2, dp_rank=0, tokens_to_train=300,
+    timeouts=2, dp_rank=0, work=300,
     seconds=dict(serve=4.0, rollout=3.0, genrm=2.0, train=1.0, switch=0.5, sync=0.1), request_seconds=dict(rollout=12.0, genrm=1.0),
 )  # fmt: skip
 SECOND = facts(
+    verdicts=[True, True, False, True, True],
     kept_rewards=[1.0, 1.0, 0.0, 1.0], rewards=[1.0, 1.0, 0.0, 1.0, 1.0], lengths=[10, 10, 10, 10, 10, 90], latencies=[0.2, 0.3],
     truncated=0, aborted=2, filtered=2, groups=5, carried=1, waves=2, padded=1, answers_keyed=4, answers_wrong=1, failed=1,
-    dp_rank=1, tokens_to_train=100,
+    dp_rank=1, work=100,
     seconds=dict(serve=3.9, rollout=3.5, genrm=1.0, train=1.5, switch=0.4, sync=0.3), request_seconds=dict(rollout=4.0, genrm=3.0),
 )  # fmt: skip
 
@@ -287,7 +293,7 @@ def test_metrics_of_a_step_in_which_nothing_happened():
 
 def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
     """Four ranks, tp 2: each data-parallel rank's tokens are reported by two ranks."""
-    four = [facts(dp_rank=rank // 2, tokens_to_train=(100, 300)[rank // 2]) for rank in range(4)]
+    four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
     assert report.summarize(four, 1, 1)["balance/max_over_mean"] == 1.5
 
 
@@ -304,7 +310,7 @@ def facts_of(groups, kept, surplus=(), short=0, controllers=1):
     controller.fill(served, {group[0].prompt_id: group for group in groups}, set(kept), set(surplus), short, controllers)
     answers = {id(s): ("5" if s.index % 2 == 0 else "6") for group in groups for s in group}
     judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5], timeouts=3)
-    job = SimpleNamespace(judge=judge, actor=SimpleNamespace(dp_rank=1))
+    job = SimpleNamespace(judge=judge, actor=SimpleNamespace(dp_rank=1, cost=lambda tokens: 10 * tokens))
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
         sample.advantages = [0.5] * len(sample.response)
@@ -317,9 +323,10 @@ def test_local_facts_on_a_hand_worked_step():
     found["seconds"] = {name: value for name, value in found["seconds"].items() if value}
     assert found == {
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
+        "verdicts": [True, False, False, False, False, True],
         "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "padded": 1,
         "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
-        "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "tokens_to_train": 2 * 2 + 3,
+        "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "work": 10 * (2 * 2 + 3),
         "seconds": {"serve": 4.0, "rollout": 3.0, "genrm": 1.0}, "request_seconds": {"rollout": 4.0, "genrm": 1.0},
     }  # fmt: skip
 
