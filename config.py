@@ -13,14 +13,14 @@ import placement
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
-AT_LEAST_1 += ("judgements", "judge_calls_at_once")
+AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
-AT_LEAST_0 += ("judge_retries",)
+AT_LEAST_0 += ("judge_retries", "max_empty_steps")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
-ABOVE_0 += ("judge_timeout_s",)
+ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
-LIMITS |= {"answers_per_prompt": (2, math.inf), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
+LIMITS |= {"answers_per_prompt": (2, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Config:
 
     # ---- what to run
     preset: str = ""  # a row of PRESETS; default: tiny
-    mode: str = "partial"  # who holds the devices when: full | partial (colocation)
+    mode: str = "partial"  # who holds the devices when: full | partial (colocation) | auto: the faster of both
     algorithm: str = "grpo"  # a row of algorithms.ALGORITHMS
     out: str = ""  # what the run leaves behind goes here; default: runs/<preset>-<mode>
     steps: int = 40  # batches to train on, each for updates_per_step optimizer updates
@@ -43,7 +43,16 @@ class Config:
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
     max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
+    max_empty_steps: int = 0  # stop after so many steps in a row in which all groups had equal rewards; 0: go on
+    over_dispatch: float = 1.0  # start so many times the prompts needed; the first to end make the batch, the rest are cut off
+    partial_rollout: bool = False  # answers that were cut off are continued in the next step, else their prompts come again
+    # ---- who serves where
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
+    rebalance: bool = False  # partial mode: move ranks between the roles from measured load
+    rollout_tp: int = 1  # ranks that one rollout engine spans
+    genrm_tp: int = 1  # ranks that one genrm engine spans
+    meet_every_s: float = 0.05  # controllers that serve side by side meet at least this often
+    request_timeout_s: float = 300.0  # for a group to be written; then another engine is asked
     # ---- sampling
     temperature: float = 1.0  # of the answers
     max_new_tokens: int = 72  # of an answer
@@ -170,12 +179,12 @@ def field_comments() -> dict[str, str]:
     return {line.split(":")[0].strip(): line.split("#", 1)[1].strip() for line in lines}
 
 
-def check_batch(config: Config, world_size: int) -> placement.Plan:
-    """What only the number of ranks can tell (pure). Raises ValueError with the numbers; returns the plan."""
+def check_batch(config: Config, world_size: int) -> list[placement.Plan]:
+    """What only the number of ranks can tell (pure). Raises ValueError with the numbers; returns the plans, as `make_plans`."""
     model_parallel = config.tp * config.pp * config.cp
     if world_size % model_parallel:
         raise ValueError(f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel} doesn't divide {world_size} ranks")
     dp = world_size // model_parallel
     if config.prompts_per_step % dp:
         raise ValueError(f"--prompts-per-step {config.prompts_per_step} can't be shared evenly by {dp} data-parallel ranks")
-    return placement.make_plan(config.mode, world_size, config.rollout_ranks)
+    return placement.make_plans(config, world_size)

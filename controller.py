@@ -8,12 +8,16 @@ event loop's clock.
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass, field
 
 import algorithms
+import balance as balancing
 import placement
+from draws import Groups
+from pool import Pool, RoleLoad
+from rebalance import HISTORY, Load, rebalance
 from rollout import Sample
+from serving import SERVE, serve
 
 
 @dataclass
@@ -22,6 +26,8 @@ class State:
 
     step: int = 0
     groups_per_kept: float = 1.0  # moving average of groups generated for each group kept (1 / keep rate)
+    history: list[Load] = field(default_factory=list)  # what the newest steps measured: what moves the split
+    empty_steps: int = 0  # steps in a row without one informative group
 
 
 @dataclass
@@ -30,11 +36,14 @@ class Job:
 
     config: object
     world: object
+    plans: list[placement.Plan]  # those that the run may take
+    plan: placement.Plan  # the one it has taken
     actor: object
-    rollout: placement.Pool
-    genrm: placement.Pool
+    rollout: Pool
+    genrm: Pool
     judge: object
     prompts: object
+    groups: Groups
     sampling: object  # how answers are sampled; `greedy` is how held-out prompts are answered
     greedy: object
     timeline: object
@@ -47,6 +56,7 @@ async def train(job: Job) -> None:
     config, world, actor, rollout, genrm = job.config, job.world, job.actor, job.rollout, job.genrm
     await rollout.sleep()  # engines come up awake, and so does the actor
     await genrm.sleep()
+    placement.take_plan(job.plan, rollout, genrm)
     await placement.to_serving(actor, rollout, world, job.timeline)
     for step in range(job.state.step, config.steps):
         job.timeline.step = step
@@ -54,7 +64,7 @@ async def train(job: Job) -> None:
 
         # ---- serve: answers are written and judged, and drawn again until the step has its groups
         with job.timeline.span("serve"):
-            served = await serve(job, SERVE[config.mode])
+            served = await serve(job, SERVE[job.plan.mode])
         algorithms.set_advantages(served.kept, config.algorithm)  # local: a group never leaves its controller
 
         # ---- all controllers meet: equal work for every data-parallel rank
@@ -64,145 +74,50 @@ async def train(job: Job) -> None:
         await placement.to_training(actor, rollout, genrm, world, job.timeline)
         with job.timeline.span("train"):
             stats = await world.run(actor.update, samples)
+
+        # ---- everything sleeps but the actor: the split may move
+        decision = await replan(job, served)
         await placement.to_serving(actor, rollout, world, job.timeline)
+        job.timeline.mark("weights", f"v{actor.version}")
 
         job.state.step = step + 1
-        await job.report.step(step, served, samples, stats, job)
+        await job.report.step(step, served, samples, stats | decision, job)
+        check_progress(job, served)
     job.timeline.step = config.steps
     await evaluate(job, config.steps)
 
 
-# ---------------------------------------------------------------- serving: one function per row of the figure
+async def replan(job: Job, served) -> dict[str, float]:
+    """Take the plan that should serve the next step soonest (collective). Returns the step's load, as metrics."""
+    spans = job.timeline.spans
+    serving = next(span for span in spans if span.name == "serve")
+    swaps = [span for span in spans if span.name == "switch" and serving.start <= span.start <= serving.end]
+    hand_overs = [span for span in spans if span.name in ("switch", "sync") and span not in swaps]
+    seconds = [sum(span.end - span.start for span in part) for part in ([serving], swaps, hand_overs)]
+    facts = (job.rollout.take_load(), job.genrm.take_load(), *seconds)
+    rollout, genrm, serve_s, swap_s, hand_over_s = zip(*await job.world.gather(facts), strict=True)
+    work = (RoleLoad.total(rollout), RoleLoad.total(genrm), served.waves)
+    load = Load(job.plan, *work, max(serve_s), max(swap_s), max(hand_over_s))
+    job.state.history = [*job.state.history, load][-HISTORY:]
+    steps_left = job.config.steps - job.timeline.step - 1
+    decision = rebalance(job.state.history, job.plans, job.config.max_running_requests, steps_left)
+    metrics = load.metrics() | {"split/predicted_s": decision.predicted_s, "split/moved": float(decision.plan != job.plan)}
+    if decision.plan != job.plan:
+        job.report.note(f"step {job.timeline.step + 1}: {decision.reason}")
+        job.timeline.mark("split", decision.plan.split)
+        job.plan = decision.plan
+        placement.take_plan(job.plan, job.rollout, job.genrm)
+    return metrics
 
 
-async def serve_in_turns(job: Job, groups: list[list[Sample]]) -> None:
-    """Full colocation: rollout holds all ranks until the last answer is written, then genrm holds them."""
-    await job.genrm.sleep()
-    await job.rollout.wake()
-    await asyncio.gather(*(generate(job, group) for group in groups))
-    await job.rollout.sleep()
-    await job.genrm.wake()
-    await asyncio.gather(*(job.judge.judge(sample, job.genrm) for group in groups for sample in group))
-
-
-async def serve_side_by_side(job: Job, groups: list[list[Sample]]) -> None:
-    """Partial colocation: an answer is judged the moment it is finished, on other ranks; waves cost no swap."""
-
-    async def write_then_judge(group):
-        judging = [asyncio.create_task(job.judge.judge(sample, job.genrm)) async for sample in stream(job, group)]
-        await asyncio.gather(*judging)
-
-    await job.genrm.wake()
-    await asyncio.gather(*(write_then_judge(group) for group in groups))
-
-
-SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
-
-
-async def stream(job: Job, group: list[Sample]):
-    """Have the answers of one group written by one engine (they share the prompt's KV cache); yield each sample when it is done."""
-    engine = job.rollout.least_loaded()
-    async for answer in engine.generate(group[0].prompt, len(group), job.sampling):
-        sample = group[answer.index]
-        sample.response, sample.logprobs = answer.tokens, answer.logprobs
-        sample.finish, sample.versions = answer.finish, answer.versions
-        yield sample
-
-
-async def generate(job: Job, group: list[Sample]) -> None:
-    """Have the answers of one group written."""
-    async for _ in stream(job, group):
-        pass
-
-
-# ---------------------------------------------------------------- dynamic sampling
-
-
-@dataclass
-class Served:
-    """What this controller's prompts came to in one step. Every sample is kept, dropped, or in a filtered or carried group."""
-
-    kept: list[Sample] = field(default_factory=list)  # groups to train on
-    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed
-    padding: list[Sample] = field(default_factory=list)  # filtered groups that fill a short batch, masked out of the loss
-    filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
-    carried: list[list[Sample]] = field(default_factory=list)  # informative groups more than needed: their prompts come again
-    waves: int = 0
-    padded: int = 0  # groups short of the batch, over all controllers
-
-
-async def serve(job: Job, serve_wave) -> Served:
-    """Draw prompts, serve them, drop groups without variance and draw again (collective; dynamic sampling: DAPO, waves: WeChat-YATT).
-
-    The first wave has `prompts_per_step` prompts. Each of up to `max_refill_waves` more fills the gap, scaled by the moving average of
-    groups drawn per group kept and by 1.2. The first `prompts_per_step` informative groups in the order of drawing are kept, over all
-    controllers together, so that the batch doesn't depend on the number of ranks; the prompts of the others go back to the buffer.
-    """
-    config, world = job.config, job.world
-    job.judge.forget()
-    served, mine, informative, drawn = Served(), {}, set(), []
-    for wave in range(1 + config.max_refill_waves):
-        gap = config.prompts_per_step - len(informative)
-        if gap <= 0:
-            break
-        draws = job.prompts.take(refill_size(gap, job.state.groups_per_kept if wave else None, job.actor.dp_size))
-        groups = [job.prompts.group(draw, config.answers_per_prompt) for draw in share(draws, job.actor)]
-        await serve_wave(job, groups)
-        facts = await world.gather(([g[0].prompt_id for g in groups if is_informative(g)], job.judge.failed, job.judge.parsed))
-        found = {draw for draws_of_rank, _, _ in facts for draw in draws_of_rank}
-        check_judge(config, sum(failed for _, failed, _ in facts), sum(parsed for _, _, parsed in facts))
-        job.state.groups_per_kept = 0.9 * job.state.groups_per_kept + 0.1 * min(len(draws) / max(1, len(found)), 10.0)
-        mine |= {group[0].prompt_id: group for group in groups}
-        informative |= found
-        drawn += draws
-        served.waves += 1
-    chosen = [draw for draw in drawn if draw in informative]
-    surplus = chosen[config.prompts_per_step :]
-    job.prompts.put_back(surplus)
-    fill(served, mine, set(chosen) - set(surplus), set(surplus), config.prompts_per_step - len(chosen), job.actor.dp_size)
-    return served
-
-
-def refill_size(gap: int, groups_per_kept: float | None, controllers: int) -> int:
-    """Prompts to draw to fill `gap` groups (pure): as many in the first wave (None), scaled by what it takes in a refill wave.
-
-    Rounded up to a multiple of the controllers, so that each gets as many.
-    """
-    wanted = gap if groups_per_kept is None else math.ceil(gap * groups_per_kept * 1.2)
-    return -(-wanted // controllers) * controllers
-
-
-def share(draws: list[int], actor) -> list[int]:
-    """This controller's part of the draws: every dp_size-th for the head of a model-parallel group, none for its other ranks."""
-    return draws[actor.dp_rank :: actor.dp_size] if actor.is_head else []
-
-
-def is_informative(group: list[Sample]) -> bool:
-    """Whether the judged answers of a group have more than one reward. Answers that the judge failed on don't count."""
-    rewards = {sample.reward for sample in group if sample.reward is not None}
-    return len(rewards) > 1
-
-
-def fill(served: Served, mine: dict[int, list[Sample]], kept: set[int], surplus: set[int], short: int, controllers: int) -> None:
-    """Sort this controller's groups into kept, carried and filtered, and pad a short batch with filtered ones (under the loss mask)."""
-    for draw, group in mine.items():
-        if draw in kept:
-            for sample in group:
-                (served.dropped if sample.reward is None else served.kept).append(sample)
-        else:
-            (served.carried if draw in surplus else served.filtered).append(group)
-    served.padded = max(0, short)
-    own_padding = -(-served.padded // controllers)
-    served.padding = [sample for group in served.filtered[:own_padding] for sample in group]
-
-
-def check_judge(config, failed: int, parsed: int) -> None:
-    """Raises ValueError once `max_judge_failures` answers got no verdict and none ever got one: such a judge never will give one."""
-    if parsed == 0 and failed >= config.max_judge_failures:
+def check_progress(job: Job, served) -> None:
+    """Raises ValueError after `max_empty_steps` steps in a row without one informative group (0: never)."""
+    empty = served.padded == job.config.prompts_per_step
+    job.state.empty_steps = job.state.empty_steps + 1 if empty else 0
+    if 0 < job.config.max_empty_steps <= job.state.empty_steps:
         raise ValueError(
-            f"--judge {config.judge}: none of the first {failed} answers got a verdict (--max-judge-failures "
-            f"{config.max_judge_failures}): it can't be read as --judge-format {config.judge_format} (see FORMATS in genrm.py), "
-            f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
+            f"--max-empty-steps {job.config.max_empty_steps}: no prompt of so many steps in a row had answers of different reward; "
+            f"they are too easy or too hard, or the judge can't tell"
         )
 
 
@@ -217,7 +132,7 @@ async def balance(samples: list[Sample], actor, world) -> list[Sample]:
     work = [0 if s.advantages is None else actor.cost(len(s.prompt) + len(s.response)) for s in samples]  # padding isn't trained on
     costs = await world.gather(work)
     members = await world.gather(actor.dp_rank)
-    shares = placement.deal([cost for costs_of_rank in costs for cost in costs_of_rank], actor.dp_size)
+    shares = balancing.deal([cost for costs_of_rank in costs for cost in costs_of_rank], actor.dp_size)
     first = sum(len(costs_of_rank) for costs_of_rank in costs[: world.rank])
     outgoing = {}
     for sample, share_of_sample in zip(samples, shares[first:], strict=False):
@@ -232,16 +147,18 @@ async def evaluate(job: Job, step: int) -> None:
     config, held_out = job.config, [prompt for prompt in job.prompts.held_out if prompt.answer_key is not None]
     if not held_out or (step % config.eval_every and step != config.steps):
         return
-    mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key) for i, p in share(list(enumerate(held_out)), job.actor)]
+    share = list(enumerate(held_out))[job.actor.dp_rank :: job.actor.dp_size] if job.actor.is_head else []
+    mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key) for i, p in share]
     with job.timeline.span("evaluate"):
         await asyncio.gather(*(answer_greedily(job, sample) for sample in mine))
     right = [job.judge.final_answer(sample) == sample.answer_key for sample in mine]
     counts = await job.world.gather((sum(right), len(right)))
+    job.rollout.take_load()
     job.timeline.take()  # evaluation is no part of the step's own figures
     job.report.accuracy(step, sum(r for r, _ in counts) / sum(n for _, n in counts), job.timeline.now())
 
 
 async def answer_greedily(job: Job, sample: Sample) -> None:
     """One greedy answer."""
-    async for answer in job.rollout.least_loaded().generate(sample.prompt, 1, job.greedy):
+    async for answer in job.rollout.route().generate([sample.prompt], job.greedy):
         sample.response, sample.finish = answer.tokens, answer.finish

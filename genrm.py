@@ -147,6 +147,14 @@ class Judge:
         self._asked.clear()
         self.latencies, self.timeouts = [], 0
 
+    async def cancel(self) -> None:
+        """Give up every judgement that isn't finished."""
+        tasks = [task for task in self._asked.values() if not task.done()]
+        self._asked = {key: task for key, task in self._asked.items() if task.done()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def final_answer(self, sample: Sample) -> str | None:
         """The answer in the sample's response; None when it has none or was cut off before its end."""
         if sample.finish != "stop":
@@ -194,7 +202,7 @@ class Judge:
             start = clock()
             try:
                 async with asyncio.timeout(self.calls.timeout_s):
-                    async for reply in pool.least_loaded().generate(prompt, count, self.sampling):
+                    async for reply in pool.route().generate([prompt] * count, self.sampling):
                         self.latencies.append(clock() - start)
                         replies.append(reply)
             except TimeoutError:  # leaving the request has closed it, and its server will abort it

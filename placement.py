@@ -5,140 +5,102 @@ holds all of them. The hand-overs are the vertical rules of the paper's figure, 
 
     to training    every engine sleeps (weights and KV cache go)   then the actor wakes
     to serving     rollout weights come back, push, the actor sleeps, and only then does the KV cache come back
+
+Between the two everything sleeps: there a run may take another plan (see rebalance.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-import heapq
+import math
 from dataclasses import dataclass
+
+from pool import Pool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks of each role. Roles that share a rank take turns on it; roles on disjoint ranks run side by side."""
+    """The ranks of each role. Roles that share a rank take turns on it; roles on disjoint ranks run side by side.
 
+    An engine may span several ranks that follow each other (tensor parallelism): the first of them, its lead, owns the server.
+    """
+
+    mode: str  # the row of controller.SERVE that serves it
     rollout: tuple[int, ...]
     genrm: tuple[int, ...]
     actor: tuple[int, ...]
+    rollout_tp: int = 1  # ranks of one rollout engine
+    genrm_tp: int = 1
 
-    def roles_of(self, rank: int) -> tuple[str, ...]:
-        """The serving roles that `rank` hosts an engine for."""
-        return tuple(role for role, ranks in (("rollout", self.rollout), ("genrm", self.genrm)) if rank in ranks)
+    def leads(self, role: str) -> tuple[int, ...]:
+        """The ranks that own a server of `role`, one an engine."""
+        return {"rollout": self.rollout[:: self.rollout_tp], "genrm": self.genrm[:: self.genrm_tp]}[role]
+
+    @property
+    def split(self) -> str:
+        """The plan in a word, for logs and figures: `full`, or the ranks of rollout and genrm, `3|1`."""
+        return f"{len(self.rollout)}|{len(self.genrm)}" if self.mode == "partial" else self.mode
 
     def __str__(self) -> str:
         return f"rollout on ranks {_ranges(self.rollout)}, genrm on ranks {_ranges(self.genrm)}, actor on ranks {_ranges(self.actor)}"
 
 
-def full_colocation(world_size: int, rollout_ranks: int) -> Plan:
-    """Rollout, genrm and actor take turns, each on all ranks (WeChat-YATT, full colocation). `rollout_ranks` plays no part."""
+def full_colocation(world_size: int, rollout_tp: int, genrm_tp: int) -> list[Plan]:
+    """Rollout, genrm and actor take turns, each on all ranks (WeChat-YATT, full colocation)."""
     everyone = tuple(range(world_size))
-    return Plan(rollout=everyone, genrm=everyone, actor=everyone)
+    return [Plan("full", everyone, everyone, everyone, rollout_tp, genrm_tp)]
 
 
-def partial_colocation(world_size: int, rollout_ranks: int) -> Plan:
+def partial_colocation(world_size: int, rollout_tp: int, genrm_tp: int) -> list[Plan]:
     """Ranks [0, S) serve rollout and [S, N) serve genrm at the same time; then all N train (WeChat-YATT, partial colocation).
 
-    S is `rollout_ranks`; 0 asks for the half, rounded up. Raises ValueError when a role would be left without a rank.
+    One plan for every valid S: a multiple of both engines' sizes, so that no engine is cut when the split moves.
     """
-    if world_size < 2:
-        raise ValueError(f"--mode partial needs at least 2 ranks, one for rollout and one for genrm; this run has {world_size}")
-    split = rollout_ranks or (world_size + 1) // 2
-    if not 1 <= split <= world_size - 1:
-        raise ValueError(
-            f"--rollout-ranks {split} leaves {world_size - split} of {world_size} ranks for genrm; "
-            f"partial mode takes 1 to {world_size - 1}"
-        )
-    everyone = tuple(range(world_size))
-    return Plan(rollout=everyone[:split], genrm=everyone[split:], actor=everyone)
+    everyone, unit = tuple(range(world_size)), math.lcm(rollout_tp, genrm_tp)
+    return [Plan("partial", everyone[:s], everyone[s:], everyone, rollout_tp, genrm_tp) for s in range(unit, world_size, unit)]
 
 
-PLANS = {"full": full_colocation, "partial": partial_colocation}
+def auto(world_size: int, rollout_tp: int, genrm_tp: int) -> list[Plan]:
+    """Every plan of both."""
+    return [plan for colocation in (partial_colocation, full_colocation) for plan in colocation(world_size, rollout_tp, genrm_tp)]
 
 
-def make_plan(mode: str, world_size: int, rollout_ranks: int = 0) -> Plan:
-    """The plan of `mode` on `world_size` ranks. Raises ValueError with the numbers when the split isn't valid."""
+PLANS = {"full": full_colocation, "partial": partial_colocation, "auto": auto}
+
+
+def make_plans(config, world_size: int) -> list[Plan]:
+    """The plans that a run may take, the first of which it starts with (pure).
+
+    One, unless `rebalance` lets the split move or the mode is auto. Raises ValueError with the numbers when none is valid.
+    """
+    mode, split = config.mode, config.rollout_ranks
     if mode not in PLANS:
         raise ValueError(f"--mode {mode} is unknown; choose one of {', '.join(PLANS)}")
-    return PLANS[mode](world_size, rollout_ranks)
+    for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
+        if world_size % tp:
+            raise ValueError(f"--{name}-tp {tp} doesn't divide {world_size} ranks")
+    plans = PLANS[mode](world_size, config.rollout_tp, config.genrm_tp)
+    if not plans:
+        raise ValueError(f"--mode {mode} needs at least 2 ranks, one for rollout and one for genrm; this run has {world_size}")
+    splits = [len(plan.rollout) for plan in plans if plan.mode == "partial"]
+    start = split or min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)  # 0: the half, rounded up
+    first = [plan for plan in plans if mode == "full" or len(plan.rollout) == start]
+    if not first:
+        raise ValueError(
+            f"--rollout-ranks {split} leaves {world_size - split} of {world_size} ranks for genrm; "
+            f"this run takes {', '.join(map(str, splits))}"
+        )
+    may_move = config.rebalance or mode == "auto"
+    return first[:1] + [plan for plan in plans if may_move and plan != first[0]]
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
 
 
-class Pool:
-    """The engines of one role, as one controller sees them: a handle on each, of which at most one is its own to wake and put to sleep.
-
-    `wake`, `wake_weights`, `wake_kv_cache` and `sleep` are collective: every controller calls them, each acts on the engine of its
-    own rank, and all leave together, so that nobody sends a request to an engine that sleeps. Each is a no-op when already there.
-    """
-
-    def __init__(self, engines: list, world, timeline):
-        self.engines = engines
-        self.own = [engine for engine in engines if engine.rank == world.rank]  # none or one
-        self.others = [engine for engine in engines if engine.rank != world.rank]
-        self.world, self.timeline = world, timeline
-        self.awake = True  # an engine comes up awake
-
-    @property
-    def capacity(self) -> int:
-        """Answers that the pool decodes at once."""
-        return sum(engine.capacity for engine in self.engines)
-
-    def least_loaded(self):
-        """The engine with the fewest answers of this controller in flight; ties go round by rank so that controllers differ."""
-        start = self.world.rank
-        count = len(self.engines)
-        return min((self.engines[(start + i) % count] for i in range(count)), key=lambda engine: engine.in_flight)
-
-    async def wake(self) -> None:
-        """Weights and KV cache back on the device (collective)."""
-        if self.awake:
-            return
-        await self.wake_weights()
-        await self.wake_kv_cache()
-
-    async def wake_weights(self) -> None:
-        """Room for the weights alone (collective): what a weight push needs while the actor still holds its own memory."""
-        await self._each([engine.wake_weights() for engine in self.own])
-
-    async def wake_kv_cache(self) -> None:
-        """The KV cache back, requests may come (collective)."""
-        await self._each([engine.wake_kv_cache() for engine in self.own])
-        self._mark(awake=True)
-
-    async def sleep(self) -> None:
-        """All requests have ended on every controller, then weights and KV cache leave the device (collective)."""
-        if not self.awake:
-            return
-        await self.world.barrier()
-        self._mark(awake=False)
-        await self._each([engine.sleep() for engine in self.own])
-
-    async def load_weights(self, named_weights, version: int) -> None:
-        """Push the actor's weights into this rank's engine (collective: the iterator gathers over the model-parallel group)."""
-        with self.timeline.span("sync"):
-            for engine in self.own:
-                await engine.load_weights(named_weights, version)
-            if not self.own:
-                await self.world.run(_drain, named_weights)  # other ranks of the group still need this rank's shards
-            await self.world.barrier()
-
-    def _mark(self, awake: bool) -> None:
-        self.awake = awake
-        for engine in self.others:  # its own engine keeps the flag itself
-            engine.awake = awake
-
-    async def _each(self, calls: list) -> None:
-        with self.timeline.span("switch"):
-            await asyncio.gather(*calls)
-            await self.world.barrier()
-
-
-def _drain(iterator) -> None:
-    for _ in iterator:
-        pass
+def take_plan(plan: Plan, rollout: Pool, genrm: Pool) -> None:
+    """The engines of `plan` serve from now on; all engines sleep. Every controller calls it, with the same plan."""
+    rollout.assign(plan.leads("rollout"))
+    genrm.assign(plan.leads("genrm"))
 
 
 async def to_training(actor, rollout: Pool, genrm: Pool, world, timeline) -> None:
@@ -157,25 +119,3 @@ async def to_serving(actor, rollout: Pool, world, timeline) -> None:
         await world.run(actor.sleep)
         await world.barrier()
     await rollout.wake_kv_cache()
-
-
-def deal(costs: list[int], shares: int) -> list[int]:
-    """Which of `shares` data-parallel ranks gets each sample: equal in number to within one, and nearly equal in cost (pure).
-
-    costs: of the samples, in the order of controllers; returned: one share per sample. Karmarkar and Karp's largest differencing
-    method (1982) with a fixed number in each share: partial deals of one sample a share are merged, the two most uneven first, each
-    one's dearest share with the other's cheapest.
-    """
-    by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
-    deals = []  # a heap of (cheapest less dearest share, a number against ties, [(cost, samples) of each share, dearest first])
-    for start in range(0, len(costs), shares):
-        each = [(costs[sample], [sample]) for sample in by_cost[start : start + shares]]
-        each += [(0, [])] * (shares - len(each))
-        heapq.heappush(deals, (each[-1][0] - each[0][0], start, each))
-    while len(deals) > 1:
-        (_, number, a), (_, _, b) = heapq.heappop(deals), heapq.heappop(deals)
-        merged = [(dear + cheap, s + t) for (dear, s), (cheap, t) in zip(a, reversed(b), strict=True)]
-        merged.sort(key=lambda share: -share[0])
-        heapq.heappush(deals, (merged[-1][0] - merged[0][0], number, merged))
-    share_of = {sample: share for share, (_, samples) in enumerate(deals[0][2] if deals else []) for sample in samples}
-    return [share_of[sample] for sample in range(len(costs))]

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import timeline as tl
+from rollout import WRITTEN
 
 TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -93,14 +94,23 @@ class Report:
         """Gather the step's facts, work out its metrics and write them (collective)."""
         spans, now = job.timeline.take(), job.timeline.now()
         facts = await self.world.gather(local_facts(served, samples, spans, job))
-        metrics = summarize(facts, job.rollout.capacity, job.genrm.capacity) | stats
-        metrics |= {"rollout/groups_per_kept": job.state.groups_per_kept, "split/rollout_ranks": float(len(job.rollout.engines))}
+        load = job.state.history[-1]
+        capacity = {role: len(load.plan.leads(role)) * self.config.max_running_requests for role in ("rollout", "genrm")}
+        metrics = summarize(facts, capacity) | load.metrics() | stats
+        metrics |= {"rollout/groups_per_kept": job.state.groups_per_kept, "split/rollout_ranks": float(len(load.plan.rollout))}
         metrics["time/step_s"], self._ended = now - self._ended, now
         metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
         self._write(step, metrics | self._evaluated)  # row k: what was measured with k updates done, and the update that followed
         self._evaluated = {}
         self._write_samples(step, served)
         self.progress.step(step, metrics, self._accuracy)
+        if served.padded:
+            lacking = f"{served.padded} of {self.config.prompts_per_step} groups are lacking after {served.waves} waves"
+            self.note(f"step {step + 1}: {lacking}: every other prompt's answers had equal rewards; the batch is padded under the mask")
+
+    def note(self, text: str) -> None:
+        """A line for people, from rank 0."""
+        self.progress.line(text)
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
@@ -145,7 +155,8 @@ class Report:
 def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
     """What one controller saw in a step: counts, lengths, seconds. `samples` are those it trained on; `served` those it had written."""
     groups = served.filtered + served.carried
-    everything = served.kept + served.dropped + [sample for group in groups for sample in group]
+    met = served.kept + served.dropped + [sample for group in groups for sample in group]
+    everything = [sample for sample in met if sample.finish in WRITTEN]
     keyed = [s for s in everything if s.answer_key is not None and s.verdict is not None]
     wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
     return {
@@ -154,7 +165,12 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "verdicts": [s.verdict for s in everything if s.verdict is not None],
         "lengths": [len(s.response) for s in everything],
         "truncated": sum(s.finish == "length" for s in everything),
-        "aborted": sum(s.finish == "abort" for s in everything),
+        "aborted": served.aborted,
+        "tokens": served.tokens,
+        "tokens_trained": sum(len(s.response) for s in served.kept),
+        "tokens_filtered": sum(len(s.response) for s in served.dropped + [s for group in served.filtered for s in group]),
+        "tokens_carried": sum(len(s.response) for group in served.carried for s in group),
+        "trained_lengths": [len(s.response) for s in served.kept],
         "filtered": len(served.filtered),
         "groups": len({s.prompt_id for s in everything}),
         "carried": len(served.carried),
@@ -173,11 +189,15 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
     }
 
 
-def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> dict[str, float]:
-    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds."""
+def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
+    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds.
+
+    capacity: answers that the engines of each role decode at once, all together.
+    """
     counts = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "timeouts")
+    counts += ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")
     total = {name: sum(f[name] for f in facts) for name in counts}
-    lists = ("kept_rewards", "rewards", "verdicts", "lengths", "latencies")
+    lists = ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")
     merged = {name: [value for f in facts for value in f[name]] for name in lists}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
     wrong, accepted_wrong = sum(f["answers_wrong"] for f in facts), sum(f["wrong_accepted"] for f in facts)
@@ -189,7 +209,11 @@ def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> 
         "reward/zero_std_frac": total["filtered"] / max(1, total["groups"]),
         "rollout/response_len_mean": _mean(merged["lengths"]),
         "rollout/response_len_max": float(max(merged["lengths"], default=0)),
-        "rollout/tokens": float(sum(merged["lengths"])),
+        "rollout/trained_len_mean": _mean(merged["trained_lengths"]),
+        "rollout/tokens": float(total["tokens"]),
+        "rollout/tokens_trained": float(total["tokens_trained"]),
+        "rollout/tokens_filtered": float(total["tokens_filtered"]),
+        "rollout/tokens_carried": float(total["tokens_carried"]),
         "rollout/truncated_frac": total["truncated"] / max(1, len(merged["lengths"])),
         "rollout/waves": float(facts[0]["waves"]),
         "rollout/aborted": float(total["aborted"]),
@@ -205,9 +229,9 @@ def summarize(facts: list[dict], rollout_capacity: int, genrm_capacity: int) -> 
     if keyed:  # only prompts with an answer key can tell
         metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
         metrics["rollout/correct_frac"] = 1 - wrong / keyed
-    for role, capacity in (("rollout", rollout_capacity), ("genrm", genrm_capacity)):
+    for role in ("rollout", "genrm"):
         work = sum(f["request_seconds"][role] for f in facts)
-        metrics[f"occupancy/{role}"] = work / max(1e-9, capacity * slowest["serve"])
+        metrics[f"occupancy/{role}"] = work / max(1e-9, capacity[role] * slowest["serve"])
     return metrics | {f"time/{name}_s": value for name, value in slowest.items()}
 
 

@@ -7,10 +7,7 @@ use a handle over HTTP. Tokens in, tokens out: the server never sees text.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
-import json
 import os
 import signal
 import socket
@@ -19,9 +16,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
-BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
+import server
+
+WRITTEN = ("stop", "length")  # how a whole answer ends; one that ends in "abort" may be continued
 
 
 @dataclass
@@ -60,44 +58,59 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own EOS; the stop token is part of the answer
     top_p: float = 1.0
+    ignore_eos: bool = False  # write max_new_tokens whatever comes: for measurements
+
+    def room(self, sample: Sample) -> int:
+        """Tokens that may still be added to the response of `sample`."""
+        return self.max_new_tokens - len(sample.response)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished answer of `Engine.generate`; the fields are those of `Sample`."""
+    """What came back for one prompt of `Engine.generate`: the tokens that it added. The first fields are those of `Sample`.
 
-    index: int  # which of the n answers
+    Times are the event loop's, in seconds.
+    """
+
+    index: int  # which of the prompts
     tokens: list[int]
     logprobs: list[float]
     finish: str
     versions: list[int]
+    cached_tokens: int = 0  # of the prompt, found in the engine's KV cache
+    sent: float = 0.0
+    first_token: float = 0.0  # when it left the queue and its first token was there
+    end: float = 0.0
 
 
 class Engine:
     """A handle on one SGLang server.
 
-    role, rank: whose engine it is and where it runs, for spans and messages ("rollout", 3).
+    role, rank: whose engine it is and where it runs, for spans and messages ("rollout", 3); the lead rank, if it spans several.
     capacity: the most answers that the server decodes at once; more of them queue inside it.
+    model: which of its role's models it serves (several judges), 0 of one.
     in_flight: answers asked for through this handle that have not come back yet.
+    outstanding: tokens that those may come to, prompts included: what requests are routed by.
     awake: whether the server may be asked; `sleep` and `wake` set it here, and whoever holds another handle sets it there.
-    on_request: called with (role, rank, start, end), in the event loop's seconds, for every answer that finishes.
+    on_request: called with (this engine, tokens of the prompt, answer) for every answer that finishes.
     """
 
-    def __init__(self, role: str, rank: int, url: str, capacity: int):
-        self.role, self.rank, self.url, self.capacity = role, rank, url, capacity
+    def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0):
+        self.role, self.rank, self.url, self.capacity, self.model = role, rank, url, capacity, model
         self.name = f"{role} engine of rank {rank}"
-        self.in_flight = 0
+        self.in_flight = self.outstanding = 0
         self.awake = True
-        self.on_request: Callable[[str, int, float, float], None] | None = None
+        self.on_request: Callable[[Engine, int, Answer], None] | None = None
         self._process: subprocess.Popen | None = None
         self._log_path = Path(os.devnull)
         self._shapes: dict[str, list[int]] = {}
+        self._tp = 1
         self._session = None
 
     # ---- the server's life -------------------------------------------------------------------------------------------
 
     @classmethod
-    def launch(cls, role: str, rank: int, port: int, model_dir: str, config, log_path: str) -> Engine:
+    def launch(cls, role: str, rank: int, port: int, model_dir: str, config, log_path: str, model: int = 0) -> Engine:
         """Starts a server on this machine and returns at once; `await ready()` before use.
 
         The server dies with the thread that calls this, even if it is killed hard. Raises ValueError if the port is taken.
@@ -105,15 +118,16 @@ class Engine:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 raise ValueError(f"port {port}, wanted by the {role} engine of rank {rank}, is in use: choose another --port")
-        engine = cls(role, rank, f"http://127.0.0.1:{port}", config.max_running_requests)
+        engine = cls(role, rank, f"http://127.0.0.1:{port}", config.max_running_requests, model)
+        engine._tp = server.ranks_of_an_engine(role, config)
         engine._log_path = Path(log_path)
-        engine._shapes = checkpoint_shapes(model_dir)
+        engine._shapes = server.checkpoint_shapes(model_dir)
         engine._log_path.parent.mkdir(parents=True, exist_ok=True)
         with engine._log_path.open("wb") as log:
             # Its own process group, so that `close` reaches the scheduler and the detokenizer too.
             engine._process = subprocess.Popen(
-                [sys.executable, "-m", "cpu.sglang", *server_flags(role, rank, port, model_dir, config)],
-                cwd=Path(__file__).parent, env=server_environment(), stdout=log, stderr=log, start_new_session=True,
+                [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config)],
+                cwd=Path(__file__).parent, env=server.server_environment(), stdout=log, stderr=log, start_new_session=True,
             )
         return engine
 
@@ -185,9 +199,9 @@ class Engine:
         names: set[str] = set()
         await self._post("/begin_weight_update")
         try:
-            for bucket in buckets(self._checked(named_tensors, names)):
+            for bucket in server.buckets(self._checked(named_tensors, names)):
                 await self._post(
-                    "/update_weights_from_tensor", serialized_named_tensors=[serialize_bucket(bucket)],
+                    "/update_weights_from_tensor", serialized_named_tensors=[server.serialize_bucket(bucket)] * self._tp,
                     load_format="flattened_bucket", flush_cache=True, weight_version=str(version),
                 )
         finally:
@@ -209,41 +223,48 @@ class Engine:
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: list[int], n: int, sampling: Sampling) -> AsyncIterator[Answer]:
-        """n answers to one prompt, in one request, each yielded the moment it is finished.
+    async def generate(self, prompts: list[list[int]], sampling: Sampling, rooms: list[int] | None = None) -> AsyncIterator[Answer]:
+        """An answer to each prompt, in one request, so that they share the KV cache of what they have in common; yielded when finished.
 
-        Survives two broken connections: what has been yielded is not asked again. Raises ValueError when the server refuses.
+        rooms: the most new tokens of each, default sampling.max_new_tokens. Survives two broken connections: what has been yielded is
+        not asked again. Raises ValueError when the server refuses.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
-        clock = asyncio.get_running_loop().time
-        start = clock()
-        missing = list(range(n))
-        self.in_flight += n
+        rooms = rooms or [sampling.max_new_tokens] * len(prompts)
+        owed = {index: len(prompt) + room for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))}
+        sent = asyncio.get_running_loop().time()
+        self.in_flight += len(owed)
+        self.outstanding += sum(owed.values())
         try:
-            async for answer in retry_broken(lambda: self._stream(prompt, tuple(missing), sampling)):
-                missing.remove(answer.index)
+            async for answer in server.retry_broken(lambda: self._stream(prompts, sampling, rooms, tuple(owed), sent)):
+                self.outstanding -= owed.pop(answer.index)
                 self.in_flight -= 1
                 if self.on_request is not None:
-                    self.on_request(self.role, self.rank, start, clock())
+                    self.on_request(self, len(prompts[answer.index]), answer)
                 yield answer
         finally:
-            self.in_flight -= len(missing)
-        assert not missing, f"the {self.name} ended its reply without answers {missing}"
+            self.in_flight -= len(owed)
+            self.outstanding -= sum(owed.values())
+        assert not owed, f"the {self.name} ended its reply without answers {list(owed)}"
 
     async def abort(self):
         """Aborts every answer that the server is writing, whoever asked; they come back with finish "abort"."""
         await self._post("/abort_request", abort_all=True)
 
-    async def _stream(self, prompt, indices: tuple[int, ...], sampling: Sampling) -> AsyncIterator[Answer]:
+    async def _stream(self, prompts, sampling: Sampling, rooms, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
         """One streamed request. By the server's stream interval, an answer sends two events: its first token, and its end."""
-        body = dict(input_ids=[prompt] * len(indices), sampling_params=asdict(sampling), return_logprob=True, stream=True)
+        clock, first_tokens = asyncio.get_running_loop().time, {}
+        params = [asdict(sampling) | {"max_new_tokens": rooms[index]} for index in indices]
+        body = dict(input_ids=[prompts[index] for index in indices], sampling_params=params, return_logprob=True, stream=True)
         async with self._http().post(self.url + "/generate", json=body) as response:
             await self._check(response, "/generate")
-            async for event in server_sent_events(response):
+            async for event in server.server_sent_events(response):
                 if "error" in event:
                     raise ValueError(f"the {self.name} refused: {event['error']['message']}")
+                index = indices[event["index"]]
+                first_tokens.setdefault(index, clock())
                 if event["meta_info"]["finish_reason"] is not None:
-                    yield read_answer(event, indices[event["index"]])
+                    yield read_answer(event, index, sent, first_tokens[index], clock())
 
     # ---- HTTP --------------------------------------------------------------------------------------------------------
 
@@ -279,121 +300,12 @@ class Engine:
             raise ValueError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
 
 
-# ---- what goes over the wire -----------------------------------------------------------------------------------------
-
-
-async def server_sent_events(response) -> AsyncIterator[dict]:
-    """The JSON objects of a stream of `data: ...` events."""
-    unread = b""
-    async for chunk in response.content.iter_any():  # not by line: aiohttp refuses lines over 128 KB
-        *events, unread = (unread + chunk).split(b"\n\n")
-        for event in events:
-            if event != b"data: [DONE]":
-                yield json.loads(event.removeprefix(b"data: "))
-
-
-def read_answer(event: dict, index: int) -> Answer:
+def read_answer(event: dict, index: int, sent: float, first_token: float, end: float) -> Answer:
+    """The last event of an answer's stream; one that was aborted in the queue has no tokens."""
     info = event["meta_info"]
+    finish, tokens = info["finish_reason"]["type"], event["output_ids"]
+    if not tokens:
+        return Answer(index, [], [], finish, [], 0, sent, first_token, end)
     versions = [int(span["version"]) for span in info["weight_versions"] for _ in range(span["start"], span["end"])]
     logprobs = [logprob for logprob, _, _ in info["output_token_logprobs"]]
-    return Answer(index, event["output_ids"], logprobs, info["finish_reason"]["type"], versions)
-
-
-async def retry_broken(stream: Callable[[], AsyncIterator]) -> AsyncIterator:
-    """Passes on what `stream()` yields; opens it again when the connection breaks, twice at most."""
-    import aiohttp
-
-    for delay_s in (1.0, 5.0, None):
-        try:
-            async for item in stream():
-                yield item
-            return
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-            if delay_s is None:
-                raise
-        await asyncio.sleep(delay_s)
-
-
-def buckets(named_tensors: Iterable) -> Iterable[list]:
-    """Cuts a stream of (name, tensor) into lists of one dtype and of about BUCKET_BYTES."""
-    bucket, size = [], 0
-    for name, tensor in named_tensors:
-        if bucket and (tensor.dtype != bucket[0][1].dtype or size >= BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def serialize_bucket(bucket: list) -> str:
-    """A bucket in SGLang's format "flattened_bucket": one flat tensor, as a handle, and where each tensor lies in it.
-
-    Written by hand, because the trainer would spend 10 s on importing SGLang's own FlattenedTensorBucket.
-    """
-    from multiprocessing.reduction import ForkingPickler
-
-    import torch
-    import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
-
-    # With the default, file descriptors, the receiver fails multiprocessing's handshake and the scheduler kills itself.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    metadata, offset = [], 0
-    for name, tensor in bucket:
-        span = dict(start_idx=offset, end_idx=offset + tensor.nbytes, numel=tensor.nbytes)
-        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
-        offset += tensor.nbytes
-    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
-    payload = io.BytesIO()
-    ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
-    return base64.b64encode(payload.getvalue()).decode()
-
-
-# ---- launching -------------------------------------------------------------------------------------------------------
-
-
-def server_environment() -> dict[str, str]:
-    """Ours without torchrun's variables, from which SGLang would join our process group."""
-    import torch
-
-    torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
-    environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore"}
-    if not torch.cuda.is_available():
-        # MALLOC: glibc would hand every large buffer back to the kernel, and fault its pages in again at the next step.
-        environment |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 30}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}"}
-    return environment
-
-
-def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> list[str]:
-    import torch
-
-    flags = {
-        "model-path": Path(model_dir).resolve(), "weight-version": 0, "port": port,
-        "served-model-name": os.getpid(),  # by which `ready` knows that the server is ours
-        "dtype": config.dtype, "random-seed": config.seed + rank,
-        "context-length": config.max_model_len, "max-running-requests": config.max_running_requests,
-        "skip-tokenizer-init": None,  # tokens in, tokens out
-        "stream-interval": 1_000_000,  # an answer's first token and its end: nothing in between
-        "skip-server-warmup": None, "sleep-on-idle": None, "log-level": "error",
-    }
-    if torch.cuda.is_available():
-        flags |= {"base-gpu-id": torch.cuda.current_device(), "mem-fraction-static": config.mem_fraction, "enable-memory-saver": None}
-        if role == "genrm":
-            flags["enable-weights-cpu-backup"] = None  # nobody pushes a judge its weights after it slept
-    else:
-        flags |= {"device": "cpu", "max-total-tokens": config.max_total_tokens, "disable-overlap-schedule": None}
-    return [text for flag, value in flags.items() for text in (f"--{flag}", *([] if value is None else [str(value)]))]
-
-
-def checkpoint_shapes(model_dir: str) -> dict[str, list[int]]:
-    """Name and shape of every tensor in a Hugging Face directory, from the headers of its safetensors files."""
-    shapes = {}
-    for path in Path(model_dir).glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    if not shapes:
-        raise ValueError(f"{model_dir} holds no *.safetensors file: a model is a Hugging Face directory")
-    return shapes
+    return Answer(index, tokens, logprobs, finish, versions, info["cached_tokens"], sent, first_token, end)

@@ -22,16 +22,18 @@ import exits
 import genrm
 import placement
 from config import Config, check_batch, dashed, parse_config
+from draws import Groups
+from pool import Pool
 
 
-def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
+def describe(config: Config, plans: list[placement.Plan], world_size: int) -> str:
     """The resolved truth, printed once."""
     dp = world_size // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
     fields = dataclasses.fields(Config)
     resolved_settings = {f.name: value for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
     return (
-        f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plan}\n"
+        f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plans[0]}\n"
         f"  model {config.model}\n  judge {config.judge}\n  data  {config.data or 'built-in addition task'}\n"
         f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), "
         f"{samples // dp} for each of {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), "
@@ -43,7 +45,7 @@ def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
 # ---------------------------------------------------------------- one rank's program
 
 
-async def run(config: Config, plan: placement.Plan) -> None:
+async def run(config: Config, plans: list[placement.Plan]) -> None:
     """Bring the parts up, train, and end every process that was started (collective: every rank)."""
     from report import Progress
 
@@ -61,7 +63,7 @@ async def run(config: Config, plan: placement.Plan) -> None:
             config = dataclasses.replace(config, model=str(model), judge=str(judge))
         inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
         out = await world.run(prepare_out, config, world)
-        job = await build(config, plan, world, out, inputs, progress, engines)
+        job = await build(config, plans, world, out, inputs, progress, engines)
         await controller.train(job)
         await world.barrier()
         job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
@@ -109,7 +111,7 @@ def prepare_out(config: Config, world) -> Path:
     return out
 
 
-async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, progress, engines: list) -> controller.Job:
+async def build(config: Config, plans: list[placement.Plan], world, out: Path, inputs, progress, engines: list) -> controller.Job:
     """The parts of one controller around its `inputs` (collective). Engines that start are appended to `engines`."""
     from report import Report
     from rollout import Sampling
@@ -117,10 +119,10 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, 
 
     actor_tokenizer, judge_tokenizer, prompts = inputs
     progress.doing("starting engines")
-    await together(world, launch_engines, config, plan, world.rank, out, engines)
+    await together(world, launch_engines, config, plans, world.rank, out, engines)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
-    progress.line(describe(config, plan, world.size))
+    progress.line(describe(config, plans, world.size))
     actor = await world.run(build_actor, config)
     await together(world, ready, engines, config.engine_timeout_s)
     timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", progress.phase)
@@ -141,7 +143,9 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, 
     greedy = dataclasses.replace(sampling, temperature=0.0)
     await world.barrier()
     timeline.start()
-    return controller.Job(config, world, actor, pools["rollout"], pools["genrm"], judge, prompts, sampling, greedy, timeline, report)
+    groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout)
+    roles = (actor, pools["rollout"], pools["genrm"], judge)
+    return controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, greedy, timeline, report)
 
 
 async def together(world, function, *args) -> None:
@@ -156,13 +160,13 @@ async def together(world, function, *args) -> None:
         raise ValueError(errors[0])
 
 
-async def launch_engines(config: Config, plan: placement.Plan, rank: int, out: Path, engines: list) -> None:
-    """Start the servers of this rank, all at once, without waiting."""
+async def launch_engines(config: Config, plans: list[placement.Plan], rank: int, out: Path, engines: list) -> None:
+    """Start the servers that any of the plans has on this rank, all at once, without waiting."""
     from rollout import Engine
 
     models = {"rollout": config.model, "genrm": config.judge}
     for offset, role in enumerate(("rollout", "genrm")):
-        if role in plan.roles_of(rank):
+        if any(rank in plan.leads(role) for plan in plans):
             log = out / "logs" / f"{role}-{rank}.log"
             engines.append(Engine.launch(role, rank, config.port + 2 * rank + offset, models[role], config, str(log)))
 
@@ -177,13 +181,11 @@ async def connect(engines: list, world, timeline) -> dict[str, placement.Pool]:
     from rollout import Engine
 
     own = {(engine.role, engine.rank): engine for engine in engines}
-    addresses = await world.gather([(engine.role, engine.rank, engine.url, engine.capacity) for engine in engines])
+    addresses = await world.gather([(e.role, e.rank, e.url, e.capacity, e.model) for e in engines])
     remote = [Engine(*address) for here in addresses for address in here if address[:2] not in own]
     engines += remote
     fleet = sorted((*own.values(), *remote), key=lambda engine: engine.rank)
-    for engine in fleet:
-        engine.on_request = timeline.request
-    return {role: placement.Pool([e for e in fleet if e.role == role], world, timeline) for role in ("rollout", "genrm")}
+    return {role: Pool([e for e in fleet if e.role == role], world, timeline) for role in ("rollout", "genrm")}
 
 
 def load_prompts(config: Config):
@@ -223,8 +225,8 @@ def main(arguments: list[str]) -> None:
         config = parse_config(arguments, __doc__)
         if "RANK" not in os.environ:
             raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
-        plan = check_batch(config, int(os.environ["WORLD_SIZE"]))
-        asyncio.run(exits.until_told(run(config, plan)))
+        plans = check_batch(config, int(os.environ["WORLD_SIZE"]))
+        asyncio.run(exits.until_told(run(config, plans)))
     except ValueError as error:
         exits.give_up(f"error: {error}", 1)
     except (KeyboardInterrupt, asyncio.CancelledError):

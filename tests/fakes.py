@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import controller
 import genrm
 import placement
+from config import Config
 from data import Prompt, Prompts
-from rollout import Answer
+from draws import Groups
+from pool import Pool
+from rollout import Answer, Sampling
 from timeline import Timeline
 
 SECONDS_PER_TOKEN = 0.01
@@ -97,28 +100,55 @@ class FakeEngine:
 
     def __init__(self, role, rank, device, write, capacity=16):
         self.role, self.rank, self.capacity, self.in_flight, self.awake = role, rank, capacity, 0, True
-        self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0)
+        self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[])
         self._write = write
-        self.on_request = None
+        self.on_request, self.outstanding, self.model = None, 0, 0
+        self.name = f"{role} engine of rank {rank}"
 
     def handle(self):
         other = FakeEngine(self.role, self.rank, self.server.device, self._write, self.capacity)
         other.server = self.server
         return other
 
-    async def generate(self, prompt, n, sampling):
+    async def generate(self, prompts, sampling, rooms=None):
+        """Each prompt's answer after SECONDS_PER_TOKEN a token; a prompt that ends in the beginning of its answer is continued."""
         assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
-        start = asyncio.get_running_loop().time()
+        assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"
+        clock = asyncio.get_running_loop().time
+        start, version = clock(), self.server.version
         self.server.requests += 1
-        self.in_flight += n
-        answers = sorted((self._write(prompt, index, sampling) for index in range(n)), key=lambda a: len(a.tokens))
-        for answer in answers:
-            due = start + SECONDS_PER_TOKEN * len(answer.tokens)
-            await asyncio.sleep(due - asyncio.get_running_loop().time())
-            self.in_flight -= 1
-            if self.on_request:
-                self.on_request(self.role, self.rank, start, due)
-            yield Answer(answer.index, answer.tokens, answer.logprobs, answer.finish, [self.server.version] * len(answer.tokens))
+        aborted = asyncio.get_running_loop().create_future()
+        self.server.aborts.append(aborted)
+        answers = sorted((self._write(prompt, index, sampling) for index, prompt in enumerate(prompts)), key=lambda a: len(a.tokens))
+        owed = [len(prompts[a.index]) + len(a.tokens) for a in answers]
+        self.in_flight += len(answers)
+        self.outstanding += sum(owed)
+        try:
+            for answer in answers:
+                due = start + self.seconds_per_token * len(answer.tokens)
+                await asyncio.wait([aborted], timeout=due - clock())
+                tokens, finish = answer.tokens, answer.finish
+                if aborted.done():
+                    tokens, finish = tokens[: int((clock() - start) / self.seconds_per_token)], "abort"
+                self.in_flight -= 1
+                self.outstanding -= owed.pop(0)
+                versions = [version] * len(tokens)
+                cut = Answer(answer.index, tokens, answer.logprobs[: len(tokens)], finish, versions, 0, start, start, clock())
+                if self.on_request:
+                    self.on_request(self, len(prompts[answer.index]), cut)
+                yield cut
+        finally:
+            self.in_flight -= len(owed)
+            self.outstanding -= sum(owed)
+            self.server.aborts.remove(aborted)
+
+    seconds_per_token = SECONDS_PER_TOKEN
+
+    async def abort(self):
+        assert self.server.awake, "told to abort while it slept"
+        for aborted in self.server.aborts:
+            if not aborted.done():
+                aborted.set_result(None)
 
     async def wake_weights(self):
         self.server.device.take(f"{self.role} weights")
@@ -129,7 +159,7 @@ class FakeEngine:
         self.awake = self.server.awake = True
 
     async def sleep(self):
-        assert self.in_flight == 0, "put to sleep while answers were in flight"
+        assert not self.server.aborts, "put to sleep while answers were in flight"
         await asyncio.sleep(0.1)
         self.awake = self.server.awake = False
         self.server.device.give(f"{self.role} weights", f"{self.role} cache")
@@ -172,7 +202,10 @@ class FakeActor:
 
 class FakeReport:
     def __init__(self):
-        self.steps, self.accuracies = [], {}
+        self.steps, self.accuracies, self.notes = [], {}, []
+
+    def note(self, text):
+        self.notes.append(text)
 
     def accuracy(self, step, value, now):
         self.accuracies[step] = value
@@ -191,11 +224,13 @@ class FakeSource:
 
 
 def write_answer(prompt, index, sampling):
-    """An answer that depends on the prompt and its number in the group alone."""
-    question = "".join(map(chr, prompt))
+    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is to be continued."""
+    question, begun = "".join(map(chr, prompt)).split("=")
     rng = random.Random(question)
-    skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {index}")
+    skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {begun or index}")
     right = int(question.split("+")[0])
+    if ">" in begun:
+        return Answer(index, [ord(" ")], [-0.5], "stop", [])
     text = " " * rng.randint(1, 60) + ">" + str(right if rng.random() < skill else right + 1)
     return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
 
@@ -207,32 +242,29 @@ def write_verdict(prompt, index, sampling):
     return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
 
 
-def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=write_verdict, **settings):
-    """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs."""
-    defaults = dict(mode=mode, algorithm="grpo", steps=3, prompts_per_step=8, answers_per_prompt=4, max_refill_waves=3)
-    defaults |= dict(eval_every=2, max_judge_failures=5, judge="JUDGE", judge_format="addition", judge_timeout_s=9.0)
-    config = SimpleNamespace(**defaults | settings)
-    plan, log, meetings = placement.make_plan(mode, size, rollout_ranks), [], {}
+def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, prepare=lambda servers: None, **settings):
+    """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs. `prepare` may change servers."""
+    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge="JUDGE")
+    config = SimpleNamespace(**vars(Config()) | defaults | dict(judge_format="addition", request_timeout_s=50.0) | settings)
+    plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
-    servers = [
-        FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict)
-        for role, ranks in (("rollout", plan.rollout), ("genrm", plan.genrm))
-        for rank in ranks
-    ]
+    hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
+    servers = [FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict) for role, rank in hosts]
+    prepare(servers)
     loop = VirtualClock()
     jobs = []
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
         timeline = Timeline(rank, loop.time)
         handles = [server if server.rank == rank else server.handle() for server in servers]
-        for handle in handles:
-            handle.on_request = timeline.request
-        pools = [placement.Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
+        pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
         encode, greedy = (lambda text: [ord(c) for c in text]), SimpleNamespace(temperature=0.0)
         judge = genrm.Judge(genrm.FORMATS["addition"], encode, to_text, to_text, greedy, 1000, genrm.Calls())
-        sampling, actor = SimpleNamespace(temperature=1.0), FakeActor(rank, size, devices[rank], tp)
+        sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp)
         prompts, report = Prompts(FakeSource()), FakeReport()
-        jobs.append(controller.Job(config, world, actor, *pools, judge, prompts, sampling, sampling, timeline, report))
+        groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
+        job = controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, sampling, timeline, report)
+        jobs.append(job)
 
     async def all_ranks():
         await asyncio.gather(*(controller.train(job) for job in jobs))

@@ -8,8 +8,10 @@ from fakes import simulate, write_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import controller
+import balance
+import draws
 import placement
+from config import Config
 from rollout import Answer, Sample
 
 LAYOUTS = [("full", 1, 1), ("full", 2, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 1), ("partial", 4, 4)]
@@ -183,12 +185,16 @@ def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
         assert all(each.waves == served[0].waves <= 1 + refills for each in served)
 
 
-@given(gap=st.integers(1, 100), ratio=st.none() | st.floats(1, 10), controllers=st.integers(1, 8))
-def test_refill_size(gap, ratio, controllers):
-    """Enough for the gap, a multiple of the controllers, scaled by 1.2 times the moving average in refill waves only."""
-    size = controller.refill_size(gap, ratio, controllers)
-    wanted = gap if ratio is None else gap * ratio * 1.2
-    assert size % controllers == 0 and wanted <= size < wanted + 1 + controllers
+@given(
+    wanted=st.integers(1, 100), filtered=st.integers(0, 100), scale=st.floats(1, 12), controllers=st.integers(1, 8)
+)
+def test_wave_size(wanted, filtered, scale, controllers):
+    """Enough for what lacks, scaled, and a multiple of the controllers."""
+    known = draws.Draws(wanted, in_order=True)
+    known.add(list(range(wanted)), 0)
+    known.learn(dict.fromkeys(range(min(wanted, filtered)), False))
+    size, lacking = draws.wave_size(known, scale, controllers), min(wanted, filtered)
+    assert size % controllers == 0 and lacking * scale <= size < lacking * scale + controllers + 1e-6
 
 
 def test_a_group_is_informative_if_its_judged_answers_differ():
@@ -197,10 +203,10 @@ def test_a_group_is_informative_if_its_judged_answers_differ():
     def group(*rewards):
         return [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
 
-    assert controller.is_informative(group(0.0, 1.0, None))
-    assert not controller.is_informative(group(1.0, 1.0))
-    assert not controller.is_informative(group(1.0, None))
-    assert not controller.is_informative(group(None, None))
+    assert draws.is_informative(group(0.0, 1.0, None))
+    assert not draws.is_informative(group(1.0, 1.0))
+    assert not draws.is_informative(group(1.0, None))
+    assert not draws.is_informative(group(None, None))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +221,7 @@ def test_a_group_is_informative_if_its_judged_answers_differ():
 )
 def test_plans(mode, size, split, plan):
     """The ranks of each role."""
-    assert placement.make_plan(mode, size, split) == placement.Plan(*plan)
+    assert placement.make_plans(Config(mode=mode, rollout_ranks=split), size) == [placement.Plan(mode, *plan)]
 
 
 @pytest.mark.parametrize(
@@ -224,12 +230,12 @@ def test_plans(mode, size, split, plan):
 def test_plans_that_cannot_be(mode, size, split, message):
     """The message names the setting and the numbers."""
     with pytest.raises(ValueError, match=message):
-        placement.make_plan(mode, size, split)
+        placement.make_plans(Config(mode=mode, rollout_ranks=split), size)
 
 
 def loads(costs, shares):
     """(number, cost) of each share, and a check that every sample has one."""
-    dealt = placement.deal(costs, shares)
+    dealt = balance.deal(costs, shares)
     assert len(dealt) == len(costs) and set(dealt) <= set(range(shares))
     mine = [[cost for cost, share in zip(costs, dealt, strict=True) if share == s] for s in range(shares)]
     return [len(m) for m in mine], [sum(m) for m in mine]

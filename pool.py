@@ -1,0 +1,171 @@
+"""Pool: the engines of one role as one controller sees them: who is asked next, what was asked, who sleeps and who is awake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RoleLoad:
+    """What one role did in a serving phase, as one controller saw it, or all of them together (`total`)."""
+
+    tokens: int = 0  # written
+    longest: int = 0  # tokens of the longest answer
+    request_s: float = 0.0  # seconds of every request, from sent to finished, summed
+    in_flight: float = 0.0  # requests in flight, as a request sees them: the mean over request-seconds
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, found in the KV cache
+    wakes: int = 0  # times that its engines woke up while serving
+
+    @staticmethod
+    def of(requests: Iterable[tuple[float, float, int, int, int]], wakes: int = 0) -> RoleLoad:
+        """From (sent, end, tokens, prompt tokens, cached tokens) of each request."""
+        requests = list(requests)
+        edges = sorted([(sent, 1) for sent, *_ in requests] + [(end, -1) for _, end, *_ in requests])
+        flying, last, first_moment, second_moment = 0, 0.0, 0.0, 0.0
+        for time, change in edges:
+            first_moment += flying * (time - last)
+            second_moment += flying**2 * (time - last)
+            flying, last = flying + change, time
+        tokens = [tokens for _, _, tokens, _, _ in requests]
+        prompt, cached = (sum(request[column] for request in requests) for column in (3, 4))
+        in_flight = second_moment / max(first_moment, 1e-9)
+        return RoleLoad(sum(tokens), max(tokens, default=0), first_moment, in_flight, prompt, cached, wakes)
+
+    @staticmethod
+    def total(parts: list[RoleLoad]) -> RoleLoad:
+        """All controllers' requests together: each sees its own part of what is in flight."""
+        tokens, longest = sum(part.tokens for part in parts), max(part.longest for part in parts)
+        prompt, cached = sum(part.prompt_tokens for part in parts), sum(part.cached_tokens for part in parts)
+        seconds, in_flight = sum(part.request_s for part in parts), sum(part.in_flight for part in parts)
+        return RoleLoad(tokens, longest, seconds, in_flight, prompt, cached, parts[0].wakes)
+
+
+class Pool:
+    """The engines of one role, as one controller sees them: a handle on each, of which at most one is its own to wake and put to sleep.
+
+    `wake`, `wake_weights`, `wake_kv_cache`, `sleep` and `abort` are collective: every controller calls them, each acts on the engine
+    of its own rank, and all leave together, so that nobody sends a request to an engine that sleeps. Each is a no-op when already
+    there. Only the engines of the plan take part (`assign`); the others sleep.
+    """
+
+    def __init__(self, engines: list, world, timeline):
+        self.all_engines, self.world, self.timeline = engines, world, timeline
+        self.engines = engines  # of the plan
+        self.awake = True  # an engine comes up awake
+        self._wakes = 0
+        self._requests: list[tuple[float, float, int, int, int]] = []  # of this step, as RoleLoad.of takes them
+        for engine in engines:
+            engine.on_request = self._note
+        self._elsewhere: dict[int, int] = {}  # tokens that the other controllers await from the engine of a rank, when last heard of
+        self._late: set[int] = set()  # ranks whose engine this controller asks only if there is no other
+
+    def assign(self, leads: tuple[int, ...]) -> None:
+        """Take the engines of these ranks and no others. All must be asleep: what is awake must be put to sleep by its owner first."""
+        assert not self.awake, "the split moves only while every engine sleeps"
+        self.engines = [engine for engine in self.all_engines if engine.rank in leads]
+        self._late.clear()
+
+    @property
+    def own(self) -> list:
+        """The plan's engine on this rank: none or one."""
+        return [engine for engine in self.engines if engine.rank == self.world.rank]
+
+    @property
+    def capacity(self) -> int:
+        """Answers that the pool decodes at once."""
+        return sum(engine.capacity for engine in self.engines)
+
+    # ---- routing
+
+    def route(self, model: int = 0):
+        """The engine of `model` with the fewest outstanding tokens; ties go round by rank, so that controllers differ.
+
+        Outstanding are those that this controller awaits, and those of the others when the controllers last met.
+        """
+        count, start = len(self.engines), self.world.rank
+        in_turn = [self.engines[(start + i) % count] for i in range(count)]
+        engines = [engine for engine in in_turn if engine.model == model]
+        load = {engine.rank: engine.outstanding + self._elsewhere.get(engine.rank, 0) for engine in engines}
+        return min(engines, key=lambda engine: (engine.rank in self._late, load[engine.rank]))
+
+    def outstanding(self) -> dict[int, int]:
+        """Tokens that this controller awaits from the engine of each rank."""
+        return {engine.rank: engine.outstanding for engine in self.engines}
+
+    def hear(self, outstanding: list[dict[int, int]]) -> None:
+        """What every controller awaits, by rank of the controller: the other controllers' part of an engine's load."""
+        others = [awaited for rank, awaited in enumerate(outstanding) if rank != self.world.rank]
+        self._elsewhere = {engine.rank: sum(awaited.get(engine.rank, 0) for awaited in others) for engine in self.engines}
+
+    def cut_off(self, engine) -> None:
+        """It was late: until the plan changes, ask this engine only if there is no other."""
+        self._late.add(engine.rank)
+
+    def take_load(self) -> RoleLoad:
+        """What this controller's requests came to since the last call."""
+        requests, self._requests, wakes, self._wakes = self._requests, [], self._wakes, 0
+        return RoleLoad.of(requests, wakes)
+
+    def _note(self, engine, prompt_tokens: int, answer) -> None:
+        self._requests.append((answer.sent, answer.end, len(answer.tokens), prompt_tokens, answer.cached_tokens))
+        self.timeline.request(engine.role, engine.rank, answer.sent, answer.end)
+
+    # ---- memory
+
+    async def wake(self) -> None:
+        """Weights and KV cache back on the device (collective)."""
+        if self.awake:
+            return
+        self._wakes += 1
+        await self.wake_weights()
+        await self.wake_kv_cache()
+
+    async def wake_weights(self) -> None:
+        """Room for the weights alone (collective): what a weight push needs while the actor still holds its own memory."""
+        await self._each([engine.wake_weights() for engine in self.own])
+
+    async def wake_kv_cache(self) -> None:
+        """The KV cache back, requests may come (collective)."""
+        await self._each([engine.wake_kv_cache() for engine in self.own])
+        self._mark(awake=True)
+
+    async def sleep(self) -> None:
+        """All requests have ended on every controller, then weights and KV cache leave the device (collective)."""
+        if not self.awake:
+            return
+        await self.world.barrier()
+        self._mark(awake=False)
+        self._elsewhere = {}
+        await self._each([engine.sleep() for engine in self.own])
+
+    async def abort(self) -> None:
+        """Abort every answer that the engine of this rank is writing, whoever asked. Not collective."""
+        await asyncio.gather(*(engine.abort() for engine in self.own if self.awake))
+
+    async def load_weights(self, named_weights, version: int) -> None:
+        """Push the actor's weights into this rank's engine (collective: the iterator gathers over the model-parallel group)."""
+        with self.timeline.span("sync"):
+            for engine in self.own:
+                await engine.load_weights(named_weights, version)
+            if not self.own:
+                await self.world.run(_drain, named_weights)  # other ranks of the group still need this rank's shards
+            await self.world.barrier()
+
+    def _mark(self, awake: bool) -> None:
+        self.awake = awake
+        for engine in self.engines:
+            if engine.rank != self.world.rank:  # its own engine keeps the flag itself
+                engine.awake = awake
+
+    async def _each(self, calls: list) -> None:
+        with self.timeline.span("switch"):
+            await asyncio.gather(*calls)
+            await self.world.barrier()
+
+
+def _drain(iterator) -> None:
+    for _ in iterator:
+        pass

@@ -1,0 +1,183 @@
+"""Rebalance: which plan serves the next step, from what the last steps measured (WeChat-YATT's dynamic placement).
+
+The signal is the load of each role. One request of a role gains a token in `fixed + each * k` seconds while its engine holds k of
+them; both numbers are fitted to what requests took. With W tokens on n engines and a longest answer of L tokens, a role needs
+
+    seconds(n) = fixed * max(waves * L, W / (n * capacity)) + each * W / n
+
+side by side (partial) a serving phase takes max(rollout(S) + a last critique, genrm(N - S)); in turns (full) it takes
+rollout(N) + genrm(N) + a swap for each wave. What a plan really took, over what the model says of it, corrects the model: a plan that
+has been tried is judged by its own measurements, any other by its nearest neighbour's.
+
+The paper says that utilisation is the signal and that devices move one after another; the model, the threshold and the pause after a
+move are ours. Everything here is a pure function of gathered facts, so that every controller takes the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from placement import Plan
+from pool import RoleLoad
+
+HISTORY = 40  # steps that are remembered
+RECENT = 6  # steps of a plan that its correction is taken from, and of any plan that say what the work is now
+COOL_DOWN = 3  # steps to measure a plan before the next move
+LEAST_GAIN = 0.05  # of the serving time: less is noise
+LEAST_GAIN_UNTRIED = 0.10  # when the model alone says so
+TRY_AGAIN = 30  # steps after which auto measures the other mode again
+
+
+@dataclass(frozen=True)
+class Load:
+    """One serving phase under `plan`."""
+
+    plan: Plan
+    rollout: RoleLoad
+    genrm: RoleLoad
+    waves: int
+    serve_s: float  # of the slowest controller
+    swap_s: float  # of it, sleeping and waking between roles
+    hand_over_s: float  # sleeping, waking and pushing weights between serving and training: what a move may cost
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step, as report.py names them."""
+        metrics = {"time/swap_s": self.swap_s, "split/swaps": float(self.rollout.wakes + self.genrm.wakes)}
+        for role, part in (("rollout", self.rollout), ("genrm", self.genrm)):
+            metrics[f"{role}/cache_hit_frac"] = part.cached_tokens / max(1, part.prompt_tokens)
+        return metrics | {"genrm/tokens": float(self.genrm.tokens), "genrm/response_len_max": float(self.genrm.longest)}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds for one more token of a request: fixed + each * (requests in its engine)."""
+
+    fixed: float
+    each: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan of the next step, why, in a line for people, and the serving seconds predicted for it."""
+
+    plan: Plan
+    reason: str
+    predicted_s: float
+
+
+def fit(points: list[tuple[float, float]]) -> Pace:
+    """Least squares through (requests in an engine, seconds a token), the newest last and each older one counting a tenth less.
+
+    Where all points have nearly the same k, nothing tells the two numbers apart: a prior says that half of the time is fixed.
+    """
+    weights = [0.9**age for age in reversed(range(len(points)))]
+    total = sum(weights)
+    k_mean = sum(w * k for w, (k, _) in zip(weights, points, strict=True)) / total
+    t_mean = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
+    prior, trust = 0.5 * t_mean / max(k_mean, 1e-9), total * (0.2 * k_mean) ** 2
+    covariance = sum(w * (k - k_mean) * (t - t_mean) for w, (k, t) in zip(weights, points, strict=True))
+    variance = sum(w * (k - k_mean) ** 2 for w, (k, _) in zip(weights, points, strict=True))
+    each = (covariance + trust * prior) / max(variance + trust, 1e-12)
+    each = min(max(each, 0.0), t_mean / max(k_mean, 1e-9))
+    return Pace(t_mean - each * k_mean, each)
+
+
+def paces(history: list[Load]) -> dict[str, Pace]:
+    """The pace of both roles."""
+    points = {"rollout": [], "genrm": []}
+    for load in history:
+        for role, part in (("rollout", load.rollout), ("genrm", load.genrm)):
+            if part.tokens:
+                points[role].append((part.in_flight / len(load.plan.leads(role)), part.request_s / part.tokens))
+    return {role: fit(found) if found else Pace(0.0, 0.0) for role, found in points.items()}
+
+
+def role_seconds(pace: Pace, part: RoleLoad, engines: int, capacity: int, waves: int) -> float:
+    """How long a role is at work on `engines` engines that hold `capacity` requests each."""
+    steps = max(waves * part.longest, part.tokens / (engines * capacity))
+    return pace.fixed * steps + pace.each * part.tokens / engines
+
+
+def model_seconds(plan: Plan, work: Load, pace: dict[str, Pace], capacity: int, swap_s: float) -> float:
+    """Serving seconds of `plan` for the work of `work`. swap_s: of one wave in full mode."""
+    rollout = role_seconds(pace["rollout"], work.rollout, len(plan.leads("rollout")), capacity, work.waves)
+    genrm = role_seconds(pace["genrm"], work.genrm, len(plan.leads("genrm")), capacity, work.waves)
+    if plan.mode == "full":
+        return rollout + genrm + work.waves * swap_s
+    return max(rollout + pace["genrm"].fixed * work.genrm.longest, genrm)
+
+
+def mean_work(history: list[Load]) -> Load:
+    """The work that lies ahead: the mean of the newest steps."""
+    recent = history[-RECENT:]
+    parts = {}
+    for role in ("rollout", "genrm"):
+        each = [{"rollout": load.rollout, "genrm": load.genrm}[role] for load in recent]
+        parts[role] = RoleLoad(round(fmean(p.tokens for p in each)), round(fmean(p.longest for p in each)))
+    last, waves = recent[-1], max(1, round(fmean(load.waves for load in recent)))
+    return Load(last.plan, parts["rollout"], parts["genrm"], waves, last.serve_s, last.swap_s, fmean(x.hand_over_s for x in recent))
+
+
+def predictions(history: list[Load], plans: list[Plan], capacity: int) -> dict[Plan, float]:
+    """Serving seconds that each plan would take for the work of the newest steps, corrected by what plans did take."""
+    pace, work = paces(history), mean_work(history)
+    in_turns = [load.swap_s / max(1, load.waves) for load in history if load.plan.mode == "full"]
+    swap_s = median(in_turns[-RECENT:]) if in_turns else 0.0
+    modelled = {plan: model_seconds(plan, work, pace, capacity, swap_s) for plan in plans}
+    corrections = {}
+    for plan in plans:
+        ratios = [load.serve_s / max(1e-9, model_seconds(plan, load, pace, capacity, swap_s)) for load in history if load.plan == plan]
+        if ratios:
+            corrections[plan] = median(ratios[-RECENT:])
+
+    def correction(plan: Plan) -> float:
+        tried = [p for p in corrections if p.mode == plan.mode] or list(corrections)
+        return corrections[min(tried, key=lambda p: abs(len(p.rollout) - len(plan.rollout)))]
+
+    return {plan: seconds * correction(plan) for plan, seconds in modelled.items()}
+
+
+def rebalance(history: list[Load], plans: list[Plan], capacity: int, steps_left: int) -> Decision:
+    """The plan of the next step (pure). history: what the steps so far measured, newest last; plans: those that the run may take.
+
+    A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and is no noise. After it, a few
+    steps are measured before the next. Ranks move one engine at a time. The mode changes when its turn to be measured comes.
+    """
+    now, seconds = history[-1].plan, predictions(history, plans, capacity)
+    at_plan = next((age for age, load in enumerate(reversed(history)) if load.plan != now), len(history))
+    if len(plans) == 1:
+        return Decision(now, f"{now.split}: the only plan", seconds[now])
+    if at_plan < COOL_DOWN:
+        return Decision(now, f"{now.split} stays: measured for {at_plan} of {COOL_DOWN} steps", seconds[now])
+    if untried := mode_to_measure(history, plans):
+        plan = min((p for p in plans if p.mode == untried), key=seconds.__getitem__)
+        return Decision(plan, f"{now.split} -> {plan.split}: to measure {untried} colocation for {COOL_DOWN} steps", seconds[plan])
+    best = min(plans, key=seconds.__getitem__)
+    gain, cost = seconds[now] - seconds[best], history[-1].hand_over_s
+    tried = any(load.plan == best for load in history)
+    least = seconds[now] * (LEAST_GAIN if tried else LEAST_GAIN_UNTRIED)
+    what = f"serving should take {seconds[best]:.2f} s instead of {seconds[now]:.2f} s with {best.split}"
+    if gain < least or gain * steps_left < cost:
+        why = "it is the best plan" if best == now else f"too little to gain, {what}"
+        return Decision(now, f"{now.split} stays: {why}", seconds[now])
+    plan = one_engine_towards(now, best, plans)
+    return Decision(plan, f"{now.split} -> {plan.split}: {what}", seconds[plan])
+
+
+def mode_to_measure(history: list[Load], plans: list[Plan]) -> str | None:
+    """A mode that hasn't been measured for long enough, or not for too long; None when both are known."""
+    for mode in {plan.mode: None for plan in plans}:
+        measured = [age for age, load in enumerate(reversed(history)) if load.plan.mode == mode]
+        if len(measured) < COOL_DOWN or measured[0] >= TRY_AGAIN:
+            return mode
+    return None
+
+
+def one_engine_towards(now: Plan, best: Plan, plans: list[Plan]) -> Plan:
+    """`best` itself if it has another mode, else the next split on the way to it."""
+    if now.mode != best.mode:
+        return best
+    low, high = sorted((len(now.rollout), len(best.rollout)))
+    between = [p for p in plans if p.mode == now.mode and p != now and low <= len(p.rollout) <= high]
+    return min(between, key=lambda p: abs(len(p.rollout) - len(now.rollout)))

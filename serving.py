@@ -1,0 +1,266 @@
+"""Serving: one step's answers are written, judged, and drawn again until the step has its groups.
+
+A mode is one short function here, a row of the paper's figure. Dynamic sampling (DAPO; in waves: WeChat-YATT) replaces groups whose
+rewards are all equal. While they serve, controllers meet in one small gather at a time: which groups ended, and how. Every decision,
+to draw more, to stop, to cut off what is late, is a pure function of what was gathered, so that all take the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from draws import Draws, is_informative, is_written, moving_average, wave_size
+from rollout import WRITTEN, Answer, Sample
+
+MOST_LATE = 3  # engines that may be late with one group
+
+
+@dataclass
+class Served:
+    """What this controller's prompts came to in one step. Every sample is kept, dropped, or in a filtered or carried group."""
+
+    kept: list[Sample] = field(default_factory=list)  # groups to train on
+    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed
+    padding: list[Sample] = field(default_factory=list)  # filtered groups that fill a short batch, masked out of the loss
+    filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
+    carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
+    waves: int = 0
+    padded: int = 0  # groups short of the batch, over all controllers
+    tokens: int = 0  # written in this step
+    aborted: int = 0  # answers cut off
+
+
+class Step:
+    """One controller's part of a serving phase: its groups, and the tasks that have them written and judged."""
+
+    def __init__(self, job, draws: Draws):
+        self.job, self.draws, self.served = job, draws, Served()
+        self.groups: dict[int, list[Sample]] = {}
+        self.tasks: dict[int, asyncio.Task] = {}  # of groups that haven't ended
+        self.closed = False  # nothing new is asked for: what is in flight is being cut off
+
+    def start(self, draws: list[int], work) -> None:
+        """Begin with this controller's groups; `work(step, group)` is what is done for each."""
+        self.groups |= {draw: self.job.groups.take(draw) for draw in draws}
+        self.go_on(draws, work)
+
+    def go_on(self, draws: list[int], work) -> None:
+        """Begin a stage of groups."""
+        self.tasks |= {draw: asyncio.create_task(work(self, self.groups[draw])) for draw in draws}
+
+    def has_ended(self, draw: int) -> bool:
+        """Whether a group of this controller has been written and judged since the controllers last met."""
+        return draw not in self.tasks and draw not in self.draws.informative and is_written(self.groups[draw])
+
+    async def settle(self, timeout: float | None = None, at_first: bool = False) -> list[int]:
+        """Wait for this controller's tasks, at most `timeout` seconds, or for the first of them; returns the draws whose task ended."""
+        when = asyncio.FIRST_COMPLETED if at_first else asyncio.FIRST_EXCEPTION
+        if self.tasks:
+            await asyncio.wait(self.tasks.values(), timeout=timeout, return_when=when)
+        elif timeout:
+            await asyncio.sleep(timeout)
+        ended = [draw for draw, task in self.tasks.items() if task.done()]
+        for draw in ended:
+            task = self.tasks.pop(draw)
+            if not task.cancelled():
+                task.result()
+        return ended
+
+
+# ---------------------------------------------------------------- one function per row of the figure
+
+
+async def serve_in_turns(step: Step, mine: list[int]) -> None:
+    """Full colocation: rollout holds all ranks until the last answer is written, then genrm holds them."""
+    job = step.job
+    await job.genrm.sleep()
+    await job.rollout.wake()
+    cut = [draw for draw, group in step.groups.items() if not is_written(group)]
+    step.start(mine, write)
+    step.go_on(cut, write)
+    await enough_written(step)
+    await job.rollout.sleep()
+    await job.genrm.wake()
+    step.go_on([draw for draw in mine + cut if is_written(step.groups[draw])], judge)
+    await step.settle()
+
+
+async def serve_side_by_side(step: Step, mine: list[int]) -> None:
+    """Partial colocation: an answer is judged the moment it is finished, on other ranks; waves cost no swap.
+
+    Returns after a moment, so that the controllers meet while answers are written.
+    """
+    await step.job.genrm.wake()
+    step.start(mine, write_and_judge)
+    await step.settle(step.job.config.meet_every_s, at_first=True)
+
+
+SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
+
+
+async def write(step: Step, group: list[Sample], when_written=lambda sample: None) -> None:
+    """Have one engine write the answers of a group: they share the prompt's KV cache. `when_written` is told of each that is whole.
+
+    Answers that were cut off are continued: their tokens so far are part of the prompt. An engine that is late is asked no more, and
+    what it owes is asked of another.
+    """
+    job, late = step.job, 0
+    while (unwritten := [sample for sample in group if sample.finish not in WRITTEN]) and not step.closed:
+        engine = job.rollout.route()
+        prompts = [sample.prompt + sample.response for sample in unwritten]
+        rooms = [job.sampling.room(sample) for sample in unwritten]
+        try:
+            async with asyncio.timeout(job.config.request_timeout_s):
+                async for answer in engine.generate(prompts, job.sampling, rooms):
+                    sample = unwritten[answer.index]
+                    take_answer(step, sample, answer, engine.rank)
+                    if sample.finish in WRITTEN and not step.closed:
+                        when_written(sample)
+        except TimeoutError:
+            job.rollout.cut_off(engine)
+            late += 1
+            if late == MOST_LATE:
+                raise ValueError(f"{late} engines, at last the {engine.name}, were later than --request-timeout-s") from None
+
+
+def take_answer(step: Step, sample: Sample, answer: Answer, rank: int) -> None:
+    """Add what an engine wrote to a sample."""
+    version, timeline = step.job.actor.version, step.job.timeline
+    assert set(answer.versions) <= {version}, f"rank {rank} wrote with weights {set(answer.versions)}, not {version}"
+    writing = "resumed" if sample.response else "decoding"
+    timeline.sample("queued", sample.prompt_id, sample.index, rank, answer.sent, answer.first_token)
+    timeline.sample(writing, sample.prompt_id, sample.index, rank, answer.first_token, answer.end)
+    if answer.finish not in WRITTEN:
+        timeline.sample("aborted", sample.prompt_id, sample.index, rank, answer.end, answer.end)
+        step.served.aborted += 1
+    sample.response = sample.response + answer.tokens
+    sample.logprobs = sample.logprobs + answer.logprobs
+    sample.versions = sample.versions + answer.versions
+    sample.finish = answer.finish
+    step.served.tokens += len(answer.tokens)
+
+
+async def judge(step: Step, group: list[Sample]) -> None:
+    """Have every answer of a written group judged that isn't yet."""
+    await asyncio.gather(*(judge_one(step, sample) for sample in group if sample.reward is None))
+
+
+async def judge_one(step: Step, sample: Sample) -> None:
+    """Have one answer judged."""
+    job, clock = step.job, asyncio.get_running_loop().time
+    start = clock()
+    await job.judge.judge(sample, job.genrm)
+    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, clock())
+    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, clock(), clock())
+
+
+async def write_and_judge(step: Step, group: list[Sample]) -> None:
+    """Have the answers of a group written, and each judged the moment it is whole."""
+    judging = [asyncio.create_task(judge_one(step, s)) for s in group if s.finish in WRITTEN and s.reward is None]
+    await write(step, group, lambda sample: judging.append(asyncio.create_task(judge_one(step, sample))))
+    await asyncio.gather(*judging)
+
+
+# ---------------------------------------------------------------- the tail does not wait
+
+
+async def enough_written(step: Step) -> None:
+    """Full colocation: wait until as many groups are written as the step lacks, over all controllers, then cut off the others."""
+    job, draws = step.job, step.draws
+    if draws.in_order:
+        await step.settle()
+        return
+    written, wanted = 0, draws.wanted - draws.found
+    while written < min(wanted, draws.flying):
+        ended = await step.settle(job.config.meet_every_s, at_first=True)
+        written += sum(await job.world.gather(len(ended)))
+    await cut_off(step)
+
+
+async def cut_off(step: Step) -> None:
+    """No new requests, then abort what is written and judged, and wait until all of it has come back (collective)."""
+    job = step.job
+    step.closed = True
+    await job.judge.cancel()
+    while any(await job.world.gather(len(step.tasks))):
+        await asyncio.gather(job.rollout.abort(), job.genrm.abort())
+        await step.settle(job.config.meet_every_s)  # a request that was on its way when its engine aborted all is met next time
+    step.closed = False
+
+
+# ---------------------------------------------------------------- dynamic sampling
+
+
+async def serve(job, serve_wave) -> Served:
+    """Draw prompts, serve them, drop groups without variance and draw again (collective).
+
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`. Each of up to `max_refill_waves` more replaces the groups
+    that were filtered, scaled by the moving average of groups drawn per group kept and by 1.2. By default the first
+    `prompts_per_step` informative groups in the order of drawing are kept, over all controllers together; with `over_dispatch` above
+    1 the first to end. The prompts of the others go back to the buffer, with `partial_rollout` with all that was written for them.
+    """
+    config = job.config
+    job.judge.forget()
+    step = Step(job, Draws(config.prompts_per_step, in_order=config.over_dispatch == 1))
+    draws = step.draws
+    while len(draws.chosen()) < draws.wanted:
+        wave = draws.next_wave(config.max_refill_waves)
+        if wave is None and not draws.flying:
+            break
+        mine = [] if wave is None else draw_wave(job, draws, wave)
+        await serve_wave(step, mine)
+        await meet(step)
+    await cut_off(step)
+    job.state.groups_per_kept = moving_average(job.state.groups_per_kept, draws)
+    sort_out(step)
+    return step.served
+
+
+def draw_wave(job, draws: Draws, wave: int) -> list[int]:
+    """Deal the prompts of a wave; returns this controller's (the same call on every controller)."""
+    scale = job.config.over_dispatch if wave == 0 else 1.2 * job.state.groups_per_kept
+    drawn = job.prompts.take(wave_size(draws, scale, job.actor.dp_size))
+    owners = job.groups.deal(drawn, job.actor.dp_size)
+    draws.add(drawn, wave)
+    job.timeline.mark("wave", f"wave {wave + 1}")
+    return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]
+
+
+async def meet(step: Step) -> None:
+    """All controllers tell which of their groups ended, and how, and what they await from whom (collective)."""
+    job = step.job
+    ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
+    news = (ended, job.judge.failed, job.judge.parsed, job.rollout.outstanding(), job.genrm.outstanding())
+    endings, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
+    for ending in endings:
+        step.draws.learn(ending)
+    job.rollout.hear(rollout)
+    job.genrm.hear(genrm)
+    check_judge(job.config, sum(failed), sum(parsed))
+
+
+def sort_out(step: Step) -> None:
+    """Sort this controller's groups into kept, carried and filtered, and pad a short batch with filtered ones (under the loss mask)."""
+    job, draws, served = step.job, step.draws, step.served
+    chosen, again = draws.chosen(), draws.come_again()
+    for draw, group in step.groups.items():
+        if draw in chosen:
+            for sample in group:
+                (served.dropped if sample.reward is None else served.kept).append(sample)
+        else:
+            (served.carried if draw in again else served.filtered).append(group)
+    job.groups.put_back(again, served.carried)
+    served.waves, served.padded = draws.waves, draws.wanted - len(chosen)
+    own_padding = -(-served.padded // job.actor.dp_size)
+    served.padding = [sample for group in served.filtered[:own_padding] for sample in group]
+
+
+def check_judge(config, failed: int, parsed: int) -> None:
+    """Raises ValueError once `max_judge_failures` answers got no verdict and none ever got one: such a judge never will give one."""
+    if parsed == 0 and failed >= config.max_judge_failures:
+        raise ValueError(
+            f"--judge {config.judge}: none of the first {failed} answers got a verdict (--max-judge-failures "
+            f"{config.max_judge_failures}): it can't be read as --judge-format {config.judge_format} (see FORMATS in genrm.py), "
+            f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
+        )
