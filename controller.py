@@ -150,7 +150,7 @@ async def serve(job: Job, serve_wave) -> Served:
         await serve_wave(job, groups)
         facts = await world.gather(([g[0].prompt_id for g in groups if is_informative(g)], job.judge.failed, job.judge.parsed))
         found = {draw for draws_of_rank, _, _ in facts for draw in draws_of_rank}
-        check_judge(config, sum(failed for _, failed, _ in facts), sum(parsed for _, _, parsed in facts))
+        check_judge(config, [failed for _, failed, _ in facts], [parsed for _, _, parsed in facts])
         job.state.groups_per_kept = 0.9 * job.state.groups_per_kept + 0.1 * min(len(draws) / max(1, len(found)), 10.0)
         mine |= {group[0].prompt_id: group for group in groups}
         informative |= found
@@ -196,14 +196,19 @@ def fill(served: Served, mine: dict[int, list[Sample]], kept: set[int], surplus:
     served.padding = [sample for group in served.filtered[:own_padding] for sample in group]
 
 
-def check_judge(config, failed: int, parsed: int) -> None:
-    """Raises ValueError once `max_judge_failures` answers got no verdict and none ever got one: such a judge never will give one."""
-    if parsed == 0 and failed >= config.max_judge_failures:
-        raise ValueError(
-            f"--judge {config.judge}: none of the first {failed} answers got a verdict (--max-judge-failures "
-            f"{config.max_judge_failures}): it can't be read as --judge-format {config.judge_format} (see FORMATS in genrm.py), "
-            f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
-        )
+def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> None:
+    """Raises ValueError once a judge gave no verdict on `max_judge_failures` answers and none on any other: it never will give one.
+
+    failed, parsed: [controllers][judges], since the run's start.
+    """
+    counts = zip(zip(*failed, strict=True), zip(*parsed, strict=True), strict=True)
+    for judge, judge_format, (failures, verdicts) in zip(config.judge, config.judge_format, counts, strict=True):
+        if sum(verdicts) == 0 and sum(failures) >= config.max_judge_failures:
+            raise ValueError(
+                f"--judge {judge}: none of the first {sum(failures)} answers got a verdict (--max-judge-failures "
+                f"{config.max_judge_failures}): it can't be read as --judge-format {judge_format} (see FORMATS in genrm.py), "
+                f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
+            )
 
 
 # ---------------------------------------------------------------- where controllers meet

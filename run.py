@@ -21,7 +21,7 @@ import data
 import exits
 import genrm
 import placement
-from config import Config, check_batch, dashed, parse_config
+from config import Config, as_text, check_batch, dashed, parse_config
 
 
 def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
@@ -29,10 +29,10 @@ def describe(config: Config, plan: placement.Plan, world_size: int) -> str:
     dp = world_size // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
     fields = dataclasses.fields(Config)
-    resolved_settings = {f.name: value for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
+    resolved_settings = {f.name: as_text(value) for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
     return (
         f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plan}\n"
-        f"  model {config.model}\n  judge {config.judge}\n  data  {config.data or 'built-in addition task'}\n"
+        f"  model {config.model}\n  judge {as_text(config.judge)}\n  data  {config.data or 'built-in addition task'}\n"
         f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), "
         f"{samples // dp} for each of {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), "
         f"packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
@@ -58,7 +58,7 @@ async def run(config: Config, plan: placement.Plan) -> None:
             import warmstart
 
             model, judge = await warmstart.prepare(config, world, progress)
-            config = dataclasses.replace(config, model=str(model), judge=str(judge))
+            config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
         inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
         out = await world.run(prepare_out, config, world)
         job = await build(config, plan, world, out, inputs, progress, engines)
@@ -115,7 +115,7 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, 
     from rollout import Sampling
     from timeline import Timeline
 
-    actor_tokenizer, judge_tokenizer, prompts = inputs
+    actor_tokenizer, judge_tokenizers, prompts = inputs
     progress.doing("starting engines")
     await together(world, launch_engines, config, plan, world.rank, out, engines)
     if world.rank == 0:
@@ -124,24 +124,36 @@ async def build(config: Config, plan: placement.Plan, world, out: Path, inputs, 
     actor = await world.run(build_actor, config)
     await together(world, ready, engines, config.engine_timeout_s)
     timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", progress.phase)
-    pools = await connect(engines, world, timeline)
+    pools = await connect(engines, world, timeline, len(config.judge))
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
-    judge_sampling = Sampling(config.judge_temperature, config.judge_max_new_tokens, data.stop_tokens(config.judge, judge_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
-    judge = genrm.Judge(
-        genrm.FORMATS[config.judge_format],
-        functools.partial(data.encode, judge_tokenizer),
-        functools.partial(data.decode, judge_tokenizer),
-        decode,
-        judge_sampling,
-        config.max_model_len - config.judge_max_new_tokens,
-        genrm.Calls(config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once),
-    )
+    judge = build_judge(config, judge_tokenizers, decode)
     report = Report(config, world, out, progress, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
     await world.barrier()
     timeline.start()
     return controller.Job(config, world, actor, pools["rollout"], pools["genrm"], judge, prompts, sampling, greedy, timeline, report)
+
+
+def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judge:
+    """The judges, each with its own tokenizer, stop tokens and format."""
+    from rollout import Sampling
+
+    models = [
+        genrm.JudgeModel(
+            genrm.FORMATS[judge_format],
+            functools.partial(data.encode, tokenizer),
+            functools.partial(data.decode, tokenizer),
+            Sampling(config.judge_temperature, config.judge_max_new_tokens, data.stop_tokens(model_dir, tokenizer)),
+            config.max_model_len - config.judge_max_new_tokens,
+            weight,
+        )
+        for model_dir, tokenizer, judge_format, weight in zip(
+            config.judge, tokenizers, config.judge_format, config.judge_weights, strict=True
+        )
+    ]
+    calls = genrm.Calls(config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once)
+    return genrm.Judge(models, decode_response, calls)
 
 
 async def together(world, function, *args) -> None:
@@ -160,7 +172,7 @@ async def launch_engines(config: Config, plan: placement.Plan, rank: int, out: P
     """Start the servers of this rank, all at once, without waiting."""
     from rollout import Engine
 
-    models = {"rollout": config.model, "genrm": config.judge}
+    models = {"rollout": config.model, "genrm": config.judge[rank % len(config.judge)]}
     for offset, role in enumerate(("rollout", "genrm")):
         if role in plan.roles_of(rank):
             log = out / "logs" / f"{role}-{rank}.log"
@@ -172,8 +184,11 @@ async def ready(engines: list, deadline_s: float) -> None:
     await asyncio.gather(*(engine.ready(deadline_s) for engine in engines))
 
 
-async def connect(engines: list, world, timeline) -> dict[str, placement.Pool]:
-    """A handle on every engine of the run, by role (collective). Handles on other ranks' engines are appended to `engines`."""
+async def connect(engines: list, world, timeline, judges: int) -> dict[str, placement.Pool]:
+    """A handle on every engine of the run, by role (collective). Handles on other ranks' engines are appended to `engines`.
+
+    judges: how many judge models there are, to which the genrm engines belong in turn.
+    """
     from rollout import Engine
 
     own = {(engine.role, engine.rank): engine for engine in engines}
@@ -183,19 +198,20 @@ async def connect(engines: list, world, timeline) -> dict[str, placement.Pool]:
     fleet = sorted((*own.values(), *remote), key=lambda engine: engine.rank)
     for engine in fleet:
         engine.on_request = timeline.request
+        engine.model = engine.rank % judges if engine.role == "genrm" else 0
     return {role: placement.Pool([e for e in fleet if e.role == role], world, timeline) for role in ("rollout", "genrm")}
 
 
 def load_prompts(config: Config):
-    """Both tokenizers and the prompts."""
-    actor_tokenizer, judge_tokenizer = data.load_tokenizer(config.model), data.load_tokenizer(config.judge)
+    """The actor's tokenizer, the judges', and the prompts."""
+    actor_tokenizer, judge_tokenizers = data.load_tokenizer(config.model), [data.load_tokenizer(judge) for judge in config.judge]
     encode = functools.partial(data.encode, actor_tokenizer)
     if config.data:
         room = config.max_model_len - config.max_new_tokens
         source = data.PromptFile(Path(config.data), encode, config.seed, config.eval_prompts, room)
     else:
         source = data.Addition(config.seed, encode)
-    return actor_tokenizer, judge_tokenizer, data.Prompts(source)
+    return actor_tokenizer, judge_tokenizers, data.Prompts(source)
 
 
 def build_actor(config: Config):
