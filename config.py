@@ -36,9 +36,10 @@ class Config:
     seed: int = 0  # of the demo's models, the order of prompts and the engines' random state
     # ---- models and prompts
     model: str = ""  # Hugging Face directory of the actor; default: the demo's, made on first use
-    judge: str = ""  # Hugging Face directory of the generative reward model
+    judge: tuple[str, ...] = ()  # Hugging Face directory of the generative reward model, or of several
+    judge_weights: tuple[float, ...] = ()  # of each judge's verdict in the reward, in proportion; default: equal
     data: str = ""  # prompts, JSONL or Parquet; default: the built-in addition task
-    judge_format: str = ""  # a row of genrm.FORMATS; default: chat with --data, addition without
+    judge_format: tuple[str, ...] = ()  # a row of genrm.FORMATS, for all or for each; default: chat with --data, addition without
     # ---- the batch
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
@@ -112,10 +113,24 @@ class Config:
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
-        if self.judge_format not in ("", *genrm.FORMATS):
-            raise ValueError(f"--judge-format {self.judge_format} is unknown; choose one of {', '.join(genrm.FORMATS)}")
         if bool(self.model) != bool(self.judge) or (self.data and not self.model):
             raise ValueError("--data needs --model and --judge, and those two need each other: the demo's models only know addition")
+        self._check_judges()
+        if self.sp and self.tp == 1:
+            raise ValueError("--sp needs --tp 2 or more")
+
+    def _check_judges(self):
+        """What the settings of the judges ask of each other. Raises ValueError like the rest."""
+        judges, weights = max(1, len(self.judge)), self.judge_weights
+        for judge_format in self.judge_format:
+            if judge_format not in genrm.FORMATS:
+                raise ValueError(f"--judge-format {judge_format} is unknown; choose one of {', '.join(genrm.FORMATS)}")
+        if len(self.judge_format) not in (0, 1, judges):
+            raise ValueError(f"--judge-format {as_text(self.judge_format)}: one for all judges is needed, or one for each, so {judges}")
+        if len(weights) not in (0, judges):
+            raise ValueError(f"--judge-weights {as_text(weights)}: one for each judge is needed, so {judges}")
+        if weights and not (all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf):  # NaN is refused, too
+            raise ValueError(f"--judge-weights {as_text(weights)}: finite numbers are needed, none below 0 and one above")
         if (1 + self.judge_retries) * self.judge_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"--judge-retries {self.judge_retries} with --judge-timeout-s {self.judge_timeout_s:g} may take longer than the other "
@@ -123,8 +138,6 @@ class Config:
             )
         if self.judgements > 1 and self.judge_temperature == 0:
             raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0: a greedy judge repeats itself")
-        if self.sp and self.tp == 1:
-            raise ValueError("--sp needs --tp 2 or more")
 
 
 # A preset is what differs from Config's defaults. `tiny` is the demo, whose values those are.
@@ -138,6 +151,20 @@ PRESETS = {
 def dashed(name: str) -> str:
     """A setting's name on the command line."""
     return name.replace("_", "-")
+
+
+def as_text(value) -> str:
+    """A setting's value as the command line takes it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def option(kind: str) -> dict:
+    """What argparse has to know of a setting whose field is annotated `kind`; a tuple takes one value or more."""
+    if kind == "bool":
+        return {"action": argparse.BooleanOptionalAction}
+    one = kind.removeprefix("tuple[").removesuffix(", ...]")
+    known = {"type": {"int": int, "float": float, "str": str}[one], "metavar": one.upper()}
+    return known if one == kind else known | {"nargs": "+"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -155,19 +182,21 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     parser = Parser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     comments = field_comments()
     for field in dataclasses.fields(Config):
-        kind = {"bool": None, "int": int, "float": float, "str": str}[field.type]
-        action = {"action": argparse.BooleanOptionalAction} if kind is None else {"type": kind, "metavar": field.type.upper()}
-        help_text = f"{comments.get(field.name, '')} [{field.default}]".replace("%", "%%")
-        parser.add_argument(f"--{dashed(field.name)}", default=argparse.SUPPRESS, help=help_text, **action)
-    given = vars(parser.parse_args(arguments))
+        help_text = f"{comments.get(field.name, '')} [{as_text(field.default)}]".replace("%", "%%")
+        parser.add_argument(f"--{dashed(field.name)}", default=argparse.SUPPRESS, help=help_text, **option(field.type))
+    parsed = vars(parser.parse_args(arguments))
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
     preset = given.get("preset") or "tiny"
     if preset not in PRESETS:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     config = Config(**PRESETS[preset] | given | {"preset": preset})
+    judges = max(1, len(config.judge))  # the demo's isn't named
+    formats = config.judge_format or (("chat" if config.data else "addition"),)
     return dataclasses.replace(
         config,
         out=config.out or f"runs/{preset}-{config.mode}",
-        judge_format=config.judge_format or ("chat" if config.data else "addition"),
+        judge_format=formats if len(formats) == judges else formats * judges,
+        judge_weights=config.judge_weights or (1.0,) * judges,
     )
 
 

@@ -1,4 +1,4 @@
-"""GenRM: the generative judge. It writes a critique and a verdict on a question and its final answer; the verdict is the reward.
+"""GenRM: generative judges. Each writes a critique and a verdict on a question and its final answer; the verdicts are the reward.
 
 What a judge is asked and how its text is read is a `Format`: three small pure functions, and the place to edit for a judge of one's
 own. `addition` is the built-in task's; `chat` suits any instruction-following model.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout import Sample
+from rollout import Answer, Sample, Sampling
 
 BACKOFF_S = 2.5  # before a call that was given up is made again: SGLang aborts a request 2 s after its client has left
 LONGEST_BACKOFF_S = 30.0
@@ -95,8 +95,20 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
+class JudgeModel:
+    """One generative judge, with its own tokenizer. Judge number m is served by the genrm engines whose `model` is m."""
+
+    format: Format
+    encode: Callable[[str | list[dict]], list[int]]  # judge prompt -> token ids
+    decode: Callable[[list[int]], str]  # token ids of a critique -> text
+    sampling: Sampling
+    max_prompt_tokens: int  # what the judge's context leaves for a prompt; a longer one is a failed judgement
+    weight: float = 1.0  # in the reward, relative to the other judges'
+
+
+@dataclass(frozen=True)
 class Calls:
-    """How the judge is called: the settings `judgements` and `judge_*` of config.py, which says what they mean."""
+    """How every judge is called: the settings `judgements` and `judge_*` of config.py, which says what they mean."""
 
     judgements: int = 1
     vote: bool = False
@@ -107,10 +119,17 @@ class Calls:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the critiques of one pair came to. reward None: none of them could be read, and the sample is dropped, not scored 0."""
+    """What one judge's critiques of one pair came to. reward None: none could be read, and the sample is dropped, not scored 0."""
 
     critique: str
     reward: float | None
+
+
+def read_verdict(format: Format, reply: Answer, text: str) -> bool | None:
+    """The verdict of one critique, None when there is none to be read."""
+    verdict = format.parse(text) if reply.finish == "stop" else None
+    # an accept that the judge itself was unsure of, at its weakest token, counts as a reject
+    return verdict and min(reply.logprobs, default=0.0) > format.min_logprob
 
 
 def combine(verdicts: list[bool], vote: bool) -> float | None:
@@ -121,96 +140,110 @@ def combine(verdicts: list[bool], vote: bool) -> float | None:
     return float(mean > 0.5) if vote else mean
 
 
-class Judge:
-    """Fills `critique, verdict, reward` of samples by asking the genrm engines; identical (question, answer) pairs are asked once."""
+def weigh(rewards: list[float | None], weights: list[float]) -> float | None:
+    """A sample's reward: the weighted mean over its judges, None if one of them has none (pure)."""
+    # The mean over the judges that remain would be on another scale: a lenient judge's failure would lower its samples' rewards
+    # against those of the rest of the group. So the sample is dropped.
+    if None in rewards:
+        return None
+    mean = sum(weight * reward for weight, reward in zip(weights, rewards, strict=True)) / sum(weights)
+    return round(mean, 9)  # 0.1 + 0.2 is not 0.3 in floats: a group whose rewards are all equal must not seem to have variance
 
-    def __init__(
-        self,
-        format: Format,
-        encode: Callable[[str | list[dict]], list[int]],  # judge prompt -> token ids of the judge's tokenizer
-        decode: Callable[[list[int]], str],  # judge's tokens -> text
-        decode_response: Callable[[list[int]], str],  # actor's tokens -> text
-        sampling,
-        max_prompt_tokens: int,  # what the judge's context leaves for a prompt; a longer one is a failed judgement
-        calls: Calls,
-    ):
-        self.format, self.sampling, self.max_prompt_tokens, self.calls = format, sampling, max_prompt_tokens, calls
-        self._encode, self._decode, self._decode_response = encode, decode, decode_response
-        self._asked: dict[tuple[str, str], asyncio.Task] = {}
+
+class Judge:
+    """Fills `critique, verdict, reward` of samples by asking one judge or several; each is asked an identical pair only once."""
+
+    def __init__(self, models: list[JudgeModel], decode_response: Callable[[list[int]], str], calls: Calls):
+        """decode_response: actor's tokens -> text."""
+        self.models, self.calls = models, calls
+        self._decode_response = decode_response
+        self._asked: dict[tuple[int, str, str | None], asyncio.Task] = {}  # by number of the judge, question and answer
         self._free = asyncio.Semaphore(calls.at_once)
-        self.failed = self.parsed = 0  # since the run's start: a judge that never parses stops the run
+        # since the run's start, for each judge: pairs without a verdict, and verdicts. A judge that never parses stops the run
+        self.failed, self.parsed = [0] * len(models), [0] * len(models)
         self.latencies: list[float] = []  # seconds of each judgement of this step
         self.timeouts = 0  # calls of this step that were given up
+        self.tokens = 0  # of this step's critiques
 
     def forget(self) -> None:
         """New step: judgements are asked for anew, because engines may have changed; this step's counts start again."""
+        assert all(task.done() for task in self._asked.values()), "a judgement outlived its step: cancel() it first"
         self._asked.clear()
-        self.latencies, self.timeouts = [], 0
+        self.latencies, self.timeouts, self.tokens = [], 0, 0
 
     async def cancel(self) -> None:
-        """Give up every judgement that isn't finished."""
-        tasks = [task for task in self._asked.values() if not task.done()]
-        self._asked = {key: task for key, task in self._asked.items() if task.done()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel every judgement that isn't finished, and return when none runs. Samples that wait for one get CancelledError.
 
-    def final_answer(self, sample: Sample) -> str | None:
-        """The answer in the sample's response; None when it has none or was cut off before its end."""
+        For groups that are given up. What was cancelled isn't a failure, and who asks for it later asks anew.
+        """
+        running = {key: task for key, task in self._asked.items() if not task.done()}
+        for key, task in running.items():
+            del self._asked[key]
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    def final_answer(self, sample: Sample, number: int = 0) -> str | None:
+        """The answer in the sample's response as judge `number` reads it; None when it has none or was cut off before its end."""
         if sample.finish != "stop":
             return None
-        return self.format.final_answer(self._decode_response(sample.response))
+        return self.models[number].format.final_answer(self._decode_response(sample.response))
 
     async def judge(self, sample: Sample, pool) -> None:
-        """Fill `critique, verdict, reward` of one finished sample; reward 1 for an accepted answer, 0 for a rejected one.
+        """Fill `critique, verdict, reward` of one finished sample, by all judges at once; 1 if all accept it, 0 if all reject it.
 
-        With several judgements it may lie between, and the verdict is the majority's. A sample whose judge failed keeps None.
+        Otherwise it lies between, and the verdict is whether it is above 0.5. A sample that a judge failed on keeps None.
         """
-        answer = self.final_answer(sample)
-        if answer is None:
-            sample.critique, sample.verdict, sample.reward = "no final answer", False, 0.0
-            return
-        key = (sample.question, answer)
+        tasks = [self._judgement(number, sample, pool) for number in range(len(self.models))]
+        # shielded: another sample may wait for the same judgement, and must not lose it when this one is cancelled
+        judgements = await asyncio.gather(*map(asyncio.shield, tasks))
+        critiques = [judgement.critique for judgement in judgements]
+        if len(critiques) > 1:
+            critiques = [f"judge {number}:\n{critique}" for number, critique in enumerate(critiques)]
+        sample.critique = "\n".join(critiques)
+        sample.reward = weigh([judgement.reward for judgement in judgements], [model.weight for model in self.models])
+        sample.verdict = None if sample.reward is None else sample.reward > 0.5
+
+    def _judgement(self, number: int, sample: Sample, pool) -> asyncio.Task:
+        """The task that asks judge `number` for this sample's pair: the one that runs or has run already, else a new one."""
+        key = (number, sample.question, self.final_answer(sample, number))
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(*key, pool))
-        judgement = await self._asked[key]
-        sample.critique, sample.reward = judgement.critique, judgement.reward
-        sample.verdict = None if judgement.reward is None else judgement.reward > 0.5
+        return self._asked[key]
 
-    async def _ask(self, question: str, answer: str, pool) -> Judgement:
+    async def _ask(self, number: int, question: str, answer: str | None, pool) -> Judgement:
         """Call until every judgement can be read, 1 + retries times. What a greedy judge wrote it would only repeat."""
-        prompt = self._encode(self.format.prompt(question, answer))
+        if answer is None:
+            return Judgement("no final answer", 0.0)
+        model, calls = self.models[number], self.calls
+        prompt = model.encode(model.format.prompt(question, answer))
         texts, verdicts = [], []
-        for attempt in range(1 + self.calls.retries if len(prompt) <= self.max_prompt_tokens else 0):
-            missing = self.calls.judgements - len(verdicts)
-            replies = await self._call(prompt, missing, pool)
-            written = [self._decode(reply.tokens) for reply in replies]
-            read = [self._read(reply, text) for reply, text in zip(replies, written, strict=True)]
+        for attempt in range(1 + calls.retries if len(prompt) <= model.max_prompt_tokens else 0):
+            missing = calls.judgements - len(verdicts)
+            replies = await self._call(number, prompt, missing, pool)
+            written = [model.decode(reply.tokens) for reply in replies]
+            read = [read_verdict(model.format, reply, text) for reply, text in zip(replies, written, strict=True)]
             texts, verdicts = texts + written, verdicts + [verdict for verdict in read if verdict is not None]
-            if len(verdicts) == self.calls.judgements or (len(replies) == missing and self.sampling.temperature == 0):
+            if len(verdicts) == calls.judgements or (len(replies) == missing and model.sampling.temperature == 0):
                 break
-            if len(replies) < missing and attempt < self.calls.retries:  # given up: the engine gets time, twice as much each time
+            if len(replies) < missing and attempt < calls.retries:  # given up: the engine gets time, twice as much each time
                 await asyncio.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
-        self.parsed += len(verdicts)
-        self.failed += not verdicts
-        return Judgement("\n".join(texts), combine(verdicts, self.calls.vote))
+        self.parsed[number] += len(verdicts)
+        self.failed[number] += not verdicts
+        return Judgement("\n".join(texts), combine(verdicts, calls.vote))
 
-    async def _call(self, prompt: list[int], count: int, pool) -> list:
+    async def _call(self, number: int, prompt: list[int], count: int, pool) -> list[Answer]:
         """One request for `count` critiques, which share the prompt's KV cache; returns those that came in time."""
+        sampling = self.models[number].sampling
         clock, replies = asyncio.get_running_loop().time, []
         async with self._free:
-            start = clock()
+            start, engine = clock(), pool.route(number)
             try:
                 async with asyncio.timeout(self.calls.timeout_s):
-                    async for reply in pool.route().generate([prompt] * count, self.sampling):
+                    async for reply in engine.generate([prompt] * count, sampling):
                         self.latencies.append(clock() - start)
+                        self.tokens += len(reply.tokens)
                         replies.append(reply)
             except TimeoutError:  # leaving the request has closed it, and its server will abort it
                 self.timeouts += 1
+                pool.cut_off(engine)
         return replies
-
-    def _read(self, reply, text: str) -> bool | None:
-        """The verdict of one critique, None when there is none to be read."""
-        verdict = self.format.parse(text) if reply.finish == "stop" else None
-        # an accept that the judge itself was unsure of, at its weakest token, counts as a reject
-        return verdict and min(reply.logprobs, default=0.0) > self.format.min_logprob

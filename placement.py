@@ -78,9 +78,12 @@ def make_plans(config, world_size: int) -> list[Plan]:
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
         if world_size % tp:
             raise ValueError(f"--{name}-tp {tp} doesn't divide {world_size} ranks")
+    judges = max(1, len(config.judge))
     plans = PLANS[mode](world_size, config.rollout_tp, config.genrm_tp)
+    plans = [plan for plan in plans if len({judge_of(rank, config.genrm_tp, judges) for rank in plan.leads("genrm")}) == judges]
     if not plans:
-        raise ValueError(f"--mode {mode} needs at least 2 ranks, one for rollout and one for genrm; this run has {world_size}")
+        needed = f"at least 2 ranks, one for rollout and one for genrm; this run has {world_size}"
+        raise ValueError(f"--mode {mode} needs {needed}" + f", and {judges} judges, each on a rank of its own" * (judges > 1))
     splits = [len(plan.rollout) for plan in plans if plan.mode == "partial"]
     start = split or min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)  # 0: the half, rounded up
     first = [plan for plan in plans if mode == "full" or len(plan.rollout) == start]
@@ -91,6 +94,11 @@ def make_plans(config, world_size: int) -> list[Plan]:
         )
     may_move = config.rebalance or mode == "auto"
     return first[:1] + [plan for plan in plans if may_move and plan != first[0]]
+
+
+def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
+    """Which of several judge models the genrm engine that `rank` leads serves: they take turns."""
+    return rank // genrm_tp % judges
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ import data
 import exits
 import genrm
 import placement
-from config import Config, check_batch, dashed, parse_config
+from config import Config, as_text, check_batch, dashed, parse_config
 from draws import Groups
 from pool import Pool
 
@@ -31,10 +31,10 @@ def describe(config: Config, plans: list[placement.Plan], world_size: int) -> st
     dp = world_size // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
     fields = dataclasses.fields(Config)
-    resolved_settings = {f.name: value for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
+    resolved_settings = {f.name: as_text(value) for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
     return (
         f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plans[0]}\n"
-        f"  model {config.model}\n  judge {config.judge}\n  data  {config.data or 'built-in addition task'}\n"
+        f"  model {config.model}\n  judge {as_text(config.judge)}\n  data  {config.data or 'built-in addition task'}\n"
         f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), "
         f"{samples // dp} for each of {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), "
         f"packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
@@ -60,7 +60,7 @@ async def run(config: Config, plans: list[placement.Plan]) -> None:
             import warmstart
 
             model, judge = await warmstart.prepare(config, world, progress)
-            config = dataclasses.replace(config, model=str(model), judge=str(judge))
+            config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
         inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
         out = await world.run(prepare_out, config, world)
         job = await build(config, plans, world, out, inputs, progress, engines)
@@ -117,7 +117,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, i
     from rollout import Sampling
     from timeline import Timeline
 
-    actor_tokenizer, judge_tokenizer, prompts = inputs
+    actor_tokenizer, judge_tokenizers, prompts = inputs
     progress.doing("starting engines")
     await together(world, launch_engines, config, plans, world.rank, out, engines)
     if world.rank == 0:
@@ -128,17 +128,8 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, i
     timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", progress.phase)
     pools = await connect(engines, world, timeline)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
-    judge_sampling = Sampling(config.judge_temperature, config.judge_max_new_tokens, data.stop_tokens(config.judge, judge_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
-    judge = genrm.Judge(
-        genrm.FORMATS[config.judge_format],
-        functools.partial(data.encode, judge_tokenizer),
-        functools.partial(data.decode, judge_tokenizer),
-        decode,
-        judge_sampling,
-        config.max_model_len - config.judge_max_new_tokens,
-        genrm.Calls(config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once),
-    )
+    judge = build_judge(config, judge_tokenizers, decode)
     report = Report(config, world, out, progress, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
     await world.barrier()
@@ -146,6 +137,27 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, i
     groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout)
     roles = (actor, pools["rollout"], pools["genrm"], judge)
     return controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, greedy, timeline, report)
+
+
+def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judge:
+    """The judges, each with its own tokenizer, stop tokens and format."""
+    from rollout import Sampling
+
+    models = [
+        genrm.JudgeModel(
+            genrm.FORMATS[judge_format],
+            functools.partial(data.encode, tokenizer),
+            functools.partial(data.decode, tokenizer),
+            Sampling(config.judge_temperature, config.judge_max_new_tokens, data.stop_tokens(model_dir, tokenizer)),
+            config.max_model_len - config.judge_max_new_tokens,
+            weight,
+        )
+        for model_dir, tokenizer, judge_format, weight in zip(
+            config.judge, tokenizers, config.judge_format, config.judge_weights, strict=True
+        )
+    ]
+    calls = genrm.Calls(config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once)
+    return genrm.Judge(models, decode_response, calls)
 
 
 async def together(world, function, *args) -> None:
@@ -164,11 +176,11 @@ async def launch_engines(config: Config, plans: list[placement.Plan], rank: int,
     """Start the servers that any of the plans has on this rank, all at once, without waiting."""
     from rollout import Engine
 
-    models = {"rollout": config.model, "genrm": config.judge}
-    for offset, role in enumerate(("rollout", "genrm")):
+    judge = placement.judge_of(rank, config.genrm_tp, len(config.judge))
+    for port, role, model, model_dir in ((0, "rollout", 0, config.model), (1, "genrm", judge, config.judge[judge])):
         if any(rank in plan.leads(role) for plan in plans):
             log = out / "logs" / f"{role}-{rank}.log"
-            engines.append(Engine.launch(role, rank, config.port + 2 * rank + offset, models[role], config, str(log)))
+            engines.append(Engine.launch(role, rank, config.port + 2 * rank + port, model_dir, config, str(log), model))
 
 
 async def ready(engines: list, deadline_s: float) -> None:
@@ -176,7 +188,7 @@ async def ready(engines: list, deadline_s: float) -> None:
     await asyncio.gather(*(engine.ready(deadline_s) for engine in engines))
 
 
-async def connect(engines: list, world, timeline) -> dict[str, placement.Pool]:
+async def connect(engines: list, world, timeline) -> dict[str, Pool]:
     """A handle on every engine of the run, by role (collective). Handles on other ranks' engines are appended to `engines`."""
     from rollout import Engine
 
@@ -189,15 +201,15 @@ async def connect(engines: list, world, timeline) -> dict[str, placement.Pool]:
 
 
 def load_prompts(config: Config):
-    """Both tokenizers and the prompts."""
-    actor_tokenizer, judge_tokenizer = data.load_tokenizer(config.model), data.load_tokenizer(config.judge)
+    """The actor's tokenizer, the judges', and the prompts."""
+    actor_tokenizer, judge_tokenizers = data.load_tokenizer(config.model), [data.load_tokenizer(judge) for judge in config.judge]
     encode = functools.partial(data.encode, actor_tokenizer)
     if config.data:
         room = config.max_model_len - config.max_new_tokens
         source = data.PromptFile(Path(config.data), encode, config.seed, config.eval_prompts, room)
     else:
         source = data.Addition(config.seed, encode)
-    return actor_tokenizer, judge_tokenizer, data.Prompts(source)
+    return actor_tokenizer, judge_tokenizers, data.Prompts(source)
 
 
 def build_actor(config: Config):

@@ -82,7 +82,7 @@ async def serve_in_turns(step: Step, mine: list[int]) -> None:
     await enough_written(step)
     await job.rollout.sleep()
     await job.genrm.wake()
-    step.go_on([draw for draw in mine + cut if is_written(step.groups[draw])], judge)
+    step.go_on([draw for draw in mine + cut if is_written(step.groups[draw])], have_judged)
     await step.settle()
 
 
@@ -141,7 +141,7 @@ def take_answer(step: Step, sample: Sample, answer: Answer, rank: int) -> None:
     step.served.tokens += len(answer.tokens)
 
 
-async def judge(step: Step, group: list[Sample]) -> None:
+async def have_judged(step: Step, group: list[Sample]) -> None:
     """Have every answer of a written group judged that isn't yet."""
     await asyncio.gather(*(judge_one(step, sample) for sample in group if sample.reward is None))
 
@@ -231,13 +231,13 @@ async def meet(step: Step) -> None:
     """All controllers tell which of their groups ended, and how, and what they await from whom (collective)."""
     job = step.job
     ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
-    news = (ended, job.judge.failed, job.judge.parsed, job.rollout.outstanding(), job.genrm.outstanding())
+    news = (ended, list(job.judge.failed), list(job.judge.parsed), job.rollout.outstanding(), job.genrm.outstanding())
     endings, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
     for ending in endings:
         step.draws.learn(ending)
     job.rollout.hear(rollout)
     job.genrm.hear(genrm)
-    check_judge(job.config, sum(failed), sum(parsed))
+    check_judge(job.config, failed, parsed)
 
 
 def sort_out(step: Step) -> None:
@@ -256,11 +256,16 @@ def sort_out(step: Step) -> None:
     served.padding = [sample for group in served.filtered[:own_padding] for sample in group]
 
 
-def check_judge(config, failed: int, parsed: int) -> None:
-    """Raises ValueError once `max_judge_failures` answers got no verdict and none ever got one: such a judge never will give one."""
-    if parsed == 0 and failed >= config.max_judge_failures:
-        raise ValueError(
-            f"--judge {config.judge}: none of the first {failed} answers got a verdict (--max-judge-failures "
-            f"{config.max_judge_failures}): it can't be read as --judge-format {config.judge_format} (see FORMATS in genrm.py), "
-            f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
-        )
+def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> None:
+    """Raises ValueError once a judge gave no verdict on `max_judge_failures` answers and none on any other: it never will give one.
+
+    failed, parsed: [controllers][judges], since the run's start.
+    """
+    counts = zip(zip(*failed, strict=True), zip(*parsed, strict=True), strict=True)
+    for judge, judge_format, (failures, verdicts) in zip(config.judge, config.judge_format, counts, strict=True):
+        if sum(verdicts) == 0 and sum(failures) >= config.max_judge_failures:
+            raise ValueError(
+                f"--judge {judge}: none of the first {sum(failures)} answers got a verdict (--max-judge-failures "
+                f"{config.max_judge_failures}): it can't be read as --judge-format {judge_format} (see FORMATS in genrm.py), "
+                f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
+            )

@@ -33,8 +33,9 @@ class RuleJudge:
 
     def __init__(self, judge):
         self.final_answer = judge.final_answer
-        self.failed = self.parsed = self.timeouts = 0
+        self.failed, self.parsed = [0], [0]  # of one judge
         self.latencies: list[float] = []
+        self.timeouts = self.tokens = 0
 
     def forget(self) -> None:
         """There is nothing to forget."""
@@ -42,7 +43,7 @@ class RuleJudge:
     async def judge(self, sample, pool) -> None:
         sample.verdict = self.final_answer(sample) == sample.answer_key
         sample.reward = float(sample.verdict)
-        self.parsed += 1
+        self.parsed[0] += 1
 
 
 class MeasuredReport:

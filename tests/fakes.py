@@ -244,8 +244,8 @@ def write_verdict(prompt, index, sampling):
 
 def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, prepare=lambda servers: None, **settings):
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs. `prepare` may change servers."""
-    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge="JUDGE")
-    config = SimpleNamespace(**vars(Config()) | defaults | dict(judge_format="addition", request_timeout_s=50.0) | settings)
+    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
+    config = SimpleNamespace(**vars(Config()) | defaults | dict(judge_format=("addition",), request_timeout_s=50.0) | settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
     hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
@@ -258,8 +258,9 @@ def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, pre
         timeline = Timeline(rank, loop.time)
         handles = [server if server.rank == rank else server.handle() for server in servers]
         pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
-        encode, greedy = (lambda text: [ord(c) for c in text]), SimpleNamespace(temperature=0.0)
-        judge = genrm.Judge(genrm.FORMATS["addition"], encode, to_text, to_text, greedy, 1000, genrm.Calls())
+        encode = lambda text: [ord(c) for c in text]  # noqa: E731
+        judge_model = genrm.JudgeModel(genrm.FORMATS["addition"], encode, to_text, Sampling(0.0, 100), 1000)
+        judge = genrm.Judge([judge_model], to_text, genrm.Calls(timeout_s=20.0))
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp)
         prompts, report = Prompts(FakeSource()), FakeReport()
         groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)

@@ -324,7 +324,7 @@ def test_a_users_own_models_and_prompts(own, run):
     assert "Traceback" not in run.stderr and "warning" not in (run.stderr + run.stdout).lower()
     out = run.folder / "out"
     config = json.loads((out / "config.json").read_text())
-    assert (config["model"], config["judge_format"], config["steps"], config["ranks"]) == (str(own / "actor"), "chat", 2, 2)
+    assert (config["model"], config["judge_format"], config["steps"], config["ranks"]) == (str(own / "actor"), ["chat"], 2, 2)
     assert {"torch", "megatron-core", "sglang", "transformers"} <= config["versions"].keys() and config["commit"]
     trace = json.loads((out / "trace.json").read_text())
     lanes = {(event["name"], event["pid"]) for event in trace["traceEvents"]}

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 import placement
 import run
-from config import AT_LEAST_1, LIMITS, PRESETS, Config, check_batch, dashed, field_comments, parse_config
+from config import AT_LEAST_1, LIMITS, PRESETS, Config, as_text, check_batch, dashed, field_comments, parse_config
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 PROMISED = ("preset", "mode", "out", "steps", "seed", "model", "judge", "data", "algorithm", "prompts-per-step", "answers-per-prompt")
+RESOLVED = ("preset", "out", "judge_format", "judge_weights")  # what isn't given follows from the rest
 PATHS = ["--model", "m", "--judge", "j"]
 
 
@@ -26,24 +27,52 @@ PATHS = ["--model", "m", "--judge", "j"]
 def test_without_arguments_the_demo():
     """The defaults are the preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
     config = parse_config([])
-    assert (config.preset, config.mode, config.out, config.judge_format) == ("tiny", "partial", "runs/tiny-partial", "addition")
-    assert config == dataclasses.replace(Config(), preset="tiny", out="runs/tiny-partial", judge_format="addition")
+    assert (config.preset, config.mode, config.out, config.judge_format) == ("tiny", "partial", "runs/tiny-partial", ("addition",))
+    filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",), judge_weights=(1.0,))
+    assert config == dataclasses.replace(Config(), **filled_in)
 
 
 def test_what_is_filled_in_follows_from_the_rest():
     assert parse_config(["--mode", "full"]).out == "runs/tiny-full"
     assert parse_config(["--preset", "cuda"]).out == "runs/cuda-partial"
     assert parse_config(["--out", "x"]).out == "x"
-    assert parse_config([*PATHS]).judge_format == "addition"
-    assert parse_config([*PATHS, "--data", "d"]).judge_format == "chat"
-    assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == "addition"
+    assert parse_config([*PATHS]).judge_format == ("addition",)
+    assert parse_config([*PATHS, "--data", "d"]).judge_format == ("chat",)
+    assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == ("addition",)
+
+
+@pytest.mark.parametrize(
+    "arguments,judge,weights,formats",
+    [
+        ([], (), (1.0,), ("addition",)),
+        (["--model", "m", "--judge", "a"], ("a",), (1.0,), ("addition",)),
+        (["--judge", "a", "b", "--model", "m", "--data", "d"], ("a", "b"), (1.0, 1.0), ("chat", "chat")),
+        (["--model", "m", "--judge", "a", "a", "--judge-weights", "0.7", "0.3"], ("a", "a"), (0.7, 0.3), ("addition",) * 2),
+        (["--model", "m", "--judge", "a", "b", "c", "--judge-format", "chat"], ("a", "b", "c"), (1.0,) * 3, ("chat",) * 3),
+        (["--model", "m", "--judge", "a", "b", "--judge-format", "chat", "addition"], ("a", "b"), (1.0, 1.0), ("chat", "addition")),
+        (["--model", "m", "--judge", "a", "b", "--judge-weights", "0", "2"], ("a", "b"), (0.0, 2.0), ("addition",) * 2),
+    ],
+)
+def test_judges_with_their_weights_and_formats(arguments, judge, weights, formats):
+    """One weight and one format for each judge once it is resolved; the demo's only judge isn't named."""
+    config = parse_config(arguments)
+    assert (config.judge, config.judge_weights, config.judge_format) == (judge, weights, formats)
+    assert dataclasses.replace(config, model="m", judge=judge or ("made",)).judge_weights == weights  # what is resolved stays valid
+
+
+def test_what_takes_several_values_comes_back_as_the_command_line_takes_it():
+    """as_text is the way back; one value is that value."""
+    config = parse_config(["--model", "m", "--judge", "a", "b", "--judge-weights", "0.7", "0.3"])
+    assert (as_text(config.judge), as_text(config.judge_weights), as_text(config.steps), as_text(())) == ("a b", "0.7 0.3", "40", "")
+    described = run.describe(config, check_batch(config, 4), 4)
+    assert "judge a b\n" in described and "--judge-weights 0.7 0.3" in described
 
 
 def test_the_command_line_beats_the_preset_which_beats_the_defaults():
     for name, changes in PRESETS.items():
         config = dataclasses.asdict(parse_config(["--preset", name]))
         for field in FIELDS.values():
-            if field.name not in ("preset", "out", "judge_format"):
+            if field.name not in RESOLVED:
                 assert config[field.name] == changes.get(field.name, field.default), field.name
     assert parse_config(["--preset", "cuda", "--lr", "0.5"]).lr == 0.5
     assert parse_config(["--lr", "0.5", "--preset", "cuda", "--dtype", "float32"]).dtype == "float32"
@@ -65,8 +94,8 @@ VALUES = {
 }
 # these are checked against others
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
-CHECKED |= {"judge_retries", "judge_timeout_s", "collective_timeout_s"}
-FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "judge_format", "judge_vote", "sp", "model", "judge", "data"} - CHECKED)
+CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s"}
+FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "judge_vote", "sp", "model", "judge", "data"} - CHECKED)
 
 
 def within_limits(name):
@@ -86,7 +115,7 @@ def test_every_setting_comes_back_as_it_was_given(data):
     arguments = [text for name, value in given_values.items() for text in (f"--{dashed(name)}", str(value))]
     config = dataclasses.asdict(parse_config(arguments))
     for name, field in FIELDS.items():
-        if name not in ("preset", "out", "judge_format") or name in given_values:
+        if name not in RESOLVED or name in given_values:
             assert config[name] == given_values.get(name, field.default)
 
 
@@ -104,6 +133,8 @@ def test_a_config_is_frozen():
 
 # ---------------------------------------------------------------- what can't work
 
+BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf")
+
 
 @pytest.mark.parametrize(
     "arguments,message",
@@ -118,6 +149,14 @@ def test_a_config_is_frozen():
         (["--preset", "huge"], "--preset huge is unknown; choose one of tiny, cuda"),
         (["--dtype", "float16"], "--dtype float16 is unknown; choose float32 or bfloat16"),
         (["--judge-format", "xml"], "--judge-format xml is unknown; choose one of addition, chat"),
+        (["--judge-format", "chat", "xml"], "--judge-format xml is unknown"),
+        (["--judge-format", "chat", "chat"], "--judge-format chat chat: one for all judges is needed, or one for each, so 1"),
+        ([*PATHS, "k", "l", "--judge-format", "chat", "chat"], "--judge-format chat chat: one for all judges is needed, or one"),
+        ([*PATHS, "k", "--judge-weights", "1"], "--judge-weights 1.0: one for each judge is needed, so 2"),
+        (["--judge-weights", "1", "1"], "--judge-weights 1.0 1.0: one for each judge is needed, so 1"),
+        *[([*PATHS, "k", "--judge-weights", *bad.split()], f"--judge-weights {bad}: finite numbers are needed") for bad in BAD_WEIGHTS],
+        (["--judge-weights"], "argument --judge-weights: expected at least one argument"),
+        (["--judge-weights", "much"], "argument --judge-weights: invalid float value: 'much'"),
         (["--answers-per-prompt", "1"], "--answers-per-prompt 1: at least 2 is needed"),
         (["--model", "m"], "those two need each other"),
         (["--judge", "j"], "those two need each other"),
@@ -174,6 +213,9 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments)
         (["--tp", "2"], 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
         (["--tp", "2", "--pp", "2", "--mode", "full"], 2, "= 4 doesn't divide 2 ranks"),
         (["--max-new-tokens", "256"], 2, "--max-new-tokens 256 leaves prompts no room in --max-model-len 256"),
+        ([*PATHS, "k"], 2, "--judge names 2, and genrm rank r serves judge r % 2: none serves 0 (rollout on"),
+        ([*PATHS, "k", "l", "--rollout-ranks", "6"], 8, "r % 3: none serves 2"),
+        ([*PATHS, "k", "--mode", "full"], 1, "r % 2: none serves 1"),
         (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial"),
     ],
 )
@@ -189,6 +231,9 @@ def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
     [
         (["--mode", "full"], 1, placement.Plan((0,), (0,), (0,))),
         ([], 2, placement.Plan((0,), (1,), (0, 1))),
+        ([*PATHS], 2, placement.Plan((0,), (1,), (0, 1))),
+        ([*PATHS, "k"], 4, placement.Plan((0, 1), (2, 3), (0, 1, 2, 3))),
+        ([*PATHS, "k", "--mode", "full"], 2, placement.Plan((0, 1), (0, 1), (0, 1))),
         (["--rollout-ranks", "3"], 4, placement.Plan((0, 1, 2), (3,), (0, 1, 2, 3))),
         (["--prompts-per-step", "15", "--tp", "2", "--sp"], 2, placement.Plan((0,), (1,), (0, 1))),  # one data-parallel rank
     ],
@@ -220,7 +265,7 @@ def test_help():
     assert ran.returncode == 0 and not ran.stderr
     for name, field in FIELDS.items():
         assert f"--{dashed(name)}" in ran.stdout
-        assert f"[{field.default}]" in ran.stdout
+        assert f"[{as_text(field.default)}]" in ran.stdout
     assert "torchrun --nproc-per-node 2 run.py --mode partial" in ran.stdout
     assert {f"--{name}" for name in PROMISED} <= set(re.findall(r"--[a-z-]+", ran.stdout))
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import re
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from fakes import VirtualClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import controller
 import genrm
 from rollout import Answer, Sample
 
@@ -149,17 +152,20 @@ class Pool:
     """One engine. reply(prompt, number of the request) -> text, log-probability of its least likely token, finish."""
 
     def __init__(self, reply, delay=0.0):
-        self.reply, self.delay, self.asked, self.flying, self.most = reply, delay, [], 0, 0
+        self.reply, self.delay, self.asked, self.routed, self.flying, self.most = reply, delay, [], [], 0, 0
 
-    def least_loaded(self):
+    def route(self, tokens, model=0):
+        self.routed.append((tokens, model))
         return self
 
-    async def generate(self, prompt, n, sampling):
+    async def generate(self, prompts, sampling):
+        prompt = prompts[0]
+        assert prompts == [prompt] * len(prompts)
         self.asked.append(prompt)
         self.flying += 1
         self.most = max(self.most, self.flying)
         try:
-            for index in range(n):
+            for index in range(len(prompts)):
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(self.delay)
                 yield Answer(index, list(text), [-0.01, logprob, -0.02], finish, [])
@@ -167,11 +173,15 @@ class Pool:
             self.flying -= 1
 
 
-def make_judge(name="addition", temperature=0.0, max_prompt_tokens=1000, **calls):
-    """Tokens are characters; the prompt of a request is the text itself."""
-    sampling = SimpleNamespace(temperature=temperature)
-    calls = genrm.Calls(**calls)
-    return genrm.Judge(genrm.FORMATS[name], lambda prompt: prompt, "".join, "".join, sampling, max_prompt_tokens, calls)
+def make_judge(name="addition", temperature=0.0, max_prompt_tokens=1000, weights=(1.0,), **calls):
+    """One judge, or as many as weights. Tokens are characters; the prompt of a request is the text itself."""
+    sampling = SimpleNamespace(temperature=temperature, max_new_tokens=100)
+    names = [name] * len(weights) if isinstance(name, str) else name
+    models = [
+        genrm.JudgeModel(genrm.FORMATS[each], lambda prompt: prompt, "".join, sampling, max_prompt_tokens, weight)
+        for each, weight in zip(names, weights, strict=True)
+    ]
+    return genrm.Judge(models, "".join, genrm.Calls(**calls))
 
 
 def sample(response, question="57+68=", finish="stop"):
@@ -196,18 +206,18 @@ def test_identical_pairs_are_asked_once():
     judge_all(judge, pool, samples)
     assert sorted(pool.asked) == ["57+68=>125?", "60+65=>125?"]
     assert all((s.verdict, s.reward, s.critique) == (True, 1.0, "1:1.Y") for s in samples)
-    assert len(judge.latencies) == judge.parsed == 2 and judge.failed == 0
+    assert (len(judge.latencies), judge.parsed, judge.failed, judge.tokens) == (2, [2], [0], 2 * len("1:1.Y"))
     judge.forget()
-    assert judge.latencies == []
+    assert (judge.latencies, judge.tokens) == ([], 0)
     judge_all(judge, pool, [sample(">125")])
-    assert len(pool.asked) == judge.parsed == 3
+    assert (len(pool.asked), judge.parsed, judge.tokens) == (3, [3], 5)
 
 
 def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     """Counted and dropped; the engine, which would refuse it, is not asked."""
     judge, pool, too_long = make_judge(max_prompt_tokens=8), Pool(accept), sample(">125")
     judge_all(judge, pool, [too_long])
-    assert (too_long.verdict, too_long.reward, judge.failed, pool.asked) == (None, None, 1, [])
+    assert (too_long.verdict, too_long.reward, judge.failed, pool.asked) == (None, None, [1], [])
 
 
 @settings(deadline=None)
@@ -234,7 +244,7 @@ def test_confidence_floor(text, logprob, reward):
     """An accept with one unlikely token counts as a reject; a reject stays one."""
     judge, judged = make_judge(), sample(">125")
     judge_all(judge, Pool(lambda prompt, number: (text, logprob, "stop")), [judged])
-    assert (judged.reward, judged.verdict) == (reward, bool(reward)) and judge.parsed == 1
+    assert (judged.reward, judged.verdict) == (reward, bool(reward)) and judge.parsed == [1]
 
 
 def test_the_chat_format_has_no_floor():
@@ -251,7 +261,7 @@ def test_no_final_answer_is_0_without_a_request(response, finish):
     judge, pool, judged = make_judge(), Pool(accept), sample(response, finish=finish)
     judge_all(judge, pool, [judged])
     assert (judged.verdict, judged.reward, judged.critique) == (False, 0.0, "no final answer")
-    assert not pool.asked and (judge.parsed, judge.failed) == (0, 0)
+    assert not pool.asked and (judge.parsed, judge.failed) == ([0], [0])
 
 
 @pytest.mark.parametrize("text,finish", [("1:1.", "stop"), ("1:1.Y", "length"), ("1:1.Y", "abort"), ("", "stop")])
@@ -261,7 +271,7 @@ def test_a_failed_verdict_is_no_reward(text, finish):
     samples = [sample(">125"), sample(">125")]
     judge_all(judge, pool, samples)
     assert [(s.verdict, s.reward, s.critique) for s in samples] == [(None, None, text)] * 2
-    assert (judge.failed, judge.parsed, len(pool.asked)) == (1, 0, 1)
+    assert (judge.failed, judge.parsed, len(pool.asked)) == ([1], [0], 1)
 
 
 @pytest.mark.parametrize("retries,asked,reward", [(0, 1, None), (1, 2, None), (2, 3, 1.0), (5, 3, 1.0)])
@@ -271,7 +281,7 @@ def test_a_sampled_verdict_is_asked_for_again(retries, asked, reward):
     judged = sample(">125")
     judge_all(judge, pool, [judged])
     assert (len(pool.asked), judged.reward) == (asked, reward)
-    assert (judge.failed, judge.parsed) == ((1, 0) if reward is None else (0, 1))
+    assert (judge.failed, judge.parsed) == (([1], [0]) if reward is None else ([0], [1]))
 
 
 # ---------------------------------------------------------------- several judgements, late ones, and how many at once
@@ -291,12 +301,19 @@ def numbered(*texts):
     return lambda prompt, number: (next(left), -0.1, "stop")
 
 
+def test_a_request_is_routed_by_all_of_its_tokens():
+    """Prompt and the most that may be written, times the critiques asked for; a second call asks for what is missing."""
+    judge, pool = make_judge(temperature=1.0, judgements=3, retries=1), Pool(numbered("Y", "?", "Y", "N"))
+    judge_all(judge, pool, [sample(">125")])
+    assert pool.routed == [((len("57+68=>125?") + 100) * 3, 0), (len("57+68=>125?") + 100, 0)]
+
+
 @pytest.mark.parametrize("vote,reward", [(False, 0.75), (True, 1.0)])
 def test_judgements_come_from_one_request(vote, reward):
     judge, pool, judged = make_judge(temperature=1.0, judgements=4, vote=vote), Pool(numbered("Y", "N", "Y", "Y")), sample(">125")
     judge_all(judge, pool, [judged])
     assert (judged.reward, judged.verdict, judged.critique) == (reward, True, "Y\nN\nY\nY")
-    assert len(pool.asked) == 1 and (judge.parsed, judge.failed, len(judge.latencies)) == (4, 0, 4)
+    assert len(pool.asked) == 1 and (judge.parsed, judge.failed, len(judge.latencies)) == ([4], [0], 4)
 
 
 def test_only_the_missing_judgements_are_asked_for_again():
@@ -305,20 +322,20 @@ def test_only_the_missing_judgements_are_asked_for_again():
     pool = Pool(numbered("Y", "?", "N", "?", "N", "?"))
     judge_all(judge, pool, [judged])
     assert judged.reward == pytest.approx(1 / 3) and judged.verdict is False
-    assert len(pool.asked) == 2 and (judge.parsed, judge.failed) == (3, 0)
+    assert len(pool.asked) == 2 and (judge.parsed, judge.failed) == ([3], [0])
 
 
 class Slow(Pool):
-    """Call number k takes delays[k] virtual seconds a critique."""
+    """Call number k takes delays[k] virtual seconds a critique, and the last number for every later call."""
 
     def __init__(self, reply, *delays):
         super().__init__(reply)
         self.delays, self.starts = delays, []
 
-    async def generate(self, prompt, n, sampling):
-        self.delay = self.delays[len(self.asked)]
+    async def generate(self, prompts, sampling):
+        self.delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         self.starts.append(asyncio.get_running_loop().time())
-        async for reply in super().generate(prompt, n, sampling):
+        async for reply in super().generate(prompts, sampling):
             yield reply
 
 
@@ -338,13 +355,13 @@ def test_a_late_call_is_given_up_and_made_again_after_a_pause():
     pool = Slow(accept, 1e6, 1e6, 2.0)
     assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(129.5)
     assert pool.starts == pytest.approx([0.0, 62.5, 127.5]) and pool.flying == 0
-    assert (judged.reward, judge.timeouts, judge.failed, judge.latencies) == (1.0, 2, 0, [2.0])
+    assert (judged.reward, judge.timeouts, judge.failed, judge.latencies) == (1.0, 2, [0], [2.0])
 
 
 def test_a_judge_that_hangs_drops_its_sample_and_is_counted():
     judge, judged, pool = make_judge(timeout_s=60.0, retries=1), sample(">125"), Slow(accept, 1e6, 1e6)
     assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(122.5)  # no pause after the last
-    assert (judged.reward, judged.verdict, judge.timeouts, judge.failed) == (None, None, 2, 1)
+    assert (judged.reward, judged.verdict, judge.timeouts, judge.failed) == (None, None, 2, [1])
     judge.forget()
     assert judge.timeouts == 0
 
@@ -354,7 +371,7 @@ def test_what_came_in_time_counts():
     judge, judged = make_judge(temperature=1.0, judgements=4, timeout_s=100.0), sample(">125")
     pool = Slow(numbered("Y", "Y", "never", "N", "Y"), 40.0, 1.0)
     judge_on_virtual_clock(judge, pool, [judged])
-    assert (judged.reward, judge.timeouts, judge.parsed) == (0.75, 1, 4)
+    assert (judged.reward, judge.timeouts, judge.parsed) == (0.75, 1, [4])
 
 
 @pytest.mark.parametrize("at_once,seconds", [(1, 6.0), (2, 3.0), (4, 2.0), (100, 1.0)])
@@ -389,3 +406,248 @@ def test_verdicts_do_not_depend_on_the_order_of_asking():
     backwards = [sample("".join(s.response), s.question) for s in samples][::-1]
     judge_all(make_judge(), Pool(truth), backwards)
     assert [s.reward for s in backwards][::-1] == first and 0 < sum(first) < 40
+
+
+# ---------------------------------------------------------------- several judges
+
+
+class Engines:
+    """A pool for each judge."""
+
+    def __init__(self, *pools):
+        self.pools = pools
+
+    def route(self, tokens, model=0):
+        return self.pools[model].route(tokens, model)
+
+
+def reject(prompt, number):
+    return "1:1x0.N", -0.1, "stop"
+
+
+TENTHS = st.integers(0, 10).map(lambda tenths: Fraction(tenths, 10))
+QUARTERS = st.integers(0, 4).map(lambda quarters: Fraction(quarters, 4))
+
+
+@given(st.lists(st.tuples(TENTHS, QUARTERS, QUARTERS), min_size=1, max_size=5).filter(lambda rows: any(row[0] for row in rows)))
+def test_weigh_is_the_weighted_mean(rows):
+    """Against exact fractions; equal exactly where those are, or a group without variance would seem to have some."""
+    weights = [float(weight) for weight, _, _ in rows]
+    one, other = ([row[column] for row in rows] for column in (1, 2))
+    means = [sum(weight * row[column] for weight, *row in rows) / sum(weight for weight, *_ in rows) for column in (0, 1)]
+    found = [genrm.weigh([float(reward) for reward in rewards], weights) for rewards in (one, other)]
+    assert found == pytest.approx([float(mean) for mean in means], abs=1e-9)
+    assert (found[0] == found[1]) == (means[0] == means[1])
+    assert genrm.weigh([*map(float, one), None], [*weights, 1.0]) is None
+
+
+def test_equal_rewards_in_floats():
+    """0.1 + 0.2 against 0.3, by hand: two judges of those weights accept, or the third does."""
+    assert genrm.weigh([1.0, 1.0, 0.0], [0.1, 0.2, 0.3]) == genrm.weigh([0.0, 0.0, 1.0], [0.1, 0.2, 0.3]) == 0.5
+
+
+@pytest.mark.parametrize(
+    "weights,replies,reward,verdict",
+    [
+        ((0.7, 0.3), (accept, reject), 0.7, True),
+        ((0.7, 0.3), (reject, accept), 0.3, False),
+        ((7.0, 3.0), (accept, reject), 0.7, True),
+        ((0.1, 0.2), (accept, accept), 1.0, True),
+        ((1.0, 1.0), (accept, reject), 0.5, False),
+        ((1.0, 0.0), (accept, reject), 1.0, True),
+        ((2.0, 1.0, 1.0), (accept, accept, reject), 0.75, True),
+    ],
+)
+def test_judges_are_weighted(weights, replies, reward, verdict):
+    """Each is asked once, and its words are told apart by its number."""
+    judge, pools, judged = make_judge(weights=weights), [Pool(reply) for reply in replies], sample(">125")
+    judge_all(judge, Engines(*pools), [judged])
+    assert (judged.reward, judged.verdict) == (pytest.approx(reward), verdict)
+    assert judged.critique.splitlines() == [text for m, r in enumerate(replies) for text in (f"judge {m}:", r("", 1)[0])]
+    assert [pool.routed for pool in pools] == [[(len("57+68=>125?") + 100, number)] for number in range(len(weights))]
+    assert judge.parsed == [1] * len(weights) and judge.tokens == sum(len(reply("", 1)[0]) for reply in replies)
+
+
+@pytest.mark.parametrize("vote,reward", [(False, 0.6 * 0.75 + 0.4 * 0.25), (True, 0.6)])
+def test_several_judgements_of_several_judges(vote, reward):
+    """Each judge's verdicts are combined first: means of 3/4 and 1/4, or votes of 1 and 0."""
+    judge, judged = make_judge(temperature=1.0, weights=(0.6, 0.4), judgements=4, vote=vote), sample(">125")
+    judge_all(judge, Engines(Pool(numbered(*"YYNY")), Pool(numbered(*"NYNN"))), [judged])
+    assert judged.reward == pytest.approx(reward) and judge.parsed == [4, 4]
+
+
+def test_each_judge_reads_the_answer_by_its_own_format():
+    """`It is >125`: the first judge is asked about `125`, the second about the whole line; the first is the one that is reported."""
+    judge, pools, judged = make_judge(("addition", "chat"), weights=(1.0, 1.0)), [Pool(accept), Pool(accept)], sample("It is >125")
+    pools[1].reply = lambda prompt, number: ("Verdict: incorrect", -0.1, "stop")
+    judge_all(judge, Engines(*pools), [judged])
+    assert pools[0].asked == ["57+68=>125?"] and "Final answer:\nIt is >125" in pools[1].asked[0][0]["content"]
+    assert judged.reward == 0.5 and judge.final_answer(judged) == "125"
+
+
+def test_no_final_answer_for_one_judge_is_0_from_that_judge():
+    """It isn't asked; the other is, and its part counts. An answer that was cut off is nobody's."""
+    judge, pools = make_judge(("addition", "chat"), weights=(0.4, 0.6)), [Pool(accept), Pool(accept)]
+    pools[1].reply = lambda prompt, number: ("Verdict: correct", -0.1, "stop")
+    unmarked, cut = sample("It is 125"), sample("It is 125", finish="length")
+    judge_all(judge, Engines(*pools), [unmarked, cut])
+    assert (unmarked.reward, unmarked.critique) == (0.6, "judge 0:\nno final answer\njudge 1:\nVerdict: correct")
+    assert (cut.reward, cut.verdict) == (0.0, False) and (len(pools[0].asked), len(pools[1].asked)) == (0, 1)
+    assert (judge.failed, judge.parsed) == ([0, 0], [0, 1])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
+def test_each_judge_is_asked_once_for_a_pair(pairs):
+    judge, pools = make_judge(weights=(0.5, 0.5)), [Pool(accept), Pool(reject)]
+    samples = [sample(f">{answer}", str(question)) for question, answer in pairs]
+    judge_all(judge, Engines(*pools), samples)
+    for pool in pools:
+        assert sorted(pool.asked) == sorted(f"{q}>{a}?" for q, a in set(pairs))
+    assert all(s.reward == 0.5 for s in samples)
+
+
+# ---------------------------------------------------------------- bad judges
+
+
+def truth(prompt, number):
+    """Accepts `3+0=>3?`."""
+    return ("Y" if prompt.split("+")[0] == prompt.rstrip("?").split(">")[1] else "N"), -0.1, "stop"
+
+
+def right_and_wrong(count):
+    """As many distinct pairs, each second one right."""
+    return [sample(f">{i + i % 2}", f"{i}+0=") for i in range(count)]
+
+
+def garbage(prompt, number):
+    """Every twentieth call."""
+    return ("1:1.?", -0.1, "stop") if number % 20 == 0 else truth(prompt, number)
+
+
+def test_garbage_of_a_greedy_judge_is_dropped_and_counted():
+    """Ten of 200 samples are dropped, none of them scored; the others have the true reward."""
+    judge, pool, samples = make_judge(retries=2), Slow(garbage, 1.0), right_and_wrong(200)
+    judge_on_virtual_clock(judge, pool, samples)
+    assert [i for i, s in enumerate(samples) if s.reward is None] == list(range(19, 200, 20)) and judge.failed == [10]
+    assert all(s.reward in (None, float(i % 2 == 0)) for i, s in enumerate(samples)) and len(pool.asked) == 200
+
+
+def test_garbage_of_a_sampling_judge_is_asked_for_again():
+    """At once, without a pause: 200 calls and 10 more."""
+    judge, pool, samples = make_judge(temperature=1.0, retries=2), Slow(garbage, 1.0), right_and_wrong(200)
+    assert judge_on_virtual_clock(judge, pool, samples) == pytest.approx(2.0)
+    assert [s.reward for s in samples] == [1.0, 0.0] * 100 and judge.failed == [0] and len(pool.asked) == 210
+
+
+def test_one_of_two_judges_hangs():
+    """Its calls are given up and made again; then every sample is dropped, although the other judge has spoken."""
+    judge, samples = make_judge(weights=(0.9, 0.1), timeout_s=60.0, retries=1), right_and_wrong(6)
+    pools = [Slow(truth, 1.0), Slow(truth, 1e6)]
+    assert judge_on_virtual_clock(judge, Engines(*pools), samples) == pytest.approx(122.5)
+    assert [(s.reward, s.verdict) for s in samples] == [(None, None)] * 6 and samples[0].critique == "judge 0:\nY\njudge 1:\n"
+    assert (judge.timeouts, judge.failed, judge.parsed, pools[1].flying) == (12, [0, 6], [6, 0], 0)
+
+
+def test_one_of_two_judges_hangs_once():
+    """The one call is made again, and its sample has the reward that it would have had."""
+    judge, samples = make_judge(weights=(0.5, 0.5), timeout_s=60.0, retries=1), right_and_wrong(6)
+    pools = [Slow(truth, 1.0), Slow(truth, 1e6, 1.0)]
+    assert judge_on_virtual_clock(judge, Engines(*pools), samples) == pytest.approx(63.5)
+    assert [s.reward for s in samples] == [1.0, 0.0] * 3 and (judge.timeouts, judge.failed) == (1, [0, 0])
+
+
+def test_one_of_two_judges_is_ten_times_slower():
+    """Both are asked at once: the slower one's time is all that it takes, and the faster isn't held up."""
+    judge, samples = make_judge(weights=(0.5, 0.5), timeout_s=60.0), right_and_wrong(6)
+    pools = [Slow(truth, 1.0), Slow(truth, 10.0)]
+    assert judge_on_virtual_clock(judge, Engines(*pools), samples) == pytest.approx(10.0)
+    assert [s.reward for s in samples] == [1.0, 0.0] * 3 and judge.latencies == [1.0] * 6 + [10.0] * 6
+    assert pools[0].starts == pools[1].starts == [0.0] * 6 and judge.timeouts == 0
+
+
+@pytest.mark.parametrize(
+    "failed,parsed,named",
+    [
+        ([[3, 0], [2, 0]], [[0, 4], [0, 4]], "--judge A: none of the first 5 answers"),
+        ([[0, 5], [0, 5]], [[9, 0], [9, 0]], "--judge B: none of the first 10 answers"),
+        ([[0, 5], [0, 5]], [[9, 0], [9, 1]], None),  # another controller had a verdict from it
+        ([[2, 2], [2, 2]], [[0, 0], [0, 0]], None),  # eight in all, but four of each
+    ],
+)
+def test_each_judge_must_speak(failed, parsed, named):
+    """One that never gives a verdict stops the run, though the others do."""
+    config = SimpleNamespace(judge=("A", "B"), judge_format=("addition", "chat"), judge_timeout_s=9.0, max_judge_failures=5)
+    if named is None:
+        controller.check_judge(config, failed, parsed)
+    else:
+        with pytest.raises(ValueError, match=re.escape(named)):
+            controller.check_judge(config, failed, parsed)
+
+
+# ---------------------------------------------------------------- judgements that are given up
+
+
+@settings(deadline=None)
+@given(st.floats(0, 140))
+def test_cancel_at_any_moment(moment):
+    """While calls run, hang, pause or wait for their turn: nothing goes on, nothing has failed, and who asks again is answered."""
+    judge = make_judge(weights=(0.5, 0.5), timeout_s=60.0, retries=1, at_once=2)
+    pools = [Slow(truth, 1e6, 1.0), Slow(truth, 1.0)]
+
+    async def together():
+        samples = right_and_wrong(4)
+        waiting = [asyncio.create_task(judge.judge(each, Engines(*pools))) for each in samples]
+        await asyncio.sleep(moment)
+        finished, asked = [s.reward is not None for s in samples], len(pools[0].asked)
+        await judge.cancel()
+        assert pools[0].flying == pools[1].flying == 0
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [result is None for result in results] == finished == [s.reward is not None for s in samples]
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+        assert asyncio.all_tasks() == {asyncio.current_task()} and judge.failed == [0, 0]
+        await asyncio.sleep(200)
+        assert len(pools[0].asked) == asked  # nobody called on
+        await asyncio.gather(*(judge.judge(each, Engines(*pools)) for each in samples))
+        assert [s.reward for s in samples] == [1.0, 0.0, 1.0, 0.0] and judge.failed == [0, 0]
+        judge.forget()
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(together())
+
+
+def test_a_cancelled_judgement_is_asked_for_anew_and_a_finished_one_is_not():
+    judge, pool = make_judge(), Slow(accept, 1.0, 1e6, 1.0)
+
+    async def together():
+        done, given_up = sample(">125"), sample(">126")
+        await judge.judge(done, pool)
+        waiting = asyncio.create_task(judge.judge(given_up, pool))
+        await asyncio.sleep(5)
+        with pytest.raises(AssertionError, match="outlived its step"):
+            judge.forget()
+        await judge.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert given_up.reward is None and judge.parsed == [1]
+        await asyncio.gather(judge.judge(done, pool), judge.judge(given_up, pool))
+        assert pool.asked == ["57+68=>125?", "57+68=>126?", "57+68=>126?"] and given_up.reward == 1.0
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(together())
+
+
+def test_a_cancelled_sample_leaves_its_verdict_to_others():
+    """Two wait for the same pair, the one who asked first is cancelled: one request all the same, and the other has its reward."""
+    judge, pool, samples = make_judge(), Slow(accept, 10.0), [sample(">125"), sample(">125")]
+
+    async def together():
+        first, second = (asyncio.create_task(judge.judge(each, pool)) for each in samples)
+        await asyncio.sleep(1)
+        first.cancel()
+        await second
+        assert first.cancelled() and asyncio.get_running_loop().time() == 10.0
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(together())
+    assert [s.reward for s in samples] == [None, 1.0] and len(pool.asked) == 1
