@@ -67,12 +67,6 @@ class Timeline:
         """One request to the engine of `role` on `rank`; times are those of the event loop's clock."""
         self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
 
-    def sample(self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float) -> None:
-        """One stretch in the life of an answer."""
-
-    def mark(self, kind: str, text: str) -> None:
-        """An instant."""
-
     def take(self) -> list[Span]:
         """The spans since the last call, written to this rank's file and forgotten."""
         spans, self.spans = self.spans, []

@@ -229,19 +229,19 @@ def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
 @pytest.mark.parametrize(
     "arguments,ranks,plan",
     [
-        (["--mode", "full"], 1, placement.Plan((0,), (0,), (0,))),
-        ([], 2, placement.Plan((0,), (1,), (0, 1))),
-        ([*PATHS], 2, placement.Plan((0,), (1,), (0, 1))),
-        ([*PATHS, "k"], 4, placement.Plan((0, 1), (2, 3), (0, 1, 2, 3))),
-        ([*PATHS, "k", "--mode", "full"], 2, placement.Plan((0, 1), (0, 1), (0, 1))),
-        (["--rollout-ranks", "3"], 4, placement.Plan((0, 1, 2), (3,), (0, 1, 2, 3))),
-        (["--prompts-per-step", "15", "--tp", "2", "--sp"], 2, placement.Plan((0,), (1,), (0, 1))),  # one data-parallel rank
+        (["--mode", "full"], 1, placement.Plan("full", (0,), (0,), (0,))),
+        ([], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
+        ([*PATHS], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
+        ([*PATHS, "k"], 4, placement.Plan("partial", (0, 1), (2, 3), (0, 1, 2, 3))),
+        ([*PATHS, "k", "--mode", "full"], 2, placement.Plan("full", (0, 1), (0, 1), (0, 1))),
+        (["--rollout-ranks", "3"], 4, placement.Plan("partial", (0, 1, 2), (3,), (0, 1, 2, 3))),
+        (["--prompts-per-step", "15", "--tp", "2", "--sp"], 2, placement.Plan("partial", (0,), (1,), (0, 1))),  # one data-parallel rank
     ],
 )
 def test_a_batch_that_fits_gives_its_plan(arguments, ranks, plan):
     config = parse_config(arguments)
-    assert check_batch(config, ranks) == plan
-    described = run.describe(config, plan, ranks)
+    assert check_batch(config, ranks) == [plan]
+    described = run.describe(config, [plan], ranks)
     assert str(plan) in described and f"{config.prompts_per_step * 8} samples" in described
 
 
