@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from statistics import fmean
 
+import figure
 import timeline as tl
 from rollout import WRITTEN
 
@@ -138,13 +139,13 @@ class Report:
             self._writer.add_text(f"samples/{number}", text, step)
 
     def close(self, capacity: int, title: str) -> None:
-        """Merge the ranks' spans into the trace and the picture. Rank 0 only writes; call it after a barrier."""
+        """Merge the ranks' records into the trace and the picture. Rank 0 only writes; call it after a barrier."""
         if self._writer is None:
             return
         self._write(self.config.steps, self._evaluated)
-        spans = tl.read_spans(self.out / "spans")
-        tl.write_trace([s for s in spans if s.name in tl.COLORS], self.out / "trace.json")
-        tl.draw([tl.Picture(title, tl.of_steps(spans, -4, -1), capacity)], self.out / "timeline.png")
+        records = tl.read(self.out / "spans")
+        tl.write_trace(records, self.out / "trace.json")
+        figure.draw([figure.Picture(title, figure.of_steps(records, -4, -1), capacity)], self.out / "timeline.png")
         import matplotlib.image
 
         picture = matplotlib.image.imread(self.out / "timeline.png")[..., :3]

@@ -4,10 +4,12 @@ A stage being open is not an engine being busy: while rollout and genrm serve si
 span of an engine is one request, from sent to finished, and an engine is busy while requests are in flight; occupancy is in-flight
 over capacity, drawn as shade. Spans of the controller itself (train, switch, sync) are opened around the work.
 
-Every rank appends its spans to its own file under OUT/spans; the merged trace and the picture are made from those files.
+Beside the spans stand the life of every answer, in stretches (queued, decoding, judging, ...), and marks: a wave of prompts, a push
+of weights, a change of the split. Every rank appends what it saw to its own file under OUT/spans, a row a record; the merged trace
+and the picture are made from those files.
 
     python timeline.py RUN --steps 10 14      the picture of any steps of a run
-    python timeline.py RUN_A RUN_B            runs above each other on one clock
+    python timeline.py RUN_A RUN_B            two runs above each other on one clock
 """
 
 from __future__ import annotations
@@ -18,11 +20,21 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 COLORS = {"rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e", "sync": "#8a4fb0", "switch": "#9a9a9a"}
+STATES = {  # of an answer, in the order of its life
+    "queued": "#dcdfe3",
+    "decoding": COLORS["rollout"],
+    "aborted": "#d62f2f",
+    "resumed": "#123f69",  # decoding what an earlier step began
+    "judging": COLORS["genrm"],
+    "done": COLORS["train"],
+}
+INSTANTS = ("aborted", "done")  # the other states last
+MARKS = ("weights", "wave", "split")
 
 
 class Span(NamedTuple):
@@ -35,14 +47,50 @@ class Span(NamedTuple):
     step: int
 
 
+class SampleSpan(NamedTuple):
+    """Answer `index` to prompt `prompt_id` was in `state` from `start` to `end`, on the engine of `rank`, in training step `step`."""
+
+    state: str
+    prompt_id: int
+    index: int
+    rank: int
+    start: float
+    end: float
+    step: int
+
+
+class Mark(NamedTuple):
+    """`rank` saw something happen at `time`; a kind of MARKS and a few letters: weights v3, wave 2, split 3|1."""
+
+    kind: str
+    text: str
+    rank: int
+    time: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Records:
+    """What any number of ranks saw."""
+
+    spans: list[Span] = field(default_factory=list)
+    samples: list[SampleSpan] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark}  # the first entry of a row in a file; in the order of Records
+
+
 class Timeline:
-    """The spans that one controller sees: its own work, and the requests that it sent to engines on any rank."""
+    """What one controller sees: its own work, the requests that it sent to engines on any rank, and how its answers fared."""
 
     def __init__(self, rank: int, clock: Callable[[], float], folder: Path | None = None, on_open=lambda name, step: None):
         self.rank, self._clock, self._zero = rank, clock, clock()
         self._on_open = on_open  # told the name and step of each span that opens
         self.step = 0
         self.spans: list[Span] = []
+        self.samples: list[SampleSpan] = []
+        self.marks: list[Mark] = []
         self._file = folder and folder / f"rank{rank}.jsonl"
 
     def start(self) -> None:
@@ -67,13 +115,44 @@ class Timeline:
         """One request to the engine of `role` on `rank`; times are those of the event loop's clock."""
         self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
 
+    def sample(self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float) -> None:
+        """One stretch in the life of one answer, on the engine of `rank`; times are those of the event loop's clock.
+
+        state: of STATES; those of INSTANTS have start == end.
+        """
+        assert state in STATES, f"an answer has no state {state}"
+        assert start == end if state in INSTANTS else start <= end, f"an answer was {state} from {start} to {end}"
+        self.samples.append(SampleSpan(state, prompt_id, index, rank, start - self._zero, end - self._zero, self.step))
+
+    def mark(self, kind: str, text: str) -> None:
+        """Something happened on this rank, now; kind: of MARKS. Marks that every rank makes at once are drawn once."""
+        assert kind in MARKS, f"there are no marks for {kind}"
+        self.marks.append(Mark(kind, text, self.rank, self.now(), self.step))
+
     def take(self) -> list[Span]:
-        """The spans since the last call, written to this rank's file and forgotten."""
-        spans, self.spans = self.spans, []
-        if self._file and spans:
+        """The spans since the last call. They, the samples' stretches and the marks are written to this rank's file and forgotten."""
+        taken = (self.spans, self.samples, self.marks)
+        self.spans, self.samples, self.marks = [], [], []
+        rows = [row_of(kind, record) for kind, records in zip(KINDS, taken, strict=True) for record in records]
+        if self._file and rows:
             with self._file.open("a") as file:
-                file.writelines(json.dumps([s.name, s.rank, round(s.start, 6), round(s.end, 6), s.step]) + "\n" for s in spans)
-        return spans
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        return taken[0]
+
+
+def row_of(kind: str, record: Span | SampleSpan | Mark) -> list:
+    """A record as it stands in a file: its kind, then its fields, times to the microsecond."""
+    return [kind, *(round(value, 6) if isinstance(value, float) else value for value in record)]
+
+
+def read(folder: Path) -> Records:
+    """What every rank saw, from their files."""
+    found = {kind: [] for kind in KINDS}
+    for path in sorted(folder.glob("rank*.jsonl")):
+        for line in path.open():
+            kind, *fields = json.loads(line)
+            found[kind].append(KINDS[kind](*fields))
+    return Records(*found.values())
 
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
@@ -96,11 +175,6 @@ def seconds(spans: Iterable[Span], name: str) -> float:
     return sum(end - start for start, end, _ in busy([s for s in spans if s.name == name]))
 
 
-def read_spans(folder: Path) -> list[Span]:
-    """The spans of every rank, from their files."""
-    return [Span(*json.loads(line)) for path in sorted(folder.glob("rank*.jsonl")) for line in path.open()]
-
-
 def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, float, float]]]:
     """(rank, name) -> the busy stretches of that lane: requests of all controllers to one engine fall together."""
     grouped = defaultdict(list)
@@ -109,87 +183,46 @@ def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, floa
     return {key: busy(group) for key, group in sorted(grouped.items())}
 
 
-def write_trace(spans: list[Span], path: Path) -> None:
-    """One Chrome/Perfetto trace of all ranks: a process per rank, a thread per role, times in microseconds."""
-    events = []
-    rows = {name: row for row, name in enumerate(COLORS)}
-    for (rank, name), stretches in lanes(spans).items():
-        for start, end, flying in stretches:
-            args = {"in_flight": round(flying, 2)}
-            times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-            events.append({"name": name, "ph": "X", "pid": rank, "tid": rows.get(name, len(rows)), **times, "args": args})
-    for rank in sorted({s.rank for s in spans}):
+def write_trace(records: Records, path: Path) -> None:
+    """One Chrome/Perfetto trace of all ranks, in microseconds: a process per rank, a thread per role, the answers beside them."""
+    ranks = {record.rank for record in (*records.spans, *records.samples, *records.marks)}
+    events = [*_lane_events(records.spans), *_answer_events(records.samples), *_mark_events(records.marks)]
+    for rank in sorted(ranks):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for name, row in rows.items():
+        for row, name in enumerate(COLORS):
             events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-@dataclass(frozen=True)
-class Picture:
-    """What one row of the figure shows. capacity: answers that one engine holds at once, which is full shade."""
-
-    title: str
-    spans: list[Span]
-    capacity: int
-
-
-def of_steps(spans: Iterable[Span], first: int, last: int) -> list[Span]:
-    """What was done for the steps `first` to `last`; negative numbers count back from the last trained step, which is -1."""
-    spans = [s for s in spans if s.name in COLORS]
-    end = max((s.step for s in spans if s.name == "train"), default=-1) + 1  # an evaluation after it belongs to no step
-    first, last = (number + end if number < 0 else number for number in (first, last))
-    return [s for s in spans if first <= s.step <= min(last, end - 1)]
-
-
-def draw(pictures: list[Picture], path: Path) -> None:
-    """The paper's figure from measured spans: a lane per rank, a colour per role, shade by occupancy, never paler than 0.35.
-
-    Several runs are drawn above each other on one clock, each from its first span on.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    heights = [0.9 + 0.7 * max(1, len({s.rank for s in picture.spans})) for picture in pictures]
-    layout = dict(sharex=True, squeeze=False, constrained_layout=True, height_ratios=heights)
-    figure, axes = plt.subplots(len(pictures), figsize=(13, sum(heights)), **layout)
-    for picture, ax in zip(pictures, axes[:, 0], strict=True):
-        _draw_run(picture, ax)
-    axes[-1, 0].set_xlabel("seconds")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    axes[0, 0].legend(handles, list(COLORS), ncols=len(COLORS), fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _draw_run(picture: Picture, axes) -> None:
-    """A lane per rank, a line where a step begins."""
-    spans, ranks = picture.spans, sorted({s.rank for s in picture.spans})
-    zero = min((s.start for s in spans), default=0.0)
-    for (rank, name), stretches in lanes(spans).items():
+def _lane_events(spans: list[Span]):
+    """A complete event per busy stretch of a lane."""
+    rows = {name: row for row, name in enumerate(COLORS)}
+    for (rank, name), stretches in lanes(s for s in spans if s.name in rows).items():
         for start, end, flying in stretches:
-            full = min(1.0, flying / picture.capacity) if name in ("rollout", "genrm") else 1.0
-            axes.barh(ranks.index(rank), end - start, left=start - zero, height=0.7, color=COLORS[name], alpha=0.35 + 0.65 * full)
-    for step in sorted({s.step for s in spans}):
-        begin = min(s.start for s in spans if s.step == step) - zero
-        axes.axvline(begin, color="black", linewidth=0.6)
-        axes.text(begin, -0.45, f" step {step}", fontsize=8, va="bottom")
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(max(1, len(ranks)) - 0.5, -0.75)
-    axes.set_title(picture.title, fontsize=10, loc="left")
+            times = {"ts": _microseconds(start), "dur": _microseconds(end) - _microseconds(start)}
+            yield {"name": name, "ph": "X", "pid": rank, "tid": rows[name], **times, "args": {"in_flight": round(flying, 2)}}
 
 
-def read_run(out: Path, first: int, last: int) -> Picture:
-    """The picture of a run's steps. Raises ValueError when `out` is no run, or has no span of these steps."""
-    if not (out / "config.json").is_file():
-        raise ValueError(f"{out} is not what a run left behind: it has no config.json")
-    config = json.loads((out / "config.json").read_text())
-    spans = of_steps(read_spans(out / "spans"), first, last)
-    if not spans:
-        raise ValueError(f"{out} has no steps {first} to {last}")
-    return Picture(f"{out}: {config['mode']} colocation, {config['ranks']} ranks", spans, config["max_running_requests"])
+def _answer_events(samples: list[SampleSpan]):
+    """An asynchronous slice (b, e) or instant (n) per stretch. An id is one answer, so its life lies on one track, over steps, too."""
+    for s in sorted(samples, key=lambda s: (s.start, s.end)):  # a reader takes events of one time in the order of the file
+        event = {"name": s.state, "cat": "sample", "id": f"{s.prompt_id}.{s.index}", "pid": s.rank, "tid": 0}
+        if s.state in INSTANTS:
+            yield event | {"ph": "n", "ts": _microseconds(s.start), "args": {"step": s.step}}
+        else:
+            yield event | {"ph": "b", "ts": _microseconds(s.start), "args": {"step": s.step}}
+            yield event | {"ph": "e", "ts": _microseconds(s.end)}
+
+
+def _mark_events(marks: list[Mark]):
+    """An instant of the whole process per mark."""
+    for mark in marks:
+        name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"  # wave 2; weights v3
+        yield {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0, "ts": _microseconds(mark.time)}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def main() -> None:
@@ -199,6 +232,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), metavar=("FIRST", "LAST"), help="-1: the last [-4 -1]")
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
+    from figure import draw, read_run  # which imports this file
+
     try:
         draw([read_run(out, *given.steps) for out in given.runs], given.figure)
     except ValueError as error:

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import json
 import math
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from rollout import Sample
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit
 QUARTERS = st.integers(0, 40).map(lambda n: n / 4)
 LENGTHS = st.integers(1, 20).map(lambda n: n / 4)
+RANKS = st.integers(0, 3)
 INTERVALS = st.lists(st.tuples(QUARTERS, LENGTHS), max_size=12)
 
 
@@ -107,17 +110,69 @@ def test_a_timeline_on_a_clock(tmp_path):
     assert opened == [("serve", 2), ("train", 2)]
     line.request("genrm", 0, 113.0, 114.0)
     line.take()
-    assert tl.read_spans(tmp_path) == [*expected, tl.Span("genrm", 0, 3.0, 4.0, 2)]
+    assert tl.read(tmp_path) == tl.Records([*expected, tl.Span("genrm", 0, 3.0, 4.0, 2)])
     assert [path.name for path in tmp_path.iterdir()] == ["rank3.jsonl"]
 
 
 def test_without_a_folder_nothing_is_written():
     line = tl.Timeline(0, lambda: 0.0)
     line.request("rollout", 0, 0.0, 1.0)
-    assert len(line.take()) == 1 and line.spans == []
+    line.sample("decoding", 4, 0, 0, 0.0, 1.0)
+    line.mark("wave", "wave 1")
+    assert len(line.take()) == 1 and line.spans == line.samples == line.marks == []
 
 
-# ---------------------------------------------------------------- trace and figure
+def test_samples_and_marks_go_to_the_file_alone(tmp_path):
+    """On the clock of the spans, with the step they belong to; `take` hands out spans only, and keeps nothing."""
+    now = [100.0]
+    line = tl.Timeline(1, lambda: now[0], tmp_path)
+    now[0] = 110.0
+    line.start()
+    line.sample("queued", 7, 3, 2, 110.0, 110.5)
+    line.sample("aborted", 7, 3, 2, 111.0, 111.0)
+    now[0] = 112.0
+    line.mark("weights", "v1")
+    assert line.take() == [] and line.spans == line.samples == line.marks == []
+    line.step = 1
+    line.mark("split", "3|1")
+    line.request("rollout", 2, 112.0, 113.0)
+    assert line.take() == [tl.Span("rollout", 2, 2.0, 3.0, 1)]
+    samples = [tl.SampleSpan("queued", 7, 3, 2, 0.0, 0.5, 0), tl.SampleSpan("aborted", 7, 3, 2, 1.0, 1.0, 0)]
+    marks = [tl.Mark("weights", "v1", 1, 2.0, 0), tl.Mark("split", "3|1", 1, 2.0, 1)]
+    assert tl.read(tmp_path) == tl.Records([tl.Span("rollout", 2, 2.0, 3.0, 1)], samples, marks)
+
+
+@pytest.mark.parametrize("state,end", [("asleep", 1.0), ("done", 1.0), ("aborted", 1.0), ("decoding", -1.0)])
+def test_an_answer_has_known_states(state, end):
+    """Instants have no length, other states none below 0, and there are no states and kinds but those with a colour or a label."""
+    line = tl.Timeline(0, lambda: 0.0)
+    with pytest.raises(AssertionError, match=state):
+        line.sample(state, 0, 0, 0, 0.0, end)
+    with pytest.raises(AssertionError, match="lunch"):
+        line.mark("lunch", "12")
+    assert line.samples == line.marks == []
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.builds(tl.Span, st.sampled_from(list(tl.COLORS)), RANKS, QUARTERS, QUARTERS, RANKS)),
+    st.lists(st.builds(tl.SampleSpan, st.sampled_from(list(tl.STATES)), st.integers(-9, 9), RANKS, RANKS, QUARTERS, QUARTERS, RANKS)),
+    st.lists(st.builds(tl.Mark, st.sampled_from(tl.MARKS), st.text(max_size=3), RANKS, QUARTERS, RANKS)),
+)
+def test_what_was_taken_can_be_read(spans, samples, marks):
+    """Records of every kind, on two ranks and over two steps, come back as they were; two ranks that saw nothing do, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert tl.read(Path(folder)) == tl.Records()
+        for rank in (0, 1):
+            line = tl.Timeline(rank, lambda: 0.0, Path(folder))
+            line.take()
+            line.spans, line.samples, line.marks = spans[rank::2], samples[rank::2], marks[rank::2]
+            assert line.take() == spans[rank::2]
+        whole = tl.Records(*(kind[::2] + kind[1::2] for kind in (spans, samples, marks)))
+        assert tl.read(Path(folder)) == whole
+
+
+# ---------------------------------------------------------------- trace
 
 MIXED = [
     *spans_of([(0, 2), (1, 2)], "rollout", 0),
@@ -129,7 +184,7 @@ MIXED = [
 
 def test_the_trace_is_a_chrome_trace(tmp_path):
     """Complete events in microseconds with process, thread and arguments, and a name for every process and thread."""
-    tl.write_trace(MIXED, tmp_path / "trace.json")
+    tl.write_trace(tl.Records([*MIXED, tl.Span("evaluate", 0, 0.0, 9.0, 0)]), tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["displayTimeUnit"] == "ms"
     events, names = ([e for e in trace["traceEvents"] if e["ph"] == ph] for ph in ("X", "M"))
@@ -147,95 +202,67 @@ def test_the_trace_is_a_chrome_trace(tmp_path):
 
 
 def test_an_empty_trace_loads(tmp_path):
-    tl.write_trace([], tmp_path / "trace.json")
+    tl.write_trace(tl.Records(), tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
-@pytest.mark.parametrize("spans", [MIXED, MIXED[:1], []], ids=["mixed", "one", "none"])
-def test_the_figure_is_a_picture(tmp_path, spans):
-    """A PNG that isn't blank, whatever there is to draw."""
-    import matplotlib.image
-
-    tl.draw([tl.Picture("a title", spans, 4)], tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    picture = matplotlib.image.imread(tmp_path / "timeline.png")
-    assert picture.std() > 0 and picture.shape[1] > 1000
-
-
-@pytest.mark.parametrize(
-    "first,last,steps",
-    [(-3, -1, {9, 10, 11}), (0, 0, {0}), (2, 4, {2, 3, 4}), (10, 99, {10, 11}), (-99, 1, {0, 1}), (5, 4, set()), (50, 60, set())],
-)
-def test_steps_of_a_run(first, last, steps):
-    """Of 12 steps; the evaluation after the last belongs to none, and what has no colour isn't drawn."""
-    spans = [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    spans += [tl.Span("rollout", 1, 120.0, 121.0, 12), tl.Span("evaluate", 0, 0.0, 9.0, 3)]
-    chosen = tl.of_steps(spans, first, last)
-    assert {s.step for s in chosen} == steps and {s.name for s in chosen} <= {"train"}
+LIFE = [  # of one answer: cut in step 0 on rank 0, which wrote it, written to its end in step 1 on rank 1, and judged on rank 2
+    tl.SampleSpan("queued", 12, 3, 0, 0.0, 0.25, 0),
+    tl.SampleSpan("decoding", 12, 3, 0, 0.25, 2.0, 0),
+    tl.SampleSpan("aborted", 12, 3, 0, 2.0, 2.0, 0),
+    tl.SampleSpan("queued", 12, 3, 1, 5.0, 5.0, 1),
+    tl.SampleSpan("resumed", 12, 3, 1, 5.0, 6.5, 1),
+    tl.SampleSpan("judging", 12, 3, 2, 6.5, 7.0, 1),
+    tl.SampleSpan("done", 12, 3, 2, 7.0, 7.0, 1),
+]
 
 
-def write_run(out, mode, spans):
-    """What a run leaves for the figure."""
-    (out / "spans").mkdir(parents=True)
-    (out / "config.json").write_text(json.dumps({"mode": mode, "ranks": 2, "max_running_requests": 4}))
-    for rank in (0, 1):
-        (out / "spans" / f"rank{rank}.jsonl").write_text("".join(json.dumps(s) + "\n" for s in spans if s.rank == rank))
+def events_of(records, path, phases):
+    tl.write_trace(records, path)
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] in phases]
 
 
-def test_two_runs_on_one_clock(tmp_path, monkeypatch):
-    """Both runs start at 0, whenever they began, share the axis, and say which is which."""
-    import matplotlib.axes
-    import matplotlib.image
-
-    bars = []
-    plain = matplotlib.axes.Axes.barh
-
-    def barh(self, y, width, left, **style):
-        bars.append((self, left))
-        return plain(self, y, width, left=left, **style)
-
-    monkeypatch.setattr(matplotlib.axes.Axes, "barh", barh)
-    write_run(tmp_path / "a", "full", MIXED)
-    write_run(tmp_path / "b", "partial", [s._replace(start=s.start + 100, end=s.end + 100) for s in MIXED])
-    figure, runs = tmp_path / "both.png", [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr("sys.argv", ["timeline.py", *runs, "--steps", "0", "1", "--figure", str(figure)])
-    tl.main()
-    top, bottom = dict.fromkeys(axes for axes, _ in bars)
-    first, second = ([left for axes, left in bars if axes is row] for row in (top, bottom))
-    assert min(first) == 0 and first == pytest.approx(second)
-    assert top.get_shared_x_axes().joined(top, bottom) and top.get_position().y0 > bottom.get_position().y0
-    assert [axes.get_title(loc="left") for axes in (top, bottom)] == [
-        f"{tmp_path}/a: full colocation, 2 ranks", f"{tmp_path}/b: partial colocation, 2 ranks",
+def test_an_answer_over_two_steps_in_the_trace(tmp_path):
+    """One id through abort and resumption; each stretch on the engine that had it, and closed before the next opens."""
+    events = events_of(tl.Records(samples=LIFE), tmp_path / "trace.json", "ben")
+    assert {(e["id"], e["cat"]) for e in events} == {("12.3", "sample")}
+    assert [(e["name"], e["ph"], e["pid"], e["ts"]) for e in sorted(events, key=lambda e: e["ts"])] == [
+        ("queued", "b", 0, 0), ("queued", "e", 0, 250_000), ("decoding", "b", 0, 250_000), ("decoding", "e", 0, 2_000_000),
+        ("aborted", "n", 0, 2_000_000),
+        ("queued", "b", 1, 5_000_000), ("queued", "e", 1, 5_000_000), ("resumed", "b", 1, 5_000_000), ("resumed", "e", 1, 6_500_000),
+        ("judging", "b", 2, 6_500_000), ("judging", "e", 2, 7_000_000), ("done", "n", 2, 7_000_000),
     ]  # fmt: skip
-    assert matplotlib.image.imread(figure).shape[1] > 1000
+    assert [e["args"]["step"] for e in events if e["ph"] in "bn"] == [0, 0, 0, 1, 1, 1, 1]
+    names = events_of(tl.Records(samples=LIFE), tmp_path / "trace.json", "M")
+    assert {e["pid"] for e in names} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("steps,message", [(("7", "9"), "has no steps 7 to 9"), (("0", "1"), "is not what a run left behind")])
-def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, steps, message):
-    run = tmp_path / "run"
-    if steps[0] == "7":
-        write_run(run, "full", MIXED)
-    monkeypatch.setattr("sys.argv", ["timeline.py", str(run), "--steps", *steps, "--figure", str(tmp_path / "x.png")])
-    with pytest.raises(SystemExit, match=message) as error:
-        tl.main()
-    assert "\n" not in str(error.value) and not (tmp_path / "x.png").exists()
+@settings(deadline=None)
+@given(st.randoms(), st.lists(st.lists(st.tuples(st.sampled_from(list(tl.STATES)), st.integers(0, 3)), max_size=6), max_size=5))
+def test_slices_of_an_answer_never_overlap_in_the_trace(rng, answers):
+    """One b and one e a stretch, whatever the order of the ranks' files; read by time, each e closes the b before it."""
+    samples = []
+    for index, life in enumerate(answers):
+        ends = list(itertools.accumulate((0 if state in tl.INSTANTS else length for state, length in life), initial=0))
+        samples += [tl.SampleSpan(s, 5, index, 0, *times, 0) for (s, _), times in zip(life, itertools.pairwise(ends), strict=True)]
+    shuffled = [s for s in samples if s.end > s.start]
+    rng.shuffle(shuffled)  # instants and stretches of no length stay in order: they come from one rank's file
+    with tempfile.TemporaryDirectory() as folder:
+        records = tl.Records(samples=shuffled + [s for s in samples if s.end == s.start])
+        events = events_of(records, Path(folder) / "trace.json", "ben")
+    assert sum(e["ph"] == "n" for e in events) == sum(s.state in tl.INSTANTS for s in samples)
+    assert sum(e["ph"] == "b" for e in events) == sum(s.state not in tl.INSTANTS for s in samples)
+    for index in range(len(answers)):
+        mine = sorted((e for e in events if e["id"] == f"5.{index}" and e["ph"] != "n"), key=lambda e: e["ts"])
+        assert all((b["ph"], e["ph"], b["name"]) == ("b", "e", e["name"]) for b, e in zip(mine[::2], mine[1::2], strict=True))
 
 
-def test_the_figure_starts_at_its_first_span(tmp_path, monkeypatch):
-    """Of 12 steps the last three."""
-    import matplotlib.axes
-
-    bars = []
-    monkeypatch.setattr(matplotlib.axes.Axes, "barh", lambda self, y, width, left, alpha, **style: bars.append((y, width, left, alpha)))
-    spans = [tl.Span("rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
-    spans += [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    spans.append(tl.Span("rollout", 1, 120.0, 121.0, 12))  # the evaluation at the end belongs to no step
-    tl.draw([tl.Picture("t", tl.of_steps(spans, -3, -1), 2)], tmp_path / "timeline.png")
-    drawn = {(10.0 * i + offset, width) for i in range(3) for offset, width in ((0, 4.0), (5, 1.0))}
-    assert {(left, width) for _, width, left, _ in bars} == drawn
-    assert {y for y, *_ in bars} == {0}
-    assert {alpha for *_, alpha in bars} == {1.0, 0.35 + 0.65 / 2}  # training; one request where two have room
-
+def test_marks_in_the_trace(tmp_path):
+    """An instant of its rank's process each, named by its kind."""
+    marks = [tl.Mark("weights", "v3", 1, 0.5, 2), tl.Mark("wave", "wave 2", 0, 1.0, 2), tl.Mark("split", "3|1", 0, 2.0, 2)]
+    events = events_of(tl.Records(marks=marks), tmp_path / "trace.json", "i")
+    found = [(e["name"], e["pid"], e["ts"], e["s"]) for e in events]
+    assert found == [("weights v3", 1, 500_000, "p"), ("wave 2", 0, 1_000_000, "p"), ("split 3|1", 0, 2_000_000, "p")]
 
 # ---------------------------------------------------------------- the metrics of a step
 
