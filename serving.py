@@ -166,12 +166,15 @@ async def write_and_judge(step: Step, group: list[Sample]) -> None:
 
 
 async def enough_written(step: Step) -> None:
-    """Full colocation: wait until as many groups are written as the step lacks, over all controllers, then cut off the others."""
+    """Full colocation: wait until as many groups are written as should do, over all controllers, then cut off the others.
+
+    Those are as many as the step lacks, and as many more as are filtered by experience: another round would cost a swap.
+    """
     job, draws = step.job, step.draws
     if draws.in_order:
         await step.settle()
         return
-    written, wanted = 0, draws.wanted - draws.found
+    written, wanted = 0, (draws.wanted - draws.found) * job.state.groups_per_kept
     while written < min(wanted, draws.flying):
         ended = await step.settle(job.config.meet_every_s, at_first=True)
         written += sum(await job.world.gather(len(ended)))
