@@ -180,7 +180,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "answers_keyed": len(keyed),
         "answers_wrong": len(wrong),
         "wrong_accepted": sum(s.verdict for s in wrong),
-        "failed": sum(s.verdict is None for s in everything),
+        "failed": sum(s.verdict is None for s in served.dropped + [s for group in served.filtered for s in group]),
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
@@ -195,14 +195,13 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
 
     capacity: answers that the engines of each role decode at once, all together.
     """
+    ledger = ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")
     counts = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "timeouts")
-    counts += ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")
-    total = {name: sum(f[name] for f in facts) for name in counts}
+    total = {name: sum(f[name] for f in facts) for name in ledger + counts}
     lists = ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")
     merged = {name: [value for f in facts for value in f[name]] for name in lists}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
-    wrong, accepted_wrong = sum(f["answers_wrong"] for f in facts), sum(f["wrong_accepted"] for f in facts)
-    keyed = sum(f["answers_keyed"] for f in facts)
+    keyed, wrong, accepted_wrong = (sum(f[name] for f in facts) for name in ("answers_keyed", "answers_wrong", "wrong_accepted"))
     work = {f["dp_rank"]: f["work"] for f in facts}.values()
     metrics = {
         "reward/mean": _mean(merged["kept_rewards"]),
@@ -211,10 +210,6 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
         "rollout/response_len_mean": _mean(merged["lengths"]),
         "rollout/response_len_max": float(max(merged["lengths"], default=0)),
         "rollout/trained_len_mean": _mean(merged["trained_lengths"]),
-        "rollout/tokens": float(total["tokens"]),
-        "rollout/tokens_trained": float(total["tokens_trained"]),
-        "rollout/tokens_filtered": float(total["tokens_filtered"]),
-        "rollout/tokens_carried": float(total["tokens_carried"]),
         "rollout/truncated_frac": total["truncated"] / max(1, len(merged["lengths"])),
         "rollout/waves": float(facts[0]["waves"]),
         "rollout/aborted": float(total["aborted"]),
@@ -233,6 +228,7 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
     for role in ("rollout", "genrm"):
         work = sum(f["request_seconds"][role] for f in facts)
         metrics[f"occupancy/{role}"] = work / max(1e-9, capacity[role] * slowest["serve"])
+    metrics |= {f"rollout/{name}": float(total[name]) for name in ledger}
     return metrics | {f"time/{name}_s": value for name, value in slowest.items()}
 
 
