@@ -83,6 +83,7 @@ async def train(job: Job) -> None:
         job.state.step = step + 1
         await job.report.step(step, served, samples, stats | decision, job)
         check_progress(job, served)
+        del served, samples  # not held while the next step is served
     job.timeline.step = config.steps
     await evaluate(job, config.steps)
 

@@ -75,7 +75,7 @@ class Report:
 
     def __init__(self, config, world, out: Path, progress: Progress, decode):
         self.config, self.world, self.out, self.progress = config, world, out, progress
-        self._decode = decode  # actor tokens -> text
+        self.decode = decode  # actor tokens -> text
         self._accuracy: float | None = None
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
         self._ended = 0.0  # when the step before ended, on the timeline's clock
@@ -129,7 +129,7 @@ class Report:
         for sample in (served.kept + served.padding)[:: self.config.answers_per_prompt][:TEXTS_PER_STEP]:
             rows.append(
                 {"step": step, "prompt_id": sample.prompt_id, "question": sample.question, "answer_key": sample.answer_key}
-                | {"response": self._decode(sample.response), "finish": sample.finish, "critique": sample.critique}
+                | {"response": self.decode(sample.response), "finish": sample.finish, "critique": sample.critique}
                 | {"verdict": sample.verdict, "reward": sample.reward}
             )
         with (self.out / "samples.jsonl").open("a") as file:

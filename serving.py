@@ -174,10 +174,12 @@ async def enough_written(step: Step) -> None:
     if draws.in_order:
         await step.settle()
         return
-    written, wanted = 0, (draws.wanted - draws.found) * job.state.groups_per_kept
-    while written < min(wanted, draws.flying):
+    wanted = min((draws.wanted - draws.found) * job.state.groups_per_kept, draws.flying)
+    written, late = 0, len(draws.late)
+    while written < wanted or late:
         ended = await step.settle(job.config.meet_every_s, at_first=True)
-        written += sum(await job.world.gather(len(ended)))
+        news = await job.world.gather((len(ended), len(draws.late & step.tasks.keys())))
+        written, late = written + sum(count for count, _ in news), sum(count for _, count in news)
     await cut_off(step)
 
 
@@ -207,7 +209,7 @@ async def serve(job, serve_wave) -> Served:
     job.judge.forget()
     step = Step(job, Draws(config.prompts_per_step, in_order=config.over_dispatch == 1))
     draws = step.draws
-    while len(draws.chosen()) < draws.wanted:
+    while not draws.complete:
         wave = draws.next_wave(config.max_refill_waves)
         if wave is None and not draws.flying:
             break
@@ -225,7 +227,7 @@ def draw_wave(job, draws: Draws, wave: int) -> list[int]:
     scale = job.config.over_dispatch if wave == 0 else 1.2 * job.state.groups_per_kept
     drawn = job.prompts.take(wave_size(draws, scale, job.actor.dp_size))
     owners = job.groups.deal(drawn, job.actor.dp_size)
-    draws.add(drawn, wave)
+    draws.add(drawn, wave, set() if draws.in_order else job.groups.awaited(drawn))
     job.timeline.mark("wave", f"wave {wave + 1}")
     return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]
 
