@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import controller
 import genrm
 import placement
+from balance import flat
 from data import Prompt, Prompts
 from rollout import Answer
 from timeline import Timeline
@@ -161,7 +162,8 @@ class FakeActor:
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
-    async def update(self, samples):
+    async def update(self, mini_batches):
+        samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         assert all(set(s.versions) == {self.version} for s in samples), "off-policy sample"
         await asyncio.sleep(0.5)
@@ -211,6 +213,7 @@ def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=w
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs."""
     defaults = dict(mode=mode, algorithm="grpo", steps=3, prompts_per_step=8, answers_per_prompt=4, max_refill_waves=3)
     defaults |= dict(eval_every=2, max_judge_failures=5, judge="JUDGE", judge_format="addition", judge_timeout_s=9.0)
+    defaults |= dict(cp=1, max_tokens_per_micro_batch=8192, updates_per_step=1)
     config = SimpleNamespace(**defaults | settings)
     plan, log, meetings = placement.make_plan(mode, size, rollout_ranks), [], {}
     devices = [Device(rank, log) for rank in range(size)]
