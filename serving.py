@@ -22,11 +22,10 @@ class Served:
 
     kept: list[Sample] = field(default_factory=list)  # groups to train on
     dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed
-    padding: list[Sample] = field(default_factory=list)  # filtered groups that fill a short batch, masked out of the loss
     filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
     carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
     waves: int = 0
-    padded: int = 0  # groups short of the batch, over all controllers
+    lacking: int = 0  # groups short of the batch, over all controllers
     tokens: int = 0  # written in this step
     aborted: int = 0  # answers cut off
 
@@ -246,7 +245,7 @@ async def meet(step: Step) -> None:
 
 
 def sort_out(step: Step) -> None:
-    """Sort this controller's groups into kept, carried and filtered, and pad a short batch with filtered ones (under the loss mask)."""
+    """Sort this controller's groups into kept, carried and filtered. A batch may be short: actor.py then trains on less."""
     job, draws, served = step.job, step.draws, step.served
     chosen, again = draws.chosen(), draws.come_again()
     for draw, group in step.groups.items():
@@ -256,9 +255,7 @@ def sort_out(step: Step) -> None:
         else:
             (served.carried if draw in again else served.filtered).append(group)
     job.groups.put_back(again, served.carried)
-    served.waves, served.padded = draws.waves, draws.wanted - len(chosen)
-    own_padding = -(-served.padded // job.actor.dp_size)
-    served.padding = [sample for group in served.filtered[:own_padding] for sample in group]
+    served.waves, served.lacking = draws.waves, draws.wanted - len(chosen)
 
 
 def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> None:

@@ -130,7 +130,8 @@ def print_moves(rows: list[dict]) -> None:
 
 def print_tail(rows: list[dict], ranks: int) -> None:
     """What over-dispatch gains, what it costs, and where every token went."""
-    print(f"\n| tail, {ranks} ranks | serving, s | mean length trained on | tokens written | trained | filtered | carried | cut off | stale |")
+    columns = ("serving, s", "mean length trained on", "tokens written", "trained", "filtered", "carried", "cut off", "stale")
+    print(f"\n| tail, {ranks} ranks | {' | '.join(columns)} |")
     print("|---" * 9 + "|")
     for name, steps in by_side(rows).items():
         totals = [sum(step[f"rollout/{key}"] for step in steps) for key in ("tokens", "tokens_trained", "tokens_filtered")]

@@ -18,15 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import meter
+
 import controller
 import data
 import draws
 import genrm
-import meter
 import report
 import rollout
 import run
-
 
 CRITIQUE = 64  # tokens
 
