@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,11 @@ from megatron.core.transformer.module import Float16Module
 
 import model as models
 from algorithms import get_algorithm
-from batch import NO_TARGET, MicroBatch, deal, make_micro_batches
+from balance import Key, flat, pack, packed_length
+from batch import NO_TARGET, MicroBatch, Sequence, make_micro_batches
+from objective import MAXIMA, SUMS, known_of, learning_rate, policy_loss, update_metrics
 from rollout import Sample
 
-Sequence = tuple[list[int], list[int]]  # the tokens of a prompt and of the response to it
 # (slots, logprobs, entropy), each [targets] -> the loss of each target, and this micro-batch's statistics
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -68,6 +70,7 @@ class Actor:
         self.device = models.device()
         self.cost = partial(models.forward_cost, hf)
         self.awake, self.version = True, 0
+        self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
         self._build(hf)
 
     def _build(self, hf: dict) -> None:
@@ -78,7 +81,7 @@ class Actor:
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True)
         wrapped = Float16Module(model_config, self.gpt) if bf16 else self.gpt
         self.ddp = DistributedDataParallel(model_config, ddp_config, wrapped)
-        model_config.finalize_model_grads_func = finalize_model_grads
+        model_config.finalize_model_grads_func = self._finalize_model_grads
         self._build_optimizer(model_config)
 
     def _build_optimizer(self, model_config) -> None:
@@ -131,64 +134,57 @@ class Actor:
 
     # ------------------------------------------------------------------------------------------------------------ training
 
-    def update(self, samples: list[Sample]) -> dict[str, float]:
-        """Train on this data-parallel rank's samples: `updates_per_step` optimizer steps. Collective over all ranks.
+    def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
+        """Train on this data-parallel rank's samples, which come packed: mini-batches of micro-batches. Collective over all ranks.
 
-        A sample whose `advantages` are None is padding and is left out. Returns metrics that are the same on every rank; the
-        table in the README says what they mean. ValueError if the trainer and the engine disagree about log-probabilities.
+        Every mini-batch is one optimizer step, for which all ranks bring the same number of micro-batches; one may be empty. Each
+        sample needs `advantages`. Returns metrics that are the same on every rank; the table in the README says what they mean.
+        ValueError if the trainer and the engine disagree about log-probabilities.
         """
         assert self.awake, "the actor sleeps: wake it before update"
-        assert samples, "every rank needs samples: pad a short batch with one whose advantages are None"
-        for sample in samples:
-            assert set(sample.versions) <= {self.version}, f"a sample of weights {sample.versions} meets weights {self.version}"
+        usable = set(range(self.version + 1)) if self.config.partial_rollout else {self.version}
+        for sample in flat(mini_batches):
+            assert sample.advantages is not None, "a sample without advantages cannot be trained on"
+            assert set(sample.versions) <= usable, f"a sample of weights {sample.versions} meets weights {self.version}"
         lr = learning_rate(self.version, self.config)
+        proximal = self._proximal_logprobs(mini_batches)
         steps = [
-            self._policy_step(mini_batch, lr, compare_engine=number == 0)
-            for number, mini_batch in enumerate(deal(samples, self.config.updates_per_step))
+            self._policy_step(micro_batches, proximal, lr, compare_engine=number == 0)
+            for number, micro_batches in enumerate(mini_batches)
         ]
         self.version += 1
-        return self._metrics(steps, lr)
+        return update_metrics(steps, lr)
 
-    def _policy_step(self, samples: list[Sample], lr: float, compare_engine: bool) -> dict[str, float]:
-        """One optimizer step on one mini-batch. Returns sums and maxima over all ranks (see `_reduce`) and the gradient norm."""
-        # padding is left out, except where there is nothing else: a rank must take part in the collectives
-        samples = [sample for sample in samples if sample.advantages is not None] or samples[:1]
-        masked = [sample.advantages is None for sample in samples]
-        old_logprobs, advantages = [], []  # by slot, see batch.py
-        for sample in samples:
-            nothing = [0.0] * len(sample.response)
-            old_logprobs += nothing if sample.advantages is None else sample.logprobs
-            advantages += nothing if sample.advantages is None else sample.advantages
-        loss = partial(
-            self._policy_loss,
-            torch.tensor(old_logprobs, device=self.device),
-            torch.tensor(advantages, device=self.device),
-        )
-        sequences = [(sample.prompt, sample.response) for sample in samples]
-        stats = self._forward_backward(sequences, masked, self.config.temperature, loss)
-        sums, maxima = self._reduce(stats)
+    def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
+        """Log-probabilities at the start of the step, of the samples with stale tokens. Collective over the model-parallel group.
+
+        Nothing of a single mini-batch, whose own forward pass gives them. A model-parallel group has the same samples, so its
+        ranks agree on whether to run; the other groups take no part.
+        """
+        stale = [s for s in flat(mini_batches) if min(s.versions, default=self.version) < self.version]
+        if len(mini_batches) == 1 or not stale:
+            return {}
+        return {(sample.prompt_id, sample.index): row for sample, row in zip(stale, self.logprobs(stale), strict=True)}
+
+    def _policy_step(
+        self, micro_batches: list[list[Sample]], proximal: dict[Key, list[float]], lr: float, compare_engine: bool
+    ) -> dict[str, float]:
+        """One optimizer step on one mini-batch. Returns sums and extremes over all ranks and the gradient norm."""
+        known = known_of(flat([micro_batches]), self.version, proximal, self.device)
+        packed = [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
+        loss = partial(policy_loss, known, self.algorithm, self.config)
+        sums, maxima = self._reduce(self._forward_backward(packed, self.config.temperature, loss))
+        facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
+        least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
+        assert least["micro_batches"] == most["micro_batches"], "ranks have different numbers of micro-batches"
         if compare_engine and not maxima["engine_logprob_diff_max"] <= self.config.max_logprob_diff:
             raise ValueError(
                 f"the trainer's log-probabilities differ from the engine's by up to {maxima['engine_logprob_diff_max']:.2e}, "
                 f"more than --max-logprob-diff {self.config.max_logprob_diff:.2e}"
             )
         grad_norm = self._optimizer_step(lr) if sums["tokens"] > 0 else 0.0
-        return {**sums, **maxima, "grad_norm": grad_norm}
-
-    def _policy_loss(
-        self, all_old_logprobs: Tensor, all_advantages: Tensor, slots: Tensor, logprobs: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        old_logprobs, advantages = all_old_logprobs[slots], all_advantages[slots]
-        loss, clipped = self.algorithm.loss(logprobs, old_logprobs, advantages, self.config.clip_low, self.config.clip_high)
-        log_ratio = logprobs.detach() - old_logprobs
-        stats = {
-            "loss": loss.detach().sum(),
-            "entropy": entropy.sum(),
-            "kl": -log_ratio.sum(),  # the k1 estimator of KL(old || new)
-            "clipped": clipped.sum(),
-            "engine_logprob_diff_max": largest(log_ratio.abs()),
-        }
-        return loss, stats
+        extremes = {"micro_batches": most["micro_batches"], "slowest": most["seconds"], "fastest": least["seconds"]}
+        return {**sums, **maxima, **extremes, "grad_norm": grad_norm}
 
     def supervised(self, sequences: list[Sequence], lr: float) -> float:
         """One optimizer step of cross-entropy on the response tokens of (prompt, response) pairs. Collective over all ranks.
@@ -200,49 +196,53 @@ class Actor:
         def cross_entropy(slots, logprobs, entropy):
             return -logprobs, {"loss": -logprobs.detach().sum()}
 
-        sums, _ = self._reduce(self._forward_backward(sequences, [False] * len(sequences), 1.0, cross_entropy))
+        packed = [[sequences[index] for index in chosen] for chosen in self._pack(sequences)]
+        sums, _ = self._reduce(self._forward_backward(packed, 1.0, cross_entropy))
         self._optimizer_step(lr)
         return sums["loss"] / sums["tokens"]
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of every response token under the current weights. Collective over the model-parallel group."""
         assert self.awake, "the actor sleeps: wake it before logprobs"
-        lengths = [len(sample.response) for sample in samples]
+        sequences = [(sample.prompt, sample.response) for sample in samples]
+        packed = self._pack(sequences)
+        order = [index for chosen in packed for index in chosen]
+        lengths = [len(samples[index].response) for index in order]
         result = torch.zeros(sum(lengths), device=self.device)
 
         def collect(slots, logprobs, entropy):
             result[slots] = logprobs
             return torch.zeros_like(logprobs), {}
 
-        sequences = [(sample.prompt, sample.response) for sample in samples]
-        self._forward_backward(sequences, [False] * len(samples), self.config.temperature, collect, forward_only=True)
+        micro_batches = [[sequences[index] for index in chosen] for chosen in packed]
+        self._forward_backward(micro_batches, self.config.temperature, collect, forward_only=True)
         for group in (mpu.get_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
             dist.all_reduce(result, group=group)  # each rank filled in what it computed and left zeros elsewhere
-        return [part.tolist() for part in result.split(lengths)]
+        row_of = dict(zip(order, result.split(lengths), strict=True))
+        return [row_of[index].tolist() for index in range(len(samples))]
+
+    def _pack(self, sequences: list[Sequence]) -> list[list[int]]:
+        """This rank's own micro-batches, where the work of ranks need not be equal. ValueError as from `pack`."""
+        lengths = [packed_length(len(prompt) + len(response), self.config.cp) for prompt, response in sequences]
+        return pack(lengths, self.config.max_tokens_per_micro_batch)
 
     def _forward_backward(
-        self, sequences: list[Sequence], masked: list[bool], temperature: float, token_loss: TokenLoss, forward_only: bool = False
+        self, packed: list[list[Sequence]], temperature: float, token_loss: TokenLoss, forward_only: bool = False
     ) -> list[dict[str, Tensor]]:
-        """Run Megatron's schedule over packed micro-batches. Leaves the gradient of the mean loss of all ranks' targets in DDP.
+        """Run Megatron's schedule over micro-batches. Leaves the gradient of the mean loss of all ranks' targets in DDP.
 
         Returns the statistics of each micro-batch, and nothing on other than the last pipeline stage. Collective over all ranks
         (the model-parallel group with `forward_only`).
         """
-        config = self.config
-        micro_batches = make_micro_batches(
-            sequences,
-            masked,
-            config.max_tokens_per_micro_batch,
-            cp=config.cp,
-            cp_rank=mpu.get_context_parallel_rank(),
-            tp_with_sp=config.tp if config.sp else 1,
-        )
+        config, self._started = self.config, time.perf_counter()
+        cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
+        micro_batches = make_micro_batches(packed, config.cp, cp_rank, tp_with_sp)
 
         def forward_step(remaining: Iterator[MicroBatch], model):
             batch = next(remaining).to(self.device)
             cu_seqlens = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
-            packed = PackedSeqParams("thd", **cu_seqlens, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
-            logits = model(batch.tokens, None, batch.attention_mask, packed_seq_params=packed)  # [1, T, vocab / tp]
+            starts = PackedSeqParams("thd", **cu_seqlens, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
+            logits = model(batch.tokens, None, batch.attention_mask, packed_seq_params=starts)  # [1, T, vocab / tp]
             return logits, partial(_sum_loss, batch, temperature, token_loss)
 
         self.ddp.zero_grad_buffer()
@@ -257,6 +257,13 @@ class Actor:
                 forward_only=forward_only,
             )
 
+    def _finalize_model_grads(self, *args, **kwargs) -> None:
+        """Megatron's own, which sums the gradients over ranks, after taking the time: what is waited for there is not own work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the kernels have only been queued
+        self._own_seconds = time.perf_counter() - self._started
+        finalize_model_grads(*args, **kwargs)
+
     def _optimizer_step(self, lr: float) -> float:
         """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks."""
         for group in self.optimizer.param_groups:
@@ -269,8 +276,7 @@ class Actor:
 
     def _reduce(self, stats: list[dict[str, Tensor]]) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima of the micro-batches' statistics over all ranks (collective)."""
-        maxima = {"engine_logprob_diff_max": 0.0, "micro_batches": float(len(stats))}
-        sums = dict.fromkeys(("loss", "entropy", "kl", "clipped", "tokens"), 0.0)
+        sums, maxima = dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)
         for stat in stats:
             for name, value in stat.items():
                 if name in maxima:
@@ -278,23 +284,6 @@ class Actor:
                 elif mpu.get_tensor_model_parallel_rank() == 0:  # the other tensor-parallel ranks hold copies
                     sums[name] += value.item()
         return all_reduce(sums, dist.ReduceOp.SUM), all_reduce(maxima, dist.ReduceOp.MAX)
-
-    def _metrics(self, steps: list[dict[str, float]], lr: float) -> dict[str, float]:
-        """The metrics of one update from what its optimizer steps returned: token means, and means over the steps."""
-        total = {name: sum(step[name] for step in steps) for name in steps[0]}
-        tokens = max(total["tokens"], 1.0)
-        return {
-            "train/loss": total["loss"] / tokens,
-            "train/entropy": total["entropy"] / tokens,
-            "train/kl": total["kl"] / tokens,
-            "train/clip_frac": total["clipped"] / tokens,
-            "train/grad_norm": total["grad_norm"] / len(steps),
-            "train/lr": lr,
-            "train/tokens": total["tokens"],
-            "train/micro_batches": total["micro_batches"],  # of the rank that had the most
-            "train/skipped": float(sum(step["tokens"] == 0 for step in steps)),  # optimizer steps that had no token to train on
-            "train/engine_logprob_diff_max": steps[0]["engine_logprob_diff_max"],
-        }
 
     # -------------------------------------------------------------------------------------------------------- weights, state
 
@@ -346,14 +335,6 @@ class Actor:
         self.version = state["version"]
 
 
-def learning_rate(version: int, config) -> float:
-    """Linear warm-up over `lr_warmup_steps` updates, then linear to `lr_decay_to` * lr at the last of `steps` updates."""
-    if version < config.lr_warmup_steps:
-        return config.lr * (version + 1) / config.lr_warmup_steps
-    progress = (version - config.lr_warmup_steps + 1) / max(1, config.steps - config.lr_warmup_steps)
-    return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
-
-
 def _sum_loss(batch: MicroBatch, temperature: float, token_loss: TokenLoss, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
     """What Megatron's schedule asks of a loss: its sum, the number of tokens, and the statistics to return."""
     chosen = batch.slots != NO_TARGET
@@ -379,11 +360,6 @@ def vocab_parallel_entropy(logits: Tensor) -> Tensor:
     sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
     dist.all_reduce(sums, group=group)
     return sums[0].log() - sums[1] / sums[0]
-
-
-def largest(values: Tensor) -> Tensor:
-    """The maximum, 0 of nothing; infinity stands for NaN, which a maximum over ranks could lose."""
-    return torch.nan_to_num(values, nan=math.inf, posinf=math.inf).max() if values.numel() else values.new_zeros(())
 
 
 def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:

@@ -41,6 +41,17 @@ def clipped_loss(
     return unclipped.maximum(clipped), clipped > unclipped
 
 
+def stale_weights(proximal_logprobs: Tensor, engine_logprobs: Tensor, largest: float) -> Tensor:
+    """What the loss of a token that older weights wrote is multiplied by: min(exp(proximal - engine), largest). All: [tokens].
+
+    `engine_logprobs` are under the weights that wrote a token, `proximal_logprobs` under those at the start of the step, which also
+    stand in for the old log-probabilities in the ratio that is clipped: the clip keeps the weights near where the step began, and
+    the weight, through which no gradient flows, corrects for who wrote the token. Source: the decoupled objective of AReaL (arXiv
+    2505.24298, section 5.2), after Hilton et al. (arXiv 2110.00641); cut off as in truncated importance sampling (Ionides, 2008).
+    """
+    return (proximal_logprobs - engine_logprobs).exp().clamp(max=largest).detach()
+
+
 @dataclass(frozen=True)
 class Algorithm:
     advantages: Callable[[list[float]], list[float]]  # the rewards of one group -> one advantage per answer

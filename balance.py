@@ -1,20 +1,66 @@
-"""Balance."""
+"""Who trains on what: samples into micro-batches of equal work, micro-batches to data-parallel ranks. Pure: no torch, nothing is sent.
+
+All controllers call `plan_batch` on the same gathered numbers and so come to the same plan. Indices below are into the given lists.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+
+Key = tuple[int, int]  # prompt_id and index of a sample
 
 
-def deal(costs: list[int], shares: int) -> list[int]:
-    """Which of `shares` data-parallel ranks gets each sample: equal in number to within one, and nearly equal in cost (pure).
+def plan_batch(tokens: dict[Key, int], cost: Callable[[int], int], config, dp_size: int) -> list[list[list[list[Key]]]]:
+    """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], samples by their keys.
 
-    costs: of the samples, in the order of controllers; returned: one share per sample. Karmarkar and Karp's largest differencing
-    method (1982) with a fixed number in each share: partial deals of one sample a share are merged, the two most uneven first, each
-    one's dearest share with the other's cheapest.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. The plan follows from the keys alone, not from
+    who holds a sample. The `updates_per_step` mini-batches are dealt one by one in the order of the keys, so that the answers of a
+    group spread over all of them. Of each mini-batch every rank gets the same number of micro-batches, as pipelines need it, which
+    come close in work; some are empty if there are fewer samples. ValueError if a sample alone is over the token budget.
+    """
+    keys, plan = sorted(tokens), [[] for _ in range(dp_size)]
+    for mini_batch in (keys[first :: config.updates_per_step] for first in range(config.updates_per_step)):
+        lengths = [packed_length(tokens[key], config.cp) for key in mini_batch]
+        costs = [cost(tokens[key]) for key in mini_batch]
+        micro_batches = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
+        work = [sum(costs[sample] for sample in chosen) for chosen in micro_batches]
+        for rank, numbers in enumerate(deal(work, dp_size)):
+            assert len(numbers) * dp_size == len(micro_batches), "micro-batches come in a multiple of the data-parallel ranks"
+            plan[rank].append([[mini_batch[sample] for sample in micro_batches[number]] for number in numbers])
+    return plan
+
+
+def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> list[list[int]]:
+    """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost, in number a multiple of `multiple`.
+
+    Each number that may do is tried by `deal`, which also evens out how many sequences a micro-batch has, then by `spread`, which
+    gets along with a few long sequences among many short ones. What comes out is less than twice the fewest possible plus
+    `multiple`, and near the fewest where sequences are short beside the budget. Within a micro-batch the longest come first:
+    model.py's attention takes neighbours of equal length together. ValueError if a sequence alone is over the budget.
+    """
+    check_budget(lengths, budget)
+
+    def over_budget(micro_batches):
+        return any(sum(lengths[sample] for sample in chosen) > budget for chosen in micro_batches)
+
+    fewest = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths), 1)
+    count = round_up(fewest, multiple)
+    # it ends: with as many micro-batches as sequences, each has one
+    while over_budget(micro_batches := deal(costs, count)) and over_budget(micro_batches := spread(lengths, costs, budget, count)):
+        count += multiple
+    return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in micro_batches]
+
+
+def deal(costs: list[int], shares: int) -> list[list[int]]:
+    """Deal samples into `shares` shares: equal in number to within one, and nearly equal in cost. Indices, ascending in a share.
+
+    Karmarkar and Karp's largest differencing method (1982) with a fixed number in each share: partial deals of one sample a share
+    are merged, the two most uneven first, each one's dearest share with the other's cheapest.
     """
     by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
     deals = []  # a heap of (cheapest less dearest share, a number against ties, [(cost, samples) of each share, dearest first])
-    for start in range(0, len(costs), shares):
+    for start in range(0, max(len(costs), 1), shares):
         each = [(costs[sample], [sample]) for sample in by_cost[start : start + shares]]
         each += [(0, [])] * (shares - len(each))
         heapq.heappush(deals, (each[-1][0] - each[0][0], start, each))
@@ -23,5 +69,55 @@ def deal(costs: list[int], shares: int) -> list[int]:
         merged = [(dear + cheap, s + t) for (dear, s), (cheap, t) in zip(a, reversed(b), strict=True)]
         merged.sort(key=lambda share: -share[0])
         heapq.heappush(deals, (merged[-1][0] - merged[0][0], number, merged))
-    share_of = {sample: share for share, (_, samples) in enumerate(deals[0][2] if deals else []) for sample in samples}
-    return [share_of[sample] for sample in range(len(costs))]
+    return [sorted(samples) for _, samples in deals[0][2]]
+
+
+def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
+    """Pack sequences into `count` micro-batches: longest first, each where the work is least among those with room.
+
+    Graham's longest-processing-time rule (1969) under a budget. A sequence for which no room is left goes over the budget.
+    """
+    micro_batches, room, work = [[] for _ in range(count)], [budget] * count, [0] * count
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        best = min(range(count), key=lambda number: (room[number] < lengths[sample], work[number]))
+        micro_batches[best].append(sample)
+        room[best] -= lengths[sample]
+        work[best] += costs[sample]
+    return micro_batches
+
+
+def pack(lengths: list[int], budget: int) -> list[list[int]]:
+    """Pack one rank's own sequences into micro-batches of at most `budget` tokens: longest first, filled one by one.
+
+    For passes in which ranks need not do equal work. ValueError if a sequence alone is over the budget.
+    """
+    check_budget(lengths, budget)
+    micro_batches: list[list[int]] = []
+    room = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if lengths[index] > room or not micro_batches:
+            micro_batches.append([])
+            room = budget
+        micro_batches[-1].append(index)
+        room -= lengths[index]
+    return micro_batches
+
+
+def check_budget(lengths: list[int], budget: int) -> None:
+    """ValueError if a sequence alone is over the budget."""
+    if max(lengths, default=0) > budget:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit into --max-tokens-per-micro-batch {budget}; raise it")
+
+
+def flat(mini_batches: list[list[list]]) -> list:
+    """All samples (or keys) of some mini-batches of micro-batches, in their order."""
+    return [sample for mini_batch in mini_batches for micro_batch in mini_batch for sample in micro_batch]
+
+
+def packed_length(tokens: int, cp: int) -> int:
+    """Room that a sequence takes in a micro-batch: the last token is only a target, and context parallelism cuts 2 * cp pieces."""
+    return round_up(tokens - 1, 2 * cp if cp > 1 else 1)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,14 +1,17 @@
-"""Micro-batches: ragged sequences packed end to end under a token budget, with next-token targets. Pure torch, no Megatron."""
+"""Micro-batches: ragged sequences packed end to end, with next-token targets. Pure torch, no Megatron; balance.py says what goes in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from balance import packed_length, round_up
+
 NO_TARGET = -1
+
+Sequence = tuple[list[int], list[int]]  # the tokens of a prompt and of the response to it
 
 
 @dataclass
@@ -16,12 +19,12 @@ class MicroBatch:
     """Some sequences end to end, as one context-parallel rank sees them: T = their padded lengths summed, over cp.
 
     `slots` ties the packed tokens to what is known about each response token (old log-probabilities, advantages): slot i is
-    the i-th of all the response tokens of all sequences, in the order they were given. Nothing else needs to be packed.
+    the i-th of all the response tokens of all micro-batches, in the order they were given. Nothing else needs to be packed.
     """
 
     tokens: Tensor  # [1, T]
     targets: Tensor  # [T], the token that follows
-    slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token, masked out or padding
+    slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
     starts: Tensor  # [sequences + 1], int32, where each sequence starts (before the context-parallel split)
     longest: int  # the longest padded sequence
     attention_mask: Tensor | None  # [T, cp * T], True where a query sees a key; None without context parallelism
@@ -31,54 +34,27 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
-def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Deal sequences to micro-batches of at most `budget` tokens: indices into `lengths`, longest first, filled one by one.
-
-    Sorting puts sequences of equal length side by side, which model.py's attention takes together; a tighter bin packing would
-    save few micro-batches and lose that. ValueError if a sequence alone is over the budget.
-    """
-    micro_batches: list[list[int]] = []
-    room = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if lengths[index] > budget:
-            raise ValueError(
-                f"a sequence of {lengths[index]} tokens does not fit into --max-tokens-per-micro-batch {budget}; raise it"
-            )
-        if lengths[index] > room or not micro_batches:
-            micro_batches.append([])
-            room = budget
-        micro_batches[-1].append(index)
-        room -= lengths[index]
-    return micro_batches
-
-
-def make_micro_batches(
-    sequences: list[tuple[list[int], list[int]]], masked: list[bool], budget: int, cp: int, cp_rank: int, tp_with_sp: int
-) -> list[MicroBatch]:
-    """Pack (prompt, response) pairs; the response tokens of those that are not `masked` are the targets.
+def make_micro_batches(packed: list[list[Sequence]], cp: int, cp_rank: int, tp_with_sp: int) -> list[MicroBatch]:
+    """Micro-batches of (prompt, response) pairs, whose response tokens are the targets.
 
     A sequence is padded to a multiple of 2 * cp, so that each context-parallel rank gets two equal pieces of it (see `zigzag`).
     `tp_with_sp` is the tensor-parallel size under sequence parallelism, else 1: it must divide the tokens of a micro-batch, whose
-    last sequence is padded for that, over the budget if need be. ValueError as from `pack`.
+    last sequence is padded for that, over the budget if need be. An empty micro-batch is a token without a target: a rank that has
+    nothing to train on takes part in the passes all the same.
     """
-    lengths = [round_up(len(prompt) + len(response) - 1, 2 * cp if cp > 1 else 1) for prompt, response in sequences]
-    first_slots = [0]
-    for _, response in sequences:
-        first_slots.append(first_slots[-1] + len(response))
-    micro_batches = []
-    for chosen in pack(lengths, budget):
-        padded = [lengths[index] for index in chosen]
+    micro_batches, slot = [], 0
+    for sequences in packed:
+        padded = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences] or [1]
         padded[-1] += round_up(sum(padded), tp_with_sp * (2 * cp if cp > 1 else 1)) - sum(padded)
         tokens, targets, slots = [], [], []
-        for index, length in zip(chosen, padded, strict=True):
-            prompt, response = sequences[index]
+        for (prompt, response), length in zip(sequences or [([0], [])], padded, strict=True):
             assert prompt, "a sequence needs a prompt token to predict the first response token from"
-            whole, padding = prompt + response, length - len(prompt) - len(response) + 1
-            first = first_slots[index]
-            slots_here = [NO_TARGET] * len(response) if masked[index] else list(range(first, first + len(response)))
+            whole = prompt + response
+            padding = length - len(whole) + 1
             tokens += whole[:-1] + [0] * padding
             targets += whole[1:] + [0] * padding
-            slots += [NO_TARGET] * (len(prompt) - 1) + slots_here + [NO_TARGET] * padding
+            slots += [NO_TARGET] * (len(prompt) - 1) + list(range(slot, slot + len(response))) + [NO_TARGET] * padding
+            slot += len(response)
         micro_batches.append(_split(tokens, targets, slots, padded, cp, cp_rank))
     return micro_batches
 
@@ -109,13 +85,3 @@ def zigzag(lengths: list[int], cp: int, rank: int) -> Tensor:
             pieces.append(torch.arange(start + piece * size, start + (piece + 1) * size))
         start += length
     return torch.cat(pieces)
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def deal(items: list, hands: int) -> Iterator[list]:
-    """Deal one by one into `hands` lists, so that the answers of a group, which are neighbours, spread over all of them."""
-    assert len(items) >= hands, f"{len(items)} samples cannot be dealt to --updates-per-step {hands}"
-    return (items[hand::hands] for hand in range(hands))

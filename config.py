@@ -17,7 +17,7 @@ AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("judge_retries", "max_empty_steps")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
-ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s")
+ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
 LIMITS |= {"answers_per_prompt": (2, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
@@ -85,6 +85,7 @@ class Config:
     clip_grad: float = 1.0  # largest gradient norm
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
+    stale_weight_max: float = 2.0  # largest importance weight of a token that older weights wrote
     max_logprob_diff: float = 1e-3  # stop when trainer and engine disagree by more on one token; bfloat16 needs about 1
     # ---- the engines
     max_model_len: int = 256  # context of an engine, prompt and answer

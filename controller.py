@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 import algorithms
-import balance as balancing
 import placement
+from balance import flat, plan_batch
 from draws import Groups
 from pool import Pool, RoleLoad
 from rebalance import HISTORY, Load, rebalance
@@ -68,12 +68,12 @@ async def train(job: Job) -> None:
         algorithms.set_advantages(served.kept, config.algorithm)  # local: a group never leaves its controller
 
         # ---- all controllers meet: equal work for every data-parallel rank
-        samples = await balance(served.kept + served.padding, actor, world)
+        mini_batches = await balance(served.kept, config, actor, world)
 
         # ---- train: every rank belongs to the actor now
         await placement.to_training(actor, rollout, genrm, world, job.timeline)
         with job.timeline.span("train"):
-            stats = await world.run(actor.update, samples)
+            stats = await world.run(actor.update, mini_batches)
 
         # ---- everything sleeps but the actor: the split may move
         decision = await replan(job, served)
@@ -81,8 +81,9 @@ async def train(job: Job) -> None:
         job.timeline.mark("weights", f"v{actor.version}")
 
         job.state.step = step + 1
-        await job.report.step(step, served, samples, stats | decision, job)
+        await job.report.step(step, served, flat(mini_batches), stats | decision, job)
         check_progress(job, served)
+        del served, mini_batches  # not held while the next step is served
     job.timeline.step = config.steps
     await evaluate(job, config.steps)
 
@@ -112,7 +113,7 @@ async def replan(job: Job, served) -> dict[str, float]:
 
 def check_progress(job: Job, served) -> None:
     """Raises ValueError after `max_empty_steps` steps in a row without one informative group (0: never)."""
-    empty = served.padded == job.config.prompts_per_step
+    empty = served.lacking == job.config.prompts_per_step
     job.state.empty_steps = job.state.empty_steps + 1 if empty else 0
     if 0 < job.config.max_empty_steps <= job.state.empty_steps:
         raise ValueError(
@@ -124,22 +125,22 @@ def check_progress(job: Job, served) -> None:
 # ---------------------------------------------------------------- where controllers meet
 
 
-async def balance(samples: list[Sample], actor, world) -> list[Sample]:
-    """Deal all samples to the data-parallel ranks, equal in number and work (collective). They move point to point, never through one.
+async def balance(samples: list[Sample], config, actor, world) -> list[list[list[Sample]]]:
+    """Deal all samples to the data-parallel ranks in equal work; returns this one's mini-batches of micro-batches (collective).
 
-    Every rank of a data-parallel rank's model-parallel group gets the same samples, in the order of their prompts.
+    Controllers gather lengths, and each works out the whole plan from them (see balance.py). The samples then move point to point,
+    never through one; every rank of a data-parallel rank's model-parallel group gets the same.
     """
-    work = [0 if s.advantages is None else actor.cost(len(s.prompt) + len(s.response)) for s in samples]  # padding isn't trained on
-    costs = await world.gather(work)
-    members = await world.gather(actor.dp_rank)
-    shares = balancing.deal([cost for costs_of_rank in costs for cost in costs_of_rank], actor.dp_size)
-    first = sum(len(costs_of_rank) for costs_of_rank in costs[: world.rank])
-    outgoing = {}
-    for sample, share_of_sample in zip(samples, shares[first:], strict=False):
-        for rank in (rank for rank, dp_rank in enumerate(members) if dp_rank == share_of_sample):
-            outgoing.setdefault(rank, []).append(sample)
-    incoming = await world.exchange(outgoing)
-    return sorted((s for part in incoming.values() for s in part), key=lambda sample: (sample.prompt_id, sample.index))
+    mine = {(sample.prompt_id, sample.index): sample for sample in samples}
+    lengths = {key: len(sample.prompt) + len(sample.response) for key, sample in mine.items()}
+    facts = await world.gather((actor.dp_rank, lengths))
+    tokens = {key: length for _, lengths_of_rank in facts for key, length in lengths_of_rank.items()}
+    assert len(tokens) == sum(len(lengths_of_rank) for _, lengths_of_rank in facts), "two controllers hold the same sample"
+    plan = plan_batch(tokens, actor.cost, config, actor.dp_size)
+    shares = [[mine[key] for key in flat(plan[dp_rank]) if key in mine] for dp_rank in range(actor.dp_size)]
+    incoming = await world.exchange({rank: shares[dp_rank] for rank, (dp_rank, _) in enumerate(facts) if shares[dp_rank]})
+    got = {(sample.prompt_id, sample.index): sample for parcel in incoming.values() for sample in parcel}
+    return [[[got[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan[actor.dp_rank]]
 
 
 async def evaluate(job: Job, step: int) -> None:

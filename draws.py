@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from rollout import WRITTEN, Sample
 
+MOST_CUTS = 3  # times that a prompt may be cut off before a step waits for it
+
 
 @dataclass
 class Draws:
@@ -21,6 +23,7 @@ class Draws:
     wave_of: dict[int, int] = field(default_factory=dict)  # draw -> wave, in drawing order
     informative: dict[int, bool] = field(default_factory=dict)  # ended draw -> whether its rewards differ
     unanswered: list[int] = field(default_factory=list)  # filtered draws since the last wave, which may be replaced
+    awaited: set[int] = field(default_factory=set)  # cut off so often that the step waits for them
 
     @property
     def waves(self) -> int:
@@ -37,9 +40,20 @@ class Draws:
         """Informative groups so far."""
         return sum(self.informative.values())
 
-    def add(self, draws: list[int], wave: int) -> None:
+    @property
+    def late(self) -> set[int]:
+        """Awaited draws that haven't ended."""
+        return {draw for draw in self.awaited if draw not in self.informative}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the batch is full and nothing is waited for."""
+        return len(self.chosen()) == self.wanted and not self.late
+
+    def add(self, draws: list[int], wave: int, awaited: set[int] = frozenset()) -> None:
         """Draws were dealt."""
         self.wave_of |= dict.fromkeys(draws, wave)
+        self.awaited |= awaited
         self.unanswered = []
 
     def learn(self, ended: dict[int, bool]) -> None:
@@ -48,7 +62,7 @@ class Draws:
         self.unanswered += [draw for draw, informative in ended.items() if not informative]
 
     def chosen(self) -> list[int]:
-        """The batch so far: the first `wanted` informative draws. In order, one that hasn't ended is waited for.
+        """The batch so far: the first `wanted` informative draws, of those that have ended. In order, it stops at one that hasn't.
 
         In order, the batch doesn't depend on ranks, mode or timing.
         """
@@ -108,6 +122,7 @@ class Groups:
         self._prompts, self._answers, self._keep_written = prompts, answers, keep_written
         self._written: dict[int, list[Sample]] = {}
         self._owners: dict[int, int] = {}  # draw -> data-parallel rank that holds it; the same on every controller
+        self._cuts: dict[int, int] = {}  # draw -> steps in a row in which it came to nothing; the same on every controller
 
     def deal(self, draws: list[int], controllers: int) -> dict[int, int]:
         """Draw -> the data-parallel rank whose controller serves it: its holder, else in turn the one with the fewest."""
@@ -120,6 +135,10 @@ class Groups:
         self._owners |= owners
         return owners
 
+    def awaited(self, draws: list[int]) -> set[int]:
+        """Those that were cut off MOST_CUTS times: with longer and longer answers a prompt would never be trained on."""
+        return {draw for draw in draws if self._cuts.get(draw, 0) >= MOST_CUTS}
+
     def take(self, draw: int) -> list[Sample]:
         """The group of a prompt: as far as it was written, or empty samples."""
         return self._written.pop(draw, None) or self._prompts.group(draw, self._answers)
@@ -127,6 +146,7 @@ class Groups:
     def put_back(self, draws: list[int], carried: list[list[Sample]]) -> None:
         """The step is over: `draws` come again, on every controller; `carried` are this one's groups of them."""
         self._prompts.put_back(draws)
+        self._cuts = {draw: self._cuts.get(draw, 0) + (draw in draws) for draw in self._prompts.buffer}
         waiting = set(self._prompts.buffer) if self._keep_written else set()
         self._owners = {draw: owner for draw, owner in self._owners.items() if draw in waiting}
         if self._keep_written:

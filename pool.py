@@ -85,11 +85,15 @@ class Pool:
 
         Outstanding are those that this controller awaits, and those of the others when the controllers last met.
         """
-        count, start = len(self.engines), self.world.rank
-        in_turn = [self.engines[(start + i) % count] for i in range(count)]
-        engines = [engine for engine in in_turn if engine.model == model]
-        load = {engine.rank: engine.outstanding + self._elsewhere.get(engine.rank, 0) for engine in engines}
-        return min(engines, key=lambda engine: (engine.rank in self._late, load[engine.rank]))
+        first = self.world.rank % len(self.engines)
+        best, least = None, None
+        for engine in self.engines[first:] + self.engines[:first]:
+            load = (engine.rank in self._late, engine.outstanding + self._elsewhere.get(engine.rank, 0))
+            if engine.model == model and (best is None or load < least):
+                best, least = engine, load
+            if least == (False, 0):
+                break
+        return best
 
     def outstanding(self) -> dict[int, int]:
         """Tokens that this controller awaits from the engine of each rank."""

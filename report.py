@@ -75,7 +75,7 @@ class Report:
 
     def __init__(self, config, world, out: Path, progress: Progress, decode):
         self.config, self.world, self.out, self.progress = config, world, out, progress
-        self._decode = decode  # actor tokens -> text
+        self.decode = decode  # actor tokens -> text
         self._accuracy: float | None = None
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
         self._ended = 0.0  # when the step before ended, on the timeline's clock
@@ -105,9 +105,9 @@ class Report:
         self._evaluated = {}
         self._write_samples(step, served)
         self.progress.step(step, metrics, self._accuracy)
-        if served.padded:
-            lacking = f"{served.padded} of {self.config.prompts_per_step} groups are lacking after {served.waves} waves"
-            self.note(f"step {step + 1}: {lacking}: every other prompt's answers had equal rewards; the batch is padded under the mask")
+        if served.lacking:
+            lacking = f"{served.lacking} of {self.config.prompts_per_step} groups are lacking after {served.waves} waves"
+            self.note(f"step {step + 1}: {lacking}: the other prompts' answers had equal rewards")
 
     def note(self, text: str) -> None:
         """A line for people, from rank 0."""
@@ -126,10 +126,10 @@ class Report:
         if self._writer is None:
             return
         rows = []
-        for sample in (served.kept + served.padding)[:: self.config.answers_per_prompt][:TEXTS_PER_STEP]:
+        for sample in served.kept[:: self.config.answers_per_prompt][:TEXTS_PER_STEP]:
             rows.append(
                 {"step": step, "prompt_id": sample.prompt_id, "question": sample.question, "answer_key": sample.answer_key}
-                | {"response": self._decode(sample.response), "finish": sample.finish, "critique": sample.critique}
+                | {"response": self.decode(sample.response), "finish": sample.finish, "critique": sample.critique}
                 | {"verdict": sample.verdict, "reward": sample.reward}
             )
         with (self.out / "samples.jsonl").open("a") as file:
@@ -176,7 +176,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "groups": len({s.prompt_id for s in everything}),
         "carried": len(served.carried),
         "waves": served.waves,
-        "padded": served.padded,
+        "lacking": served.lacking,
         "answers_keyed": len(keyed),
         "answers_wrong": len(wrong),
         "wrong_accepted": sum(s.verdict for s in wrong),
@@ -213,7 +213,7 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
         "rollout/truncated_frac": total["truncated"] / max(1, len(merged["lengths"])),
         "rollout/waves": float(facts[0]["waves"]),
         "rollout/aborted": float(total["aborted"]),
-        "rollout/padded_groups": float(facts[0]["padded"]),
+        "rollout/lacking_groups": float(facts[0]["lacking"]),
         "rollout/carried_groups": float(total["carried"]),
         "genrm/accept_frac": _mean(merged["verdicts"]),
         "genrm/failed": float(total["failed"]),

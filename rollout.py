@@ -47,7 +47,7 @@ class Sample:
     verdict: bool | None = None
     reward: float | None = None
     # algorithms.py
-    advantages: list[float] | None = None  # one per response token; None is padding, masked out of the loss
+    advantages: list[float] | None = None  # one per response token
 
 
 @dataclass(frozen=True)

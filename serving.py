@@ -22,11 +22,10 @@ class Served:
 
     kept: list[Sample] = field(default_factory=list)  # groups to train on
     dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed
-    padding: list[Sample] = field(default_factory=list)  # filtered groups that fill a short batch, masked out of the loss
     filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
     carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
     waves: int = 0
-    padded: int = 0  # groups short of the batch, over all controllers
+    lacking: int = 0  # groups short of the batch, over all controllers
     tokens: int = 0  # written in this step
     aborted: int = 0  # answers cut off
 
@@ -174,10 +173,12 @@ async def enough_written(step: Step) -> None:
     if draws.in_order:
         await step.settle()
         return
-    written, wanted = 0, (draws.wanted - draws.found) * job.state.groups_per_kept
-    while written < min(wanted, draws.flying):
+    wanted = min((draws.wanted - draws.found) * job.state.groups_per_kept, draws.flying)
+    written, late = 0, len(draws.late)
+    while written < wanted or late:
         ended = await step.settle(job.config.meet_every_s, at_first=True)
-        written += sum(await job.world.gather(len(ended)))
+        news = await job.world.gather((len(ended), len(draws.late & step.tasks.keys())))
+        written, late = written + sum(count for count, _ in news), sum(count for _, count in news)
     await cut_off(step)
 
 
@@ -207,7 +208,7 @@ async def serve(job, serve_wave) -> Served:
     job.judge.forget()
     step = Step(job, Draws(config.prompts_per_step, in_order=config.over_dispatch == 1))
     draws = step.draws
-    while len(draws.chosen()) < draws.wanted:
+    while not draws.complete:
         wave = draws.next_wave(config.max_refill_waves)
         if wave is None and not draws.flying:
             break
@@ -225,7 +226,7 @@ def draw_wave(job, draws: Draws, wave: int) -> list[int]:
     scale = job.config.over_dispatch if wave == 0 else 1.2 * job.state.groups_per_kept
     drawn = job.prompts.take(wave_size(draws, scale, job.actor.dp_size))
     owners = job.groups.deal(drawn, job.actor.dp_size)
-    draws.add(drawn, wave)
+    draws.add(drawn, wave, set() if draws.in_order else job.groups.awaited(drawn))
     job.timeline.mark("wave", f"wave {wave + 1}")
     return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]
 
@@ -244,7 +245,7 @@ async def meet(step: Step) -> None:
 
 
 def sort_out(step: Step) -> None:
-    """Sort this controller's groups into kept, carried and filtered, and pad a short batch with filtered ones (under the loss mask)."""
+    """Sort this controller's groups into kept, carried and filtered. A batch may be short: actor.py then trains on less."""
     job, draws, served = step.job, step.draws, step.served
     chosen, again = draws.chosen(), draws.come_again()
     for draw, group in step.groups.items():
@@ -254,9 +255,7 @@ def sort_out(step: Step) -> None:
         else:
             (served.carried if draw in again else served.filtered).append(group)
     job.groups.put_back(again, served.carried)
-    served.waves, served.padded = draws.waves, draws.wanted - len(chosen)
-    own_padding = -(-served.padded // job.actor.dp_size)
-    served.padding = [sample for group in served.filtered[:own_padding] for sample in group]
+    served.waves, served.lacking = draws.waves, draws.wanted - len(chosen)
 
 
 def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import controller
 import genrm
 import placement
+from balance import flat
 from config import Config
 from data import Prompt, Prompts
 from draws import Groups
@@ -191,7 +192,8 @@ class FakeActor:
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
-    async def update(self, samples):
+    async def update(self, mini_batches):
+        samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         assert all(set(s.versions) == {self.version} for s in samples), "off-policy sample"
         await asyncio.sleep(0.5)

@@ -5,50 +5,116 @@ each layout, the metrics of every update and the largest distance of any rank's 
 the imports, which take longer than the training, and meet through a file, so that no port is needed.
 """
 
+import dataclasses
 import datetime
 import sys
+import time
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from balance import flat, pack, packed_length, plan_batch
+
 
 def actor_config(**overrides) -> SimpleNamespace:
     config = dict(
         seed=0, algorithm="grpo", tp=1, pp=1, cp=1, sp=False, dtype="float32", temperature=0.8, clip_low=0.2, clip_high=0.28,
         lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, steps=4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5,
-        max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3,
+        max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3, partial_rollout=False, stale_weight_max=2.0,
     )  # fmt: skip
     assert overrides.keys() <= config.keys()
     return SimpleNamespace(**{**config, **overrides})
 
 
+def balanced(batch: list, actor) -> list:
+    """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
+    samples = {(sample.prompt_id, sample.index): sample for sample in batch if sample.advantages is not None}
+    tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
+    plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
+    return [[[samples[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan]
+
+
+def contiguous(batch: list, actor) -> list:
+    """The same, dealt in one piece to each rank, which packs its own; ranks with fewer micro-batches add empty ones."""
+    samples, packed = [sample for sample in batch if sample.advantages is not None], []
+    for rank in range(actor.dp_size):
+        share = samples[rank * len(samples) // actor.dp_size : (rank + 1) * len(samples) // actor.dp_size]
+        lengths = [packed_length(len(sample.prompt) + len(sample.response), actor.config.cp) for sample in share]
+        packed.append([[share[index] for index in chosen] for chosen in pack(lengths, actor.config.max_tokens_per_micro_batch)])
+    empty = max(map(len, packed)) - len(packed[actor.dp_rank])
+    return [packed[actor.dp_rank] + [[]] * empty]
+
+
+def whole_gradient(actor) -> torch.Tensor:
+    """Of the last update, from the parts that data-parallel ranks hold of it (collective; data parallelism alone)."""
+    part = torch.cat([bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank] for bucket in actor.ddp.buffers[0].buckets])
+    parts = [torch.empty_like(part) for _ in range(actor.dp_size)]
+    dist.all_gather(parts, part)
+    return torch.stack(parts)
+
+
+def spread_with_a_slow_rank(actor, samples: list) -> float:
+    """`train/seconds_spread` of an update in which one rank sleeps for a second during its passes."""
+    loss = actor.algorithm.loss
+
+    def slow_loss(*args):
+        time.sleep(actor.dp_rank == 1)
+        return loss(*args)
+
+    actor.algorithm = dataclasses.replace(actor.algorithm, loss=slow_loss)
+    fresh = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in samples]
+    return actor.update([[fresh]])["train/seconds_spread"]
+
+
+def stale_update(actor, batch: list) -> dict[str, float]:
+    """Metrics of two optimizer steps on a batch, of which one answer's first half is from older weights."""
+    actor.config.partial_rollout, actor.config.updates_per_step = True, 2
+    batch = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
+    half = -(-len(batch[0].response) // 2)
+    batch[0].versions[:half] = [actor.version - 1] * half
+    return actor.update(balanced(batch, actor))
+
+
 def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
+    """Under one layout: Megatron's sizes, and `arrange`, how samples are dealt and packed."""
     from actor import Actor
 
-    actor = Actor(actor_config(**layout), model_dir)
-    metrics = []
+    sizes = {name: value for name, value in layout.items() if name != "arrange"}
+    arrange = contiguous if layout.get("arrange") == "contiguous" else balanced
+    actor = Actor(actor_config(**sizes), model_dir)
+    metrics, gradients, shares = [], [], []
     for batch in reference["batches"]:
         mine = batch[actor.dp_rank :: actor.dp_size]
         logprobs = actor.logprobs(mine)
-        metrics.append(actor.update(mine))
-    weights = dict(actor.named_weights())
+        mini_batches = arrange(batch, actor)
+        metrics.append(actor.update(mini_batches))
+        gradients.append(whole_gradient(actor) if actor.dp_size == dist.get_world_size() else None)
+        shares.append(sorted((sample.prompt_id, sample.index) for sample in flat(mini_batches)))
+    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
     assert weights.keys() == reference["weights"].keys()
     distance = max((weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights)
     logprob_distance = max(
         abs(a - b) for sample, row in zip(mine, logprobs, strict=True) for a, b in zip(sample.true_logprobs, row, strict=True)
     )
     actor.export(export_to)
+    stale = stale_update(actor, reference["batches"][1])
+    spread = spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor))) if actor.dp_size > 1 else None
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head))
+    dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares))
     actor.close()
     assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
     return {
         "metrics": metrics,
+        "gradients": gradients,
+        "weights": weights,
         "weight_distance": max(distance for _, distance, *_ in everyone),
         "logprob_distance": max(distance for _, _, distance, *_ in everyone),
-        "heads": sorted(dp_rank for *_, dp_rank, is_head in everyone if is_head),
+        "heads": sorted(dp_rank for *_, dp_rank, is_head, _ in everyone if is_head),
+        "shares": [shares for *_, shares in everyone],
+        "stale": stale,
+        "spread_with_a_slow_rank": spread,
     }
 
 

@@ -1,6 +1,5 @@
 """The real controllers under fakes on a virtual clock: hand-overs, dynamic sampling, balance, in both modes."""
 
-import random
 from collections import Counter
 
 import pytest
@@ -8,7 +7,6 @@ from fakes import simulate, write_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import balance
 import draws
 import placement
 from config import Config
@@ -47,7 +45,7 @@ def test_every_prompt_is_accounted_for(mode, size, tp):
         kept = Counter((s.prompt_id, s.index) for each in served for s in each.kept)
         assert kept == trained(jobs, step) and max(kept.values()) == 1
         groups = len({prompt for prompt, _ in kept})
-        assert groups + served[0].padded == config.prompts_per_step
+        assert groups + served[0].lacking == config.prompts_per_step
         fates = Counter(s.prompt_id for each in served for s in each.kept if s.index == 0)
         fates += Counter(group[0].prompt_id for each in served for group in each.filtered + each.carried)
         assert set(fates.values()) == {1}
@@ -95,8 +93,8 @@ def test_a_wave_costs_a_swap_in_full_mode_only():
         assert wakes == (sum(waves) if once_a_wave else len(waves))
 
 
-def test_a_short_batch_is_padded_under_the_mask():
-    """When no group has variance, the waves end, padding is masked out, and the loop goes on."""
+def test_a_short_batch_is_trained_on_as_it_is():
+    """When no group has variance, the waves end, padding is counted and not trained on, and the loop goes on."""
 
     def always_right(prompt, index, sampling):
         question = "".join(map(chr, prompt))
@@ -106,8 +104,8 @@ def test_a_short_batch_is_padded_under_the_mask():
     jobs, _ = simulate("partial", 2, write=always_right, steps=2)
     for job in jobs:
         for _, served, samples, _ in job.report.steps:
-            assert served.waves == 1 + job.config.max_refill_waves and served.padded == job.config.prompts_per_step
-            assert samples and all(s.advantages is None for s in samples)
+            assert served.waves == 1 + job.config.max_refill_waves and served.lacking == job.config.prompts_per_step
+            assert not samples
 
 
 def test_a_judge_that_never_parses_stops_every_rank():
@@ -181,7 +179,7 @@ def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
     for step in range(2):
         served = [job.report.steps[step][1] for job in jobs]
         groups = {s.prompt_id for each in served for s in each.kept}
-        assert len(groups) + served[0].padded == 8
+        assert len(groups) + served[0].lacking == 8
         assert all(each.waves == served[0].waves <= 1 + refills for each in served)
 
 
@@ -231,43 +229,3 @@ def test_plans_that_cannot_be(mode, size, split, message):
     """The message names the setting and the numbers."""
     with pytest.raises(ValueError, match=message):
         placement.make_plans(Config(mode=mode, rollout_ranks=split), size)
-
-
-def loads(costs, shares):
-    """(number, cost) of each share, and a check that every sample has one."""
-    dealt = balance.deal(costs, shares)
-    assert len(dealt) == len(costs) and set(dealt) <= set(range(shares))
-    mine = [[cost for cost, share in zip(costs, dealt, strict=True) if share == s] for s in range(shares)]
-    return [len(m) for m in mine], [sum(m) for m in mine]
-
-
-@given(costs=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
-def test_deal(costs, shares):
-    """Equal in number to within one, and no further apart in cost than one sample can be."""
-    numbers, sums = loads(costs, shares)
-    assert max(numbers) - min(numbers) <= 1
-    assert max(sums) - min(sums) <= max(costs, default=0)
-
-
-@pytest.mark.parametrize(
-    "costs,shares,sums",
-    [
-        ([8, 7, 6, 5, 4, 3], 2, [16, 17]),  # pairs 8-7, 6-5, 4-3; differences 1, 1, 1: 8+5+4 and 7+6+3, or the other way round
-        ([9, 1, 1, 1], 2, [2, 10]),  # two each, whatever it costs
-        ([5, 5, 5], 3, [5, 5, 5]),
-        ([7], 2, [0, 7]),
-        ([], 2, [0, 0]),
-    ],
-)
-def test_deal_by_hand(costs, shares, sums):
-    assert sorted(loads(costs, shares)[1]) == sums
-
-
-@pytest.mark.parametrize("shares", [2, 4, 8])
-def test_deal_evens_out_a_long_tail(shares):
-    """Lengths that spread over 10 x: within 1 % of the mean, where dealing as they come is over 3 % off."""
-    rng = random.Random(shares)
-    costs = [round(100 * 10 ** rng.random()) for _ in range(128)]
-    _, sums = loads(costs, shares)
-    as_they_come = [sum(costs[s * 128 // shares : (s + 1) * 128 // shares]) for s in range(shares)]
-    assert max(sums) / (sum(costs) / shares) < 1.01 < 1.03 < max(as_they_come) / (sum(costs) / shares)

@@ -1,0 +1,261 @@
+"""Who trains on what: the plan against brute force and its promises, and the samples' way from controller to controller."""
+
+import asyncio
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+from fakes import FakeWorld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import controller
+from balance import deal, flat, pack, pack_evenly, packed_length, plan_batch, spread
+from rollout import Sample
+
+
+def cost(tokens: int) -> int:
+    """Multiply-adds of the demo's model: a linear and a quadratic term."""
+    return 360_000 * tokens + 288 * tokens**2
+
+
+def config(budget: int = 8192, updates: int = 1, cp: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(max_tokens_per_micro_batch=budget, updates_per_step=updates, cp=cp)
+
+
+def sums(costs, shares) -> list[int]:
+    return [sum(costs[sample] for sample in share) for share in shares]
+
+
+# ---------------------------------------------------------------------------------------------------------- equal numbers
+
+
+@given(costs=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
+def test_deal(costs, shares):
+    """Every sample once, equal in number to within one, and no further apart in cost than one sample can be."""
+    dealt = deal(costs, shares)
+    assert len(dealt) == shares and sorted(sample for share in dealt for sample in share) == list(range(len(costs)))
+    numbers, loads = [len(share) for share in dealt], sums(costs, dealt)
+    assert max(numbers) - min(numbers) <= 1
+    assert max(loads) - min(loads) <= max(costs, default=0)
+
+
+@pytest.mark.parametrize(
+    "costs,shares,expected",
+    [
+        ([8, 7, 6, 5, 4, 3], 2, [16, 17]),  # pairs 8-7, 6-5, 4-3; differences 1, 1, 1: 8+5+4 and 7+6+3, or the other way round
+        ([9, 1, 1, 1], 2, [2, 10]),  # two each, whatever it costs
+        ([5, 5, 5], 3, [5, 5, 5]),
+        ([7], 2, [0, 7]),
+        ([], 2, [0, 0]),
+    ],
+)
+def test_deal_by_hand(costs, shares, expected):
+    """Worked out on paper."""
+    assert sorted(sums(costs, deal(costs, shares))) == expected
+
+
+def best_makespan(costs: list[int], shares: int) -> int:
+    """The least that the dearest share can cost when all have equal numbers, by trying every way."""
+    number = len(costs) // shares
+
+    def best(left: tuple[int, ...]) -> int:
+        if not left:
+            return 0
+        first, *others = left  # in some share; which one is all the same
+        ways = []
+        for rest in itertools.combinations(others, number - 1):
+            taken = costs[first] + sum(costs[sample] for sample in rest)
+            ways.append(max(taken, best(tuple(sample for sample in others if sample not in rest))))
+        return min(ways)
+
+    return best(tuple(range(len(costs))))
+
+
+@given(costs=st.lists(st.integers(1, 1000), min_size=12, max_size=12), shares=st.sampled_from([2, 3, 4]))
+@settings(max_examples=60, deadline=None)
+def test_deal_beside_the_best_there_is(costs, shares):
+    """At most 2 - 1 / shares times the optimum, which follows from: no further apart than one sample can be."""
+    optimum, got = best_makespan(costs, shares), max(sums(costs, deal(costs, shares)))
+    assert optimum <= got <= (2 - 1 / shares) * optimum
+
+
+def test_deal_is_near_the_best_there_is():
+    """Over 100 seeded ragged batches of 12: within 3 % of the optimum in the mean, 12 % at worst."""
+    rng, ratios = random.Random(0), []
+    for _ in range(100):
+        costs, shares = [round(100 * 10 ** rng.random()) for _ in range(12)], rng.choice([2, 3, 4])
+        ratios.append(max(sums(costs, deal(costs, shares))) / best_makespan(costs, shares))
+    assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.12
+
+
+# ----------------------------------------------------------------------------------------------------------- micro-batches
+
+
+def fewest_micro_batches(lengths: list[int], budget: int) -> int:
+    """By trying every way: each sequence goes into one of the micro-batches there are, or opens one."""
+
+    def fewest(rooms: tuple[int, ...], number: int) -> int:
+        if number == len(lengths):
+            return len(rooms)
+        ways = [fewest((*rooms, budget - lengths[number]), number + 1)]
+        for place, room in enumerate(rooms):
+            if room >= lengths[number] and room not in rooms[:place]:
+                ways.append(fewest((*rooms[:place], room - lengths[number], *rooms[place + 1 :]), number + 1))
+        return min(ways)
+
+    return fewest((), 0)
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), budget=st.integers(20, 40), multiple=st.integers(1, 3))
+@settings(deadline=None)
+def test_even_micro_batches_are_few(lengths, budget, multiple):
+    """Beside brute force: never fewer than can be, and less than twice as many plus the multiple; longest first in each."""
+    packed = pack_evenly(lengths, [cost(length) for length in lengths], budget, multiple)
+    fewest = fewest_micro_batches(lengths, budget)
+    assert fewest <= len(packed) < 2 * fewest + multiple and len(packed) % multiple == 0
+    assert sorted(sample for chosen in packed for sample in chosen) == list(range(len(lengths)))
+    for chosen in packed:
+        mine = [lengths[sample] for sample in chosen]
+        assert sum(mine) <= budget and mine == sorted(mine, reverse=True)
+
+
+def test_short_sequences_fill_the_budget():
+    """200 sequences of at most a fiftieth of the budget: as few micro-batches as the tokens need."""
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths = [rng.randint(2, 20) for _ in range(200)]
+        packed = pack_evenly(lengths, [cost(length) for length in lengths], 1000, 1)
+        assert len(packed) == -(-sum(lengths) // 1000)
+
+
+def test_a_few_long_sequences_among_many_short_ones():
+    """An equal number in each would put 31 short ones beside the long one, over the budget: then the number is not equal."""
+    lengths = [8000] + [100] * 127
+    packed = pack_evenly(lengths, [cost(length) for length in lengths], 8192, 2)
+    assert len(packed) == 4 and min(map(len, packed)) <= 2
+    assert packed == [sorted(c, key=lambda s: -lengths[s]) for c in spread(lengths, [cost(length) for length in lengths], 8192, 4)]
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90))
+def test_pack_deals_each_sequence_once_within_the_budget(lengths, budget):
+    """One rank's own packing."""
+    packed = pack(lengths, budget)
+    assert sorted(index for chosen in packed for index in chosen) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[index] for index in chosen) <= budget for chosen in packed)
+
+
+def test_a_sequence_that_does_not_fit_is_named():
+    """By both ways of packing, with the setting."""
+    for attempt in (lambda: pack([5, 31], 30), lambda: pack_evenly([5, 31], [1, 1], 30, 2)):
+        with pytest.raises(ValueError, match="31 tokens does not fit into --max-tokens-per-micro-batch 30"):
+            attempt()
+
+
+# ------------------------------------------------------------------------------------------------------------------ the plan
+
+batches = st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 7)), st.integers(2, 60), max_size=40)
+
+
+@given(tokens=batches, dp_size=st.integers(1, 4), updates=st.integers(1, 3), cp=st.sampled_from([1, 2]), budget=st.integers(64, 256))
+def test_the_plan(tokens, dp_size, updates, cp, budget):
+    """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches, each within the budget."""
+    plan = plan_batch(tokens, cost, config(budget, updates, cp), dp_size)
+    assert len(plan) == dp_size and all(len(mini_batches) == updates for mini_batches in plan)
+    for update in range(updates):
+        ranks = [mini_batches[update] for mini_batches in plan]
+        assert sorted(flat(ranks)) == sorted(tokens)[update::updates]
+        assert len({len(micro_batches) for micro_batches in ranks}) == 1 and ranks[0]
+        for micro_batch in (m for micro_batches in ranks for m in micro_batches):
+            assert sum(packed_length(tokens[key], cp) for key in micro_batch) <= budget
+
+
+@given(tokens=batches, order=st.randoms(), dp_size=st.integers(1, 4))
+def test_the_plan_does_not_depend_on_who_holds_what(tokens, order, dp_size):
+    """Only on the keys, in whatever order they are gathered."""
+    shuffled = list(tokens.items())
+    order.shuffle(shuffled)
+    assert plan_batch(dict(shuffled), cost, config(100), dp_size) == plan_batch(tokens, cost, config(100), dp_size)
+
+
+def tail_workload(seed: int) -> dict:
+    """Lengths of 16 groups of 8 answers, which spread over ten times; the answers to one prompt are of like length."""
+    rng, tokens = random.Random(seed), {}
+    for group in range(16):
+        scale = 10 ** rng.random()
+        for index in range(8):
+            tokens[group, index] = round(60 * scale * rng.uniform(0.9, 1.1))
+    return tokens
+
+
+def max_over_mean(loads: list[int]) -> float:
+    return max(loads) / (sum(loads) / len(loads))
+
+
+@pytest.mark.parametrize("budget", [1024, 8192])
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_a_long_tail_is_evened_out(dp_size, budget):
+    """The busiest rank is within 3 % of the mean on every draw; with groups dealt as they come it is over 15 % off.
+
+    That is on draw 4: at two ranks dealing as they come can be lucky.
+    """
+    for seed in range(20):
+        tokens = tail_workload(seed)
+        plan = plan_batch(tokens, cost, config(budget), dp_size)
+        assert max_over_mean([sum(cost(tokens[key]) for key in flat(share)) for share in plan]) < 1.03
+    tokens, size = tail_workload(4), 128 // dp_size
+    assert max(tokens.values()) > 8 * min(tokens.values())
+    costs = [cost(tokens[key]) for key in sorted(tokens)]
+    assert max_over_mean([sum(costs[first : first + size]) for first in range(0, 128, size)]) > 1.15
+
+
+# --------------------------------------------------------------------------------------------------------- between controllers
+
+
+class WatchedWorld(FakeWorld):
+    """Remembers what this rank sent."""
+
+    async def exchange(self, outgoing):
+        self.sent = outgoing
+        return await super().exchange(outgoing)
+
+
+def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
+    """What `controller.balance` returns on every rank, and every rank's world."""
+    meetings, size = {}, len(held)
+    worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
+    actors = [SimpleNamespace(dp_rank=rank // tp, dp_size=size // tp, cost=cost) for rank in range(size)]
+
+    async def all_ranks():
+        calls = (controller.balance(*each) for each in zip(held, [config(100, 2)] * size, actors, worlds, strict=True))
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(all_ranks()), worlds
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 60)), max_size=24),
+    holders=st.randoms(),
+    tp=st.sampled_from([1, 2]),
+)
+@settings(deadline=None)
+def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
+    """By the plan, straight from who holds them, whoever that is; a model-parallel group gets the same."""
+    samples = [Sample(i // 4, i % 4, [1] * p, response=[2] * r, advantages=[0.5] * r) for i, (p, r) in enumerate(lengths)]
+    held = [[] for _ in range(4)]
+    for sample in samples:
+        held[holders.randrange(0, 4, tp)].append(sample)
+    results, worlds = balance_everywhere(held, tp)
+    plan = plan_batch({(s.prompt_id, s.index): len(s.prompt) + len(s.response) for s in samples}, cost, config(100, 2), 4 // tp)
+    for rank, mini_batches in enumerate(results):
+        assert [[[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches] == plan[rank // tp]
+        for parcel in (world.sent.get(rank, []) for world in worlds):
+            assert all((sample.prompt_id, sample.index) in flat(plan[rank // tp]) for sample in parcel)
+
+
+def test_one_sample_held_twice_is_refused():
+    """It would be trained on by one controller's copy, and by nobody else's."""
+    held = [[Sample(0, 0, [1], response=[2], advantages=[1.0])] for _ in range(2)]
+    with pytest.raises(AssertionError, match="hold the same sample"):
+        balance_everywhere(held, 1)
