@@ -147,6 +147,8 @@ async def have_judged(step: Step, group: list[Sample]) -> None:
 
 async def judge_one(step: Step, sample: Sample) -> None:
     """Have one answer judged."""
+    if step.closed:
+        return  # it was whole a moment before its group was cut off: a call now would outlive the step
     job, clock = step.job, asyncio.get_running_loop().time
     start = clock()
     await job.judge.judge(sample, job.genrm)
