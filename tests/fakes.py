@@ -133,8 +133,8 @@ class FakeEngine:
                 due = start + pace * len(answer.tokens)
                 await asyncio.wait([aborted], timeout=due - clock())
                 tokens, finish = answer.tokens, answer.finish
-                if aborted.done():
-                    tokens, finish = tokens[: int((clock() - start) / pace)], "abort"
+                if aborted.done() and (so_far := int((clock() - start) / pace)) < len(tokens):
+                    tokens, finish = tokens[:so_far], "abort"
                 self.in_flight -= 1
                 self.outstanding -= owed.pop(0)
                 versions = [version] * len(tokens)
@@ -217,8 +217,11 @@ class FakeActor:
 
 
 class FakeReport:
+    """Keeps what each step came to; `carried` and `buffers` as they were at its end, for they change later."""
+
     def __init__(self):
-        self.steps, self.accuracies, self.notes = [], {}, []
+        self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
+        self.carried, self.buffers = [], []
 
     def note(self, text):
         self.notes.append(text)
@@ -227,6 +230,10 @@ class FakeReport:
         self.accuracies[step] = value
 
     async def step(self, step, served, samples, stats, job):
+        held = [sample for group in served.carried for sample in group]
+        self.carried.append({(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held})
+        self.buffers.append(list(job.prompts.buffer))
+        self.marks += job.timeline.marks
         self.steps.append((step, served, samples, job.timeline.take()))
 
 
@@ -296,6 +303,8 @@ def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, pre
     try:
         loop.run_until_complete(all_ranks())
     finally:
+        for task in asyncio.all_tasks(loop):  # of a run that failed
+            task.cancel()
         loop.close()
     return jobs, log
 
