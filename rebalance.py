@@ -21,12 +21,14 @@ from statistics import fmean, median
 from placement import Plan
 from pool import RoleLoad
 
-HISTORY = 40  # steps that are remembered
+HISTORY = 200  # steps that are remembered
+FITTED = 40  # steps that paces are fitted to
 RECENT = 6  # steps of a plan that its correction is taken from, and of any plan that say what the work is now
 COOL_DOWN = 3  # steps to measure a plan before the next move
 LEAST_GAIN = 0.05  # of the serving time: less is noise
-LEAST_GAIN_UNTRIED = 0.10  # when the model alone says so
-TRY_AGAIN = 30  # steps after which auto measures the other mode again
+HOPE = 0.10  # part of its predicted time by which a plan may be faster that was never tried: only so is it tried
+ALIKE = 0.1  # judges' share of the tokens may differ by so much, or a plan's trial says nothing of the work now
+TRY_AGAIN = 100  # steps after which auto measures the other mode again
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def fit(points: list[tuple[float, float]]) -> Pace:
 def paces(history: list[Load]) -> dict[str, Pace]:
     """The pace of both roles."""
     points = {"rollout": [], "genrm": []}
-    for load in history:
+    for load in history[-FITTED:]:
         for role, part in (("rollout", load.rollout), ("genrm", load.genrm)):
             if part.tokens:
                 points[role].append((part.in_flight / len(load.plan.leads(role)), part.request_s / part.tokens))
@@ -129,9 +131,10 @@ def predictions(history: list[Load], plans: list[Plan], capacity: int) -> dict[P
     modelled = {plan: model_seconds(plan, work, pace, capacity, swap_s) for plan in plans}
     corrections = {}
     for plan in plans:
-        ratios = [load.serve_s / max(1e-9, model_seconds(plan, load, pace, capacity, swap_s)) for load in history if load.plan == plan]
-        if ratios:
-            corrections[plan] = median(ratios[-RECENT:])
+        tried = [load for load in history if load.plan == plan][-RECENT:]
+        if tried:
+            ratios = [load.serve_s / max(1e-9, model_seconds(plan, load, pace, capacity, swap_s)) for load in tried]
+            corrections[plan] = median(ratios)
 
     def correction(plan: Plan) -> float:
         tried = [p for p in corrections if p.mode == plan.mode] or list(corrections)
@@ -143,8 +146,9 @@ def predictions(history: list[Load], plans: list[Plan], capacity: int) -> dict[P
 def rebalance(history: list[Load], plans: list[Plan], capacity: int, steps_left: int) -> Decision:
     """The plan of the next step (pure). history: what the steps so far measured, newest last; plans: those that the run may take.
 
-    A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and is no noise. After it, a few
-    steps are measured before the next. Ranks move one engine at a time. The mode changes when its turn to be measured comes.
+    A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and is no noise. What was never
+    tried with work like this has the benefit of the doubt, or the model's errors would keep a run in the first good place. After a
+    move a few steps are measured before the next. Ranks move one engine at a time. Each mode has its turn to be measured.
     """
     now, seconds = history[-1].plan, predictions(history, plans, capacity)
     at_plan = next((age for age, load in enumerate(reversed(history)) if load.plan != now), len(history))
@@ -155,16 +159,23 @@ def rebalance(history: list[Load], plans: list[Plan], capacity: int, steps_left:
     if untried := mode_to_measure(history, plans):
         plan = min((p for p in plans if p.mode == untried), key=seconds.__getitem__)
         return Decision(plan, f"{now.split} -> {plan.split}: to measure {untried} colocation for {COOL_DOWN} steps", seconds[plan])
-    best = min(plans, key=seconds.__getitem__)
-    gain, cost = seconds[now] - seconds[best], history[-1].hand_over_s
-    tried = any(load.plan == best for load in history)
-    least = seconds[now] * (LEAST_GAIN if tried else LEAST_GAIN_UNTRIED)
-    what = f"serving should take {seconds[best]:.2f} s instead of {seconds[now]:.2f} s with {best.split}"
-    if gain < least or gain * steps_left < cost:
+    share = judges_share(mean_work(history))
+    tried = {now} | {load.plan for load in history if abs(judges_share(load) - share) < ALIKE}
+    hoped = {plan: took if plan in tried else (1 - HOPE) * took for plan, took in seconds.items()}
+    best = min(plans, key=hoped.__getitem__)
+    gain, cost = seconds[now] - hoped[best], history[-1].hand_over_s
+    may = "should" if best in tried else "may"
+    what = f"serving {may} take {hoped[best]:.2f} s instead of {seconds[now]:.2f} s with {best.split}"
+    if gain < LEAST_GAIN * seconds[now] or gain * steps_left < cost:
         why = "it is the best plan" if best == now else f"too little to gain, {what}"
         return Decision(now, f"{now.split} stays: {why}", seconds[now])
     plan = one_engine_towards(now, best, plans)
     return Decision(plan, f"{now.split} -> {plan.split}: {what}", seconds[plan])
+
+
+def judges_share(work: Load) -> float:
+    """Of the tokens, the part that genrm wrote."""
+    return work.genrm.tokens / max(1, work.rollout.tokens + work.genrm.tokens)
 
 
 def mode_to_measure(history: list[Load], plans: list[Plan]) -> str | None:

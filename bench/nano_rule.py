@@ -3,13 +3,12 @@
     torchrun --nproc-per-node 2 bench/nano_rule.py --measure DIR --launched SECONDS [run.py's settings]
 
 Engines, actor and loop are the project's own. Three things differ, to match what TRL does: rollout holds all ranks and nobody
-holds genrm (a row of each table), every group is trained on (no dynamic sampling), and there is no evaluation.
+holds genrm, every group is trained on (no dynamic sampling), and there is no evaluation.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import os
 import sys
@@ -23,6 +22,7 @@ from meter import Meter
 import controller
 import placement
 import run
+import serving
 import timeline
 
 SPANS = ("serve", "rollout", "train", "switch", "sync")
@@ -40,6 +40,9 @@ class RuleJudge:
     def forget(self) -> None:
         """There is nothing to forget."""
 
+    async def cancel(self) -> None:
+        """There is nothing to cancel."""
+
     async def judge(self, sample, pool) -> None:
         sample.verdict = self.final_answer(sample) == sample.answer_key
         sample.reward = float(sample.verdict)
@@ -52,6 +55,9 @@ class MeasuredReport:
     def __init__(self, report, meter: Meter):
         self.report, self.meter = report, meter
         self.last = meter.mark()
+
+    def note(self, text: str) -> None:
+        self.report.note(text)
 
     async def step(self, step: int, served, samples: list, stats: dict[str, float], job) -> None:
         spans = list(job.timeline.spans)
@@ -71,21 +77,23 @@ class RolloutOnly(placement.Plan):
         return "rollout and actor on all ranks, a rule instead of genrm"
 
 
-def rollout_everywhere(world_size: int, rollout_ranks: int) -> placement.Plan:
-    """The plan of --mode rule."""
+def rollout_everywhere(config, world_size: int) -> list[placement.Plan]:
+    """In place of placement.make_plans: the only plan of --mode rule."""
     everyone = tuple(range(world_size))
-    return RolloutOnly(rollout=everyone, genrm=(), actor=everyone)
+    return [RolloutOnly("rule", rollout=everyone, genrm=(), actor=everyone)]
 
 
 def serve_by_rule(meter: Meter):
     """The serve function of --mode rule: full colocation without the turn of genrm."""
 
-    async def serve(job: controller.Job, groups: list[list]) -> None:
+    async def serve(step: serving.Step, mine: list[int]) -> None:
         begin = meter.mark()
-        await asyncio.gather(*(controller.generate(job, group) for group in groups))
-        await job.world.barrier()  # an engine may still write for another controller: its CPU time belongs to this phase
+        step.start(mine, serving.write)
+        await step.settle()
+        await step.job.world.barrier()  # an engine may still write for another controller: its CPU time belongs to this phase
         meter.rows.append({"generate": begin.to(meter.mark())})
-        await asyncio.gather(*(job.judge.judge(sample, job.genrm) for group in groups for sample in group))
+        step.go_on(mine, serving.have_judged)
+        await step.settle()
 
     return serve
 
@@ -109,9 +117,9 @@ def main() -> None:
     parser.add_argument("--launched", type=float, default=time.monotonic(), help="time.monotonic() at the launch")
     ours, theirs = parser.parse_known_args()
     meter = Meter(ours.measure, int(os.environ["RANK"]), ours.launched)
-    placement.PLANS["rule"] = rollout_everywhere
-    controller.SERVE["rule"] = serve_by_rule(meter)
-    controller.is_informative = lambda group: True  # TRL trains on every group
+    placement.make_plans = rollout_everywhere
+    serving.SERVE["rule"] = serve_by_rule(meter)
+    serving.is_informative = lambda group: True  # TRL trains on every group
     controller.train = train_measured(meter)
     run.main(["--mode", "rule", "--max-refill-waves", "0", *theirs])
 

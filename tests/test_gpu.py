@@ -37,7 +37,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(tmp_path):
             await engine.wake_weights()
             await engine.load_weights(weights.items(), 1)
             await engine.wake_kv_cache()
-            answers = [a async for a in engine.generate([5, 6, 7], 2, Sampling(1.0, 8))]
+            answers = [a async for a in engine.generate([[5, 6, 7]] * 2, Sampling(1.0, 8))]
             return awake, asleep, answers
         finally:
             await engine.close()

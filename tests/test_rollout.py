@@ -14,12 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import Engine, Sampling, buckets, checkpoint_shapes, retry_broken
+from rollout import Engine, Sampling
+from server import buckets, checkpoint_shapes, retry_broken
 from tests.tiny_models import EOS, make_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = SimpleNamespace(
-    dtype="float32", max_total_tokens=16384, max_running_requests=64, max_model_len=1024, seed=1, mem_fraction=0.5
+    dtype="float32", max_total_tokens=16384, max_running_requests=64, max_model_len=1024, seed=1, mem_fraction=0.5,
+    rollout_tp=1, genrm_tp=1,
 )
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -102,8 +104,8 @@ def largest_difference(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-async def collect(engine, prompt, n, sampling):
-    return [answer async for answer in engine.generate(prompt, n, sampling)]
+async def collect(engine, prompt, n, sampling, rooms=None):
+    return [answer async for answer in engine.generate([prompt] * n, sampling, rooms)]
 
 
 # ---- what comes back -------------------------------------------------------------------------------------------------
@@ -152,11 +154,11 @@ def test_stop_token_ends_an_answer_and_belongs_to_it(engine, run):
 
 def test_an_early_answer_arrives_early(engine, run):
     """Answers of one request stop at different lengths; each must come when it is done, not with the last."""
-    seen, spans = [], []
-    engine.on_request = lambda *span: spans.append(span)
+    seen, told = [], []
+    engine.on_request = lambda *request: told.append(request)
 
     async def ask():
-        async for answer in engine.generate(PROMPT, 16, Sampling(1.0, 400)):
+        async for answer in engine.generate([PROMPT] * 16, Sampling(1.0, 400)):
             seen.append((len(answer.tokens), asyncio.get_running_loop().time(), engine.in_flight))
 
     run(ask())
@@ -164,8 +166,8 @@ def test_an_early_answer_arrives_early(engine, run):
     assert lengths[0] < lengths[-1] / 2 and times[0] < times[-1] - 0.05
     assert list(lengths) == sorted(lengths)
     assert list(in_flight) == list(range(15, -1, -1))
-    assert [span[:2] for span in spans] == [("rollout", 0)] * 16
-    assert all(start < end for _, _, start, end in spans)
+    assert [(asked, prompt_tokens) for asked, prompt_tokens, _ in told] == [(engine, len(PROMPT))] * 16
+    assert all(answer.sent < answer.first_token <= answer.end for _, _, answer in told)
 
 
 def test_abort_returns_what_was_written(engine, run):
@@ -177,18 +179,33 @@ def test_abort_returns_what_was_written(engine, run):
 
     answers = run(ask_and_abort())
     aborted = [answer for answer in answers if answer.finish == "abort"]
-    assert len(answers) == 8 and engine.in_flight == 0
+    assert len(answers) == 8 and engine.in_flight == engine.outstanding == 0
     assert all(len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in aborted)
 
 
 def test_a_consumer_that_leaves_frees_its_answers(engine, run):
     async def leave():
-        stream = engine.generate(PROMPT, 4, Sampling(1.0, 300))
+        stream = engine.generate([PROMPT] * 4, Sampling(1.0, 300))
         await anext(stream)
         await stream.aclose()
 
     run(leave())
-    assert engine.in_flight == 0
+    assert engine.in_flight == engine.outstanding == 0
+
+
+def test_an_answer_is_continued_within_its_room(engine, run, models):
+    """One greedy answer in two requests, beside another prompt in the same request: the tokens and log-probabilities of one."""
+    [whole] = run(collect(engine, PROMPT, 1, Sampling(0.0, 20, ignore_eos=True)))
+
+    async def ask(prompts, rooms):
+        answers = [answer async for answer in engine.generate(prompts, Sampling(0.0, 20, ignore_eos=True), rooms)]
+        return sorted(answers, key=lambda answer: answer.index)
+
+    begun, other = run(ask([PROMPT, PROMPT[:3]], [8, 5]))
+    [rest, _] = run(ask([PROMPT + begun.tokens, PROMPT[:3] + other.tokens], [12, 1]))
+    assert (len(begun.tokens), len(other.tokens), rest.finish) == (8, 5, "length")
+    assert begun.tokens + rest.tokens == whole.tokens
+    assert largest_difference(begun.logprobs + rest.logprobs, whole.logprobs) < 1e-4
 
 
 def test_a_refused_request_says_why(engine, run):
@@ -211,7 +228,7 @@ def test_pushed_weights_are_served_under_their_version(engine, run, models):
 
 def test_a_push_in_many_buckets(engine, run, models, monkeypatch):
     engine.dirty = True
-    monkeypatch.setattr("rollout.BUCKET_BYTES", 100_000)
+    monkeypatch.setattr("server.BUCKET_BYTES", 100_000)
     model = hf_model(models[1])
     assert len(list(buckets(model.named_parameters()))) > 5
     run(engine.load_weights(model.named_parameters(), 8))
