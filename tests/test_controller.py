@@ -229,3 +229,52 @@ def test_plans_that_cannot_be(mode, size, split, message):
     """The message names the setting and the numbers."""
     with pytest.raises(ValueError, match=message):
         placement.make_plans(Config(mode=mode, rollout_ranks=split), size)
+
+
+def splits(plans):
+    return [plan.split for plan in plans]
+
+
+@pytest.mark.parametrize(
+    "changes,size,expected",
+    [
+        (dict(mode="partial", rebalance=True), 4, ["2|2", "1|3", "3|1"]),
+        (dict(mode="partial", rebalance=True, rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
+        (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
+        (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full"]),
+        (dict(mode="auto"), 1, ["full"]),  # nothing to split
+        (dict(mode="auto", rollout_ranks=1), 3, ["1|2", "2|1", "full"]),
+        (dict(mode="full", rebalance=True), 4, ["full"]),
+        (dict(mode="partial", rebalance=True, rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
+        (dict(mode="partial", rebalance=True, rollout_tp=2, genrm_tp=4), 8, ["4|4"]),
+        (dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"), 6, ["3|3", "1|5", "2|4"]),
+        (dict(mode="auto", judge=("a", "b"), model="m"), 2, ["full"]),
+        (dict(mode="partial", rebalance=True, judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
+    ],
+)
+def test_plans_that_a_run_may_take(changes, size, expected):
+    """The first is where it starts; every judge has an engine in each, and no engine is cut."""
+    plans = placement.make_plans(Config(**changes), size)
+    assert splits(plans) == expected
+    for plan in plans:
+        config = Config(**changes)
+        assert all(lead + config.rollout_tp <= size and lead % config.rollout_tp == 0 for lead in plan.leads("rollout"))
+        judges = max(1, len(config.judge))
+        assert {placement.judge_of(lead, config.genrm_tp, judges) for lead in plan.leads("genrm")} == set(range(judges))
+
+
+@pytest.mark.parametrize(
+    "changes,size,message",
+    [
+        (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
+        (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
+        (dict(rollout_tp=2), 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2 and a genrm engine of 1; this run has 2"),
+        (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
+        (dict(judge=("a", "b", "c"), model="m"), 3, "needs at least 4 ranks, .* for each of 3 judges; this run has 3"),
+        (dict(rollout_ranks=3, rollout_tp=2), 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm; this run takes 2, 4, 6"),
+    ],
+)
+def test_engines_that_do_not_fit(changes, size, message):
+    """With the number of ranks that would do."""
+    with pytest.raises(ValueError, match=message):
+        placement.make_plans(Config(**changes), size)
