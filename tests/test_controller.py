@@ -268,7 +268,7 @@ def test_plans_that_a_run_may_take(changes, size, expected):
     [
         (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
         (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
-        (dict(rollout_tp=2), 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2 and a genrm engine of 1; this run has 2"),
+        (dict(rollout_tp=2), 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2 and a genrm engine of 1"),
         (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
         (dict(judge=("a", "b", "c"), model="m"), 3, "needs at least 4 ranks, .* for each of 3 judges; this run has 3"),
         (dict(rollout_ranks=3, rollout_tp=2), 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm; this run takes 2, 4, 6"),
