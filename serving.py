@@ -150,8 +150,9 @@ async def judge_one(step: Step, sample: Sample) -> None:
     job, clock = step.job, asyncio.get_running_loop().time
     start = clock()
     await job.judge.judge(sample, job.genrm)
-    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, clock())
-    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, clock(), clock())
+    end = clock()
+    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, end)
+    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, end, end)
 
 
 async def write_and_judge(step: Step, group: list[Sample]) -> None:
