@@ -207,8 +207,13 @@ def write_verdict(prompt, index, sampling):
     return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
 
 
-def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=write_verdict, **settings):
-    """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs."""
+def simulate(
+    mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, **settings
+):
+    """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs.
+
+    prepare: called with each job before its controller starts.
+    """
     defaults = dict(mode=mode, algorithm="grpo", steps=3, prompts_per_step=8, answers_per_prompt=4, max_refill_waves=3)
     defaults |= dict(eval_every=2, max_judge_failures=5, judge="JUDGE", judge_format="addition", judge_timeout_s=9.0)
     config = SimpleNamespace(**defaults | settings)
@@ -222,7 +227,7 @@ def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=w
     loop = VirtualClock()
     jobs = []
     for rank in range(size):
-        world = FakeWorld(rank, size, meetings)
+        world = world_class(rank, size, meetings)
         timeline = Timeline(rank, loop.time)
         handles = [server if server.rank == rank else server.handle() for server in servers]
         for handle in handles:
@@ -233,6 +238,8 @@ def simulate(mode, size, *, tp=1, rollout_ranks=0, write=write_answer, verdict=w
         sampling, actor = SimpleNamespace(temperature=1.0), FakeActor(rank, size, devices[rank], tp)
         prompts, report = Prompts(FakeSource()), FakeReport()
         jobs.append(controller.Job(config, world, actor, *pools, judge, prompts, sampling, sampling, timeline, report))
+        if prepare:
+            prepare(jobs[-1])
 
     async def all_ranks():
         await asyncio.gather(*(controller.train(job) for job in jobs))
