@@ -60,7 +60,7 @@ class Pool:
         self._requests: list[tuple[float, float, int, int, int]] = []  # of this step, as RoleLoad.of takes them
         for engine in engines:
             engine.on_request = self._note
-        self._elsewhere: Counter[int] = Counter()  # tokens that the other controllers await from the engine of a rank, when last heard of
+        self._elsewhere: Counter[int] = Counter()  # rank -> tokens that the other controllers await from its engine, when last heard
         self._late: set[int] = set()  # ranks whose engine this controller asks only if there is no other
 
     def assign(self, leads: tuple[int, ...]) -> None:

@@ -117,9 +117,10 @@ class Report:
         if self._writer is None:
             return
         with (self.out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step} | {name: round(value, 6) for name, value in sorted(metrics.items())}) + "\n")
+            numbers = {name: value if isinstance(value, str) else round(value, 6) for name, value in sorted(metrics.items())}
+            file.write(json.dumps({"step": step} | numbers) + "\n")
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            (self._writer.add_text if isinstance(value, str) else self._writer.add_scalar)(name, value, step)
 
     def _write_samples(self, step: int, served) -> None:
         """A few whole samples of this controller. TensorBoard renders Markdown, so text from a model is escaped."""
