@@ -17,7 +17,7 @@ from draws import Groups
 from pool import Pool, RoleLoad
 from rebalance import HISTORY, Load, rebalance
 from rollout import Sample
-from serving import SERVE, serve
+from serving import SERVE, have_written, serve
 
 
 @dataclass
@@ -162,5 +162,8 @@ async def evaluate(job: Job, step: int) -> None:
 
 async def answer_greedily(job: Job, sample: Sample) -> None:
     """One greedy answer."""
-    async for answer in job.rollout.route().generate([sample.prompt], job.greedy):
-        sample.response, sample.finish = answer.tokens, answer.finish
+
+    def take(sample: Sample, answer, rank: int) -> None:
+        sample.response, sample.finish = sample.response + answer.tokens, answer.finish
+
+    await have_written(job, job.greedy, [sample], take)

@@ -11,6 +11,7 @@ Between the two everything sleeps: there a run may take another plan (see rebala
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -78,12 +79,14 @@ def make_plans(config, world_size: int) -> list[Plan]:
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
         if world_size % tp:
             raise ValueError(f"--{name}-tp {tp} doesn't divide {world_size} ranks")
-    judges = max(1, len(config.judge))
-    plans = PLANS[mode](world_size, config.rollout_tp, config.genrm_tp)
-    plans = [plan for plan in plans if len({judge_of(rank, config.genrm_tp, judges) for rank in plan.leads("genrm")}) == judges]
+    plans = plans_with_every_judge(config, world_size)
     if not plans:
-        needed = f"at least 2 ranks, one for rollout and one for genrm; this run has {world_size}"
-        raise ValueError(f"--mode {mode} needs {needed}" + f", and {judges} judges, each on a rank of its own" * (judges > 1))
+        unit, judges = math.lcm(config.rollout_tp, config.genrm_tp), len(config.judge)
+        least = next(ranks for ranks in itertools.count(unit, unit) if plans_with_every_judge(config, ranks))
+        raise ValueError(
+            f"--mode {mode} needs at least {least} ranks, for a rollout engine of {config.rollout_tp} and a genrm engine of "
+            f"{config.genrm_tp}{f' for each of {judges} judges' if judges > 1 else ''}; this run has {world_size}"
+        )
     splits = [len(plan.rollout) for plan in plans if plan.mode == "partial"]
     start = split or min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)  # 0: the half, rounded up
     first = [plan for plan in plans if mode == "full" or len(plan.rollout) == start]
@@ -94,6 +97,13 @@ def make_plans(config, world_size: int) -> list[Plan]:
         )
     may_move = config.rebalance or mode == "auto"
     return first[:1] + [plan for plan in plans if may_move and plan != first[0]]
+
+
+def plans_with_every_judge(config, world_size: int) -> list[Plan]:
+    """The plans of the mode in which every judge has an engine."""
+    judges, tp = max(1, len(config.judge)), config.genrm_tp
+    plans = PLANS[config.mode](world_size, config.rollout_tp, tp)
+    return [plan for plan in plans if len({judge_of(rank, tp, judges) for rank in plan.leads("genrm")}) == judges]
 
 
 def judge_of(rank: int, genrm_tp: int, judges: int) -> int:

@@ -95,6 +95,8 @@ def paces(history: list[Load]) -> dict[str, Pace]:
 
 def role_seconds(pace: Pace, part: RoleLoad, engines: int, capacity: int, waves: int) -> float:
     """How long a role is at work on `engines` engines that hold `capacity` requests each."""
+    if not part.tokens:
+        return 0.0  # nobody was asked, and there may be no engine
     steps = max(waves * part.longest, part.tokens / (engines * capacity))
     return pace.fixed * steps + pace.each * part.tokens / engines
 

@@ -182,7 +182,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "answers_keyed": len(keyed),
         "answers_wrong": len(wrong),
         "wrong_accepted": sum(s.verdict for s in wrong),
-        "failed": sum(s.verdict is None for s in everything),
+        "failed": sum(s.verdict is None for s in served.dropped + [s for group in served.filtered for s in group]),
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
@@ -202,8 +202,7 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
     lists = ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")
     merged = {name: [value for f in facts for value in f[name]] for name in lists}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
-    wrong, accepted_wrong = sum(f["answers_wrong"] for f in facts), sum(f["wrong_accepted"] for f in facts)
-    keyed = sum(f["answers_keyed"] for f in facts)
+    keyed, wrong, accepted_wrong = (sum(f[name] for f in facts) for name in ("answers_keyed", "answers_wrong", "wrong_accepted"))
     work = {f["dp_rank"]: f["work"] for f in facts}.values()
     metrics = {
         "reward/mean": _mean(merged["kept_rewards"]),

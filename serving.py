@@ -96,23 +96,31 @@ SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
 
 
 async def write(step: Step, group: list[Sample], when_written=lambda sample: None) -> None:
-    """Have one engine write the answers of a group: they share the prompt's KV cache. `when_written` is told of each that is whole.
+    """Have the answers of a group written, until the step is closed. `when_written` is told of each that is whole."""
+
+    def take(sample: Sample, answer: Answer, rank: int) -> None:
+        take_answer(step, sample, answer, rank)
+        if sample.finish in WRITTEN and not step.closed:
+            when_written(sample)
+
+    await have_written(step.job, step.job.sampling, group, take, lambda: step.closed)
+
+
+async def have_written(job, sampling, group: list[Sample], take, is_closed=lambda: False) -> None:
+    """Have one engine write the answers of a group: they share the prompt's KV cache. `take(sample, answer, rank)` is told of each.
 
     Answers that were cut off are continued: their tokens so far are part of the prompt. An engine that is late is asked no more, and
-    what it owes is asked of another.
+    what it owes is asked of another. Raises ValueError when MOST_LATE were late.
     """
-    job, late = step.job, 0
-    while (unwritten := [sample for sample in group if sample.finish not in WRITTEN]) and not step.closed:
+    late = 0
+    while (unwritten := [sample for sample in group if sample.finish not in WRITTEN]) and not is_closed():
         engine = job.rollout.route()
         prompts = [sample.prompt + sample.response for sample in unwritten]
-        rooms = [job.sampling.room(sample) for sample in unwritten]
+        rooms = [sampling.room(sample) for sample in unwritten]
         try:
             async with asyncio.timeout(job.config.request_timeout_s):
-                async for answer in engine.generate(prompts, job.sampling, rooms):
-                    sample = unwritten[answer.index]
-                    take_answer(step, sample, answer, engine.rank)
-                    if sample.finish in WRITTEN and not step.closed:
-                        when_written(sample)
+                async for answer in engine.generate(prompts, sampling, rooms):
+                    take(unwritten[answer.index], answer, engine.rank)
         except TimeoutError:
             job.rollout.cut_off(engine)
             late += 1
@@ -144,6 +152,8 @@ async def have_judged(step: Step, group: list[Sample]) -> None:
 
 async def judge_one(step: Step, sample: Sample) -> None:
     """Have one answer judged."""
+    if step.closed:
+        return  # it was whole a moment before its group was cut off: a call now would outlive the step
     job, clock = step.job, asyncio.get_running_loop().time
     start = clock()
     await job.judge.judge(sample, job.genrm)

@@ -99,38 +99,42 @@ class Device:
 class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
-    def __init__(self, role, rank, device, write, capacity=16):
+    def __init__(self, role, rank, device, write, capacity=16, model=0):
         self.role, self.rank, self.capacity, self.in_flight, self.awake = role, rank, capacity, 0, True
-        self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[])
+        self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[], asked=[])
+        self.server.pace, self.server.is_deaf = SECONDS_PER_TOKEN, False  # a deaf one hears no abort
         self._write = write
-        self.on_request, self.outstanding, self.model = None, 0, 0
+        self.on_request, self.outstanding, self.model = None, 0, model
         self.name = f"{role} engine of rank {rank}"
 
     def handle(self):
-        other = FakeEngine(self.role, self.rank, self.server.device, self._write, self.capacity)
+        other = FakeEngine(self.role, self.rank, self.server.device, self._write, self.capacity, self.model)
         other.server = self.server
         return other
 
     async def generate(self, prompts, sampling, rooms=None):
-        """Each prompt's answer after SECONDS_PER_TOKEN a token; a prompt that ends in the beginning of its answer is continued."""
+        """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
         assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"
         clock = asyncio.get_running_loop().time
         start, version = clock(), self.server.version
         self.server.requests += 1
+        self.server.asked.append((start, version))
         aborted = asyncio.get_running_loop().create_future()
         self.server.aborts.append(aborted)
-        answers = sorted((self._write(prompt, index, sampling) for index, prompt in enumerate(prompts)), key=lambda a: len(a.tokens))
+        rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
+        answers = [within(self._write(prompt, index, sampling), rooms[index]) for index, prompt in enumerate(prompts)]
+        answers.sort(key=lambda answer: len(answer.tokens))
         owed = [len(prompts[a.index]) + len(a.tokens) for a in answers]
         self.in_flight += len(answers)
         self.outstanding += sum(owed)
         try:
             for answer in answers:
-                due = start + self.seconds_per_token * len(answer.tokens)
+                due = start + pace * len(answer.tokens)
                 await asyncio.wait([aborted], timeout=due - clock())
                 tokens, finish = answer.tokens, answer.finish
-                if aborted.done():
-                    tokens, finish = tokens[: int((clock() - start) / self.seconds_per_token)], "abort"
+                if aborted.done() and (so_far := int((clock() - start) / pace)) < len(tokens):
+                    tokens, finish = tokens[:so_far], "abort"
                 self.in_flight -= 1
                 self.outstanding -= owed.pop(0)
                 versions = [version] * len(tokens)
@@ -143,11 +147,9 @@ class FakeEngine:
             self.outstanding -= sum(owed)
             self.server.aborts.remove(aborted)
 
-    seconds_per_token = SECONDS_PER_TOKEN
-
     async def abort(self):
         assert self.server.awake, "told to abort while it slept"
-        for aborted in self.server.aborts:
+        for aborted in () if self.server.is_deaf else self.server.aborts:
             if not aborted.done():
                 aborted.set_result(None)
 
@@ -170,8 +172,17 @@ class FakeEngine:
         self.server.version = version
 
 
+def within(answer, room):
+    """The answer, cut off where there is no more room."""
+    assert room > 0, "asked for no token at all"
+    if len(answer.tokens) <= room:
+        return answer
+    return Answer(answer.index, answer.tokens[:room], answer.logprobs[:room], "length", [])
+
+
 class FakeActor:
-    def __init__(self, rank, size, device, tp=1):
+    def __init__(self, rank, size, device, tp=1, takes_stale=False):
+        self.takes_stale = takes_stale
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
         self.device, self.version, self.awake, self.batches = device, 0, True, []
         device.take("actor")
@@ -195,7 +206,10 @@ class FakeActor:
     async def update(self, mini_batches):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
-        assert all(set(s.versions) == {self.version} for s in samples), "off-policy sample"
+        for sample in samples:
+            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, "a token without its facts"
+            assert sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version, "written by weights to come"
+            assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
         await asyncio.sleep(0.5)
         self.batches.append(samples)
         self.version += 1
@@ -203,8 +217,11 @@ class FakeActor:
 
 
 class FakeReport:
+    """Keeps what each step came to; `carried` and `buffers` as they were at its end, for they change later."""
+
     def __init__(self):
-        self.steps, self.accuracies, self.notes = [], {}, []
+        self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
+        self.carried, self.buffers = [], []
 
     def note(self, text):
         self.notes.append(text)
@@ -213,6 +230,10 @@ class FakeReport:
         self.accuracies[step] = value
 
     async def step(self, step, served, samples, stats, job):
+        held = [sample for group in served.carried for sample in group]
+        self.carried.append({(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held})
+        self.buffers.append(list(job.prompts.buffer))
+        self.marks += job.timeline.marks
         self.steps.append((step, served, samples, job.timeline.take()))
 
 
@@ -245,22 +266,28 @@ def write_verdict(prompt, index, sampling):
 
 
 def simulate(
-    mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, **settings
+    mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
+    **settings,
 ):
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs.
 
-    prepare: called with all servers, prepare_job with each job, before the controllers start.
+    prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
+    those who want to see what became of a run that failed.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
-    config = SimpleNamespace(**vars(Config()) | defaults | dict(judge_format=("addition",), request_timeout_s=50.0) | settings)
+    config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0) | settings)
+    config.judge_format = ("addition",) * len(config.judge)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
     hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
-    servers = [FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict) for role, rank in hosts]
+    servers = []
+    for role, rank in hosts:
+        model = placement.judge_of(rank, config.genrm_tp, len(config.judge)) if role == "genrm" else 0
+        servers.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
     if prepare:
         prepare(servers)
     loop = VirtualClock()
-    jobs = []
+    jobs = [] if jobs is None else jobs
     for rank in range(size):
         world = world_class(rank, size, meetings)
         timeline = Timeline(rank, loop.time)
@@ -268,8 +295,8 @@ def simulate(
         pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
         encode = lambda text: [ord(c) for c in text]  # noqa: E731
         judge_model = genrm.JudgeModel(genrm.FORMATS["addition"], encode, to_text, Sampling(0.0, 100), 1000)
-        judge = genrm.Judge([judge_model], to_text, genrm.Calls(timeout_s=20.0))
-        sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp)
+        judge = genrm.Judge([judge_model] * len(config.judge), to_text, genrm.Calls(timeout_s=20.0))
+        sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
         groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
         job = controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, sampling, timeline, report)
@@ -283,6 +310,8 @@ def simulate(
     try:
         loop.run_until_complete(all_ranks())
     finally:
+        for task in asyncio.all_tasks(loop):  # of a run that failed
+            task.cancel()
         loop.close()
     return jobs, log
 

@@ -207,17 +207,21 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments)
 @pytest.mark.parametrize(
     "arguments,ranks,message",
     [
-        ([], 1, "--mode partial needs at least 2 ranks, one for rollout and one for genrm; this run has 1"),
-        (["--rollout-ranks", "2"], 2, "--rollout-ranks 2 leaves 0 of 2 ranks for genrm; partial mode takes 1 to 1"),
+        ([], 1, "--mode partial needs at least 2 ranks, for a rollout engine of 1 and a genrm engine of 1; this run has 1"),
+        (["--rollout-ranks", "2"], 2, "--rollout-ranks 2 leaves 0 of 2 ranks for genrm; this run takes 1"),
         (["--rollout-ranks", "-1"], 4, "--rollout-ranks -1"),
         (["--prompts-per-step", "15"], 2, "--prompts-per-step 15 can't be shared evenly by 2 data-parallel ranks"),
         (["--tp", "2"], 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
         (["--tp", "2", "--pp", "2", "--mode", "full"], 2, "= 4 doesn't divide 2 ranks"),
         (["--max-new-tokens", "256"], 2, "--max-new-tokens 256 leaves prompts no room in --max-model-len 256"),
-        ([*PATHS, "k"], 2, "--judge names 2, and genrm rank r serves judge r % 2: none serves 0 (rollout on"),
-        ([*PATHS, "k", "l", "--rollout-ranks", "6"], 8, "r % 3: none serves 2"),
-        ([*PATHS, "k", "--mode", "full"], 1, "r % 2: none serves 1"),
-        (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial"),
+        (["--rollout-ranks", "3", "--rollout-tp", "2"], 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm; this run takes 2, 4, 6"),
+        (["--rollout-tp", "2", "--prompts-per-step", "15"], 3, "--rollout-tp 2 doesn't divide 3 ranks"),
+        (["--genrm-tp", "4", "--prompts-per-step", "12"], 6, "--genrm-tp 4 doesn't divide 6 ranks"),
+        (["--rollout-tp", "2"], 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2 and a genrm engine of 1"),
+        ([*PATHS, "k"], 2, "engine of 1 for each of 2 judges; this run has 2"),
+        ([*PATHS, "k", "l", "--rollout-ranks", "6"], 8, "leaves 2 of 8 ranks for genrm; this run takes 1, 2, 3, 4, 5"),
+        ([*PATHS, "k", "--mode", "full"], 1, "--mode full needs at least 2 ranks, for a rollout engine of 1"),
+        (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial, auto"),
     ],
 )
 def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):

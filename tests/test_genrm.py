@@ -11,8 +11,8 @@ from fakes import VirtualClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import controller
 import genrm
+import serving
 from rollout import Answer, Sample
 
 TEXT = st.text(alphabet="0123456789>#{}\\boxed \nx+=;:.YNverdict", max_size=40)
@@ -152,11 +152,15 @@ class Pool:
     """One engine. reply(prompt, number of the request) -> text, log-probability of its least likely token, finish."""
 
     def __init__(self, reply, delay=0.0):
-        self.reply, self.delay, self.asked, self.routed, self.flying, self.most = reply, delay, [], [], 0, 0
+        self.reply, self.delay, self.asked, self.routed, self.late, self.flying, self.most = reply, delay, [], [], 0, 0, 0
 
-    def route(self, tokens, model=0):
-        self.routed.append((tokens, model))
+    def route(self, model=0):
+        self.routed.append(model)
         return self
+
+    def cut_off(self, engine):
+        assert engine is self
+        self.late += 1
 
     async def generate(self, prompts, sampling):
         prompt = prompts[0]
@@ -301,13 +305,6 @@ def numbered(*texts):
     return lambda prompt, number: (next(left), -0.1, "stop")
 
 
-def test_a_request_is_routed_by_all_of_its_tokens():
-    """Prompt and the most that may be written, times the critiques asked for; a second call asks for what is missing."""
-    judge, pool = make_judge(temperature=1.0, judgements=3, retries=1), Pool(numbered("Y", "?", "Y", "N"))
-    judge_all(judge, pool, [sample(">125")])
-    assert pool.routed == [((len("57+68=>125?") + 100) * 3, 0), (len("57+68=>125?") + 100, 0)]
-
-
 @pytest.mark.parametrize("vote,reward", [(False, 0.75), (True, 1.0)])
 def test_judgements_come_from_one_request(vote, reward):
     judge, pool, judged = make_judge(temperature=1.0, judgements=4, vote=vote), Pool(numbered("Y", "N", "Y", "Y")), sample(">125")
@@ -356,6 +353,7 @@ def test_a_late_call_is_given_up_and_made_again_after_a_pause():
     assert judge_on_virtual_clock(judge, pool, [judged]) == pytest.approx(129.5)
     assert pool.starts == pytest.approx([0.0, 62.5, 127.5]) and pool.flying == 0
     assert (judged.reward, judge.timeouts, judge.failed, judge.latencies) == (1.0, 2, [0], [2.0])
+    assert pool.late == 2  # it is told each time
 
 
 def test_a_judge_that_hangs_drops_its_sample_and_is_counted():
@@ -417,8 +415,11 @@ class Engines:
     def __init__(self, *pools):
         self.pools = pools
 
-    def route(self, tokens, model=0):
-        return self.pools[model].route(tokens, model)
+    def route(self, model=0):
+        return self.pools[model].route(model)
+
+    def cut_off(self, engine):
+        engine.cut_off(engine)
 
 
 def reject(prompt, number):
@@ -464,7 +465,7 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
     judge_all(judge, Engines(*pools), [judged])
     assert (judged.reward, judged.verdict) == (pytest.approx(reward), verdict)
     assert judged.critique.splitlines() == [text for m, r in enumerate(replies) for text in (f"judge {m}:", r("", 1)[0])]
-    assert [pool.routed for pool in pools] == [[(len("57+68=>125?") + 100, number)] for number in range(len(weights))]
+    assert [pool.routed for pool in pools] == [[number] for number in range(len(weights))]
     assert judge.parsed == [1] * len(weights) and judge.tokens == sum(len(reply("", 1)[0]) for reply in replies)
 
 
@@ -579,10 +580,10 @@ def test_each_judge_must_speak(failed, parsed, named):
     """One that never gives a verdict stops the run, though the others do."""
     config = SimpleNamespace(judge=("A", "B"), judge_format=("addition", "chat"), judge_timeout_s=9.0, max_judge_failures=5)
     if named is None:
-        controller.check_judge(config, failed, parsed)
+        serving.check_judge(config, failed, parsed)
     else:
         with pytest.raises(ValueError, match=re.escape(named)):
-            controller.check_judge(config, failed, parsed)
+            serving.check_judge(config, failed, parsed)
 
 
 # ---------------------------------------------------------------- judgements that are given up

@@ -13,8 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
+import draws
 import report
+import serving
 import timeline as tl
+from placement import Plan
+from pool import RoleLoad
+from rebalance import Load
 from rollout import Sample
 
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit
@@ -264,14 +269,19 @@ def test_marks_in_the_trace(tmp_path):
     found = [(e["name"], e["pid"], e["ts"], e["s"]) for e in events]
     assert found == [("weights v3", 1, 500_000, "p"), ("wave 2", 0, 1_000_000, "p"), ("split 3|1", 0, 2_000_000, "p")]
 
+
 # ---------------------------------------------------------------- the metrics of a step
+
+
+ONE_EACH = {"rollout": 1, "genrm": 1}
 
 
 def facts(**changes):
     """One controller's facts in which nothing happened."""
     names = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "waves", "padded", "answers_keyed", "answers_wrong")
     nothing = dict.fromkeys((*names, "timeouts", "wrong_accepted", "dp_rank", "work"), 0)
-    nothing |= {name: [] for name in ("kept_rewards", "rewards", "verdicts", "lengths", "latencies")}
+    nothing |= dict.fromkeys(("tokens", "tokens_trained", "tokens_filtered", "tokens_carried"), 0)
+    nothing |= {name: [] for name in ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")}
     seconds = dict.fromkeys(("serve", "rollout", "genrm", "train", "switch", "sync"), 0.0)
     nothing |= {"seconds": seconds, "request_seconds": {"rollout": 0.0, "genrm": 0.0}}
     assert changes.keys() <= nothing.keys()
@@ -282,24 +292,26 @@ FIRST = facts(
     verdicts=[True, False, True, False, False, False],
     kept_rewards=[1.0, 0.0, 1.0, 0.0], rewards=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0], lengths=[10, 20, 30, 40, 50, 60], latencies=[0.1, 0.4],
     truncated=1, filtered=1, groups=3, carried=0, waves=2, padded=1, answers_keyed=6, answers_wrong=4, wrong_accepted=1, failed=0,
-    timeouts=2, dp_rank=0, work=300,
+    timeouts=2, dp_rank=0, work=300, tokens=200, tokens_trained=100, tokens_filtered=110, trained_lengths=[10, 20, 30, 40],
     seconds=dict(serve=4.0, rollout=3.0, genrm=2.0, train=1.0, switch=0.5, sync=0.1), request_seconds=dict(rollout=12.0, genrm=1.0),
 )  # fmt: skip
 SECOND = facts(
     verdicts=[True, True, False, True, True],
     kept_rewards=[1.0, 1.0, 0.0, 1.0], rewards=[1.0, 1.0, 0.0, 1.0, 1.0], lengths=[10, 10, 10, 10, 10, 90], latencies=[0.2, 0.3],
     truncated=0, aborted=2, filtered=2, groups=5, carried=1, waves=2, padded=1, answers_keyed=4, answers_wrong=1, failed=1,
-    dp_rank=1, work=100,
+    dp_rank=1, work=100, tokens=160, tokens_trained=40, tokens_filtered=20, tokens_carried=90, trained_lengths=[10, 10, 10, 10],
     seconds=dict(serve=3.9, rollout=3.5, genrm=1.0, train=1.5, switch=0.4, sync=0.3), request_seconds=dict(rollout=4.0, genrm=3.0),
 )  # fmt: skip
 
 
 def test_metrics_of_hand_worked_facts():
     """Two controllers; every number worked out by hand."""
-    metrics = report.summarize([FIRST, SECOND], rollout_capacity=8, genrm_capacity=2)
+    metrics = report.summarize([FIRST, SECOND], {"rollout": 8, "genrm": 2})
     expected = {
         "reward/mean": 5 / 8, "reward/unfiltered_mean": 6 / 11, "reward/zero_std_frac": 3 / 8,
-        "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90, "rollout/tokens": 350, "rollout/truncated_frac": 1 / 12,
+        "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90, "rollout/trained_len_mean": 140 / 8,
+        "rollout/tokens": 360, "rollout/tokens_trained": 140, "rollout/tokens_filtered": 130, "rollout/tokens_carried": 90,
+        "rollout/truncated_frac": 1 / 12,
         "rollout/waves": 2, "rollout/aborted": 2, "rollout/padded_groups": 1, "rollout/carried_groups": 1,
         "rollout/correct_frac": 1 / 2,
         "genrm/accept_frac": 6 / 11, "genrm/failed": 1, "genrm/false_positive_frac": 1 / 5, "genrm/p50_s": 0.3, "genrm/p99_s": 0.4,
@@ -311,17 +323,17 @@ def test_metrics_of_hand_worked_facts():
 
 def test_metrics_of_a_step_in_which_nothing_happened():
     """No division by zero; what only answer keys can tell is left out."""
-    metrics = report.summarize([facts(), facts(dp_rank=1)], 4, 4)
+    metrics = report.summarize([facts(), facts(dp_rank=1)], ONE_EACH)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["genrm/p99_s"] == metrics["occupancy/rollout"] == 0
     assert "genrm/false_positive_frac" not in metrics and "rollout/correct_frac" not in metrics
-    assert report.summarize([facts(answers_keyed=3)], 4, 4)["genrm/false_positive_frac"] == 0
+    assert report.summarize([facts(answers_keyed=3)], ONE_EACH)["genrm/false_positive_frac"] == 0
 
 
 def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
     """Four ranks, tp 2: each data-parallel rank's tokens are reported by two ranks."""
     four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
-    assert report.summarize(four, 1, 1)["balance/max_over_mean"] == 1.5
+    assert report.summarize(four, ONE_EACH)["balance/max_over_mean"] == 1.5
 
 
 def group_of(prompt_id, *rewards, **fields):
@@ -331,13 +343,24 @@ def group_of(prompt_id, *rewards, **fields):
     ]
 
 
-def facts_of(groups, kept, surplus=(), short=0, controllers=1):
+def served_of(job, groups, wanted):
+    """What a step of one controller that drew these groups in this order comes to; two waves, 100 tokens written in it."""
+    drawn = draws.Draws(wanted, in_order=True, wave_of={group[0].prompt_id: min(i, 1) for i, group in enumerate(groups)})
+    drawn.learn({group[0].prompt_id: draws.is_informative(group) for group in groups})
+    step = serving.Step(job, drawn)
+    step.groups = {group[0].prompt_id: group for group in groups}
+    serving.sort_out(step)
+    step.served.tokens = 100
+    return step.served
+
+
+def facts_of(groups, wanted):
     """local_facts of one controller that drew these groups."""
-    served = controller.Served(waves=2)
-    controller.fill(served, {group[0].prompt_id: group for group in groups}, set(kept), set(surplus), short, controllers)
     answers = {id(s): ("5" if s.index % 2 == 0 else "6") for group in groups for s in group}
     judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5], timeouts=3)
-    job = SimpleNamespace(judge=judge, actor=SimpleNamespace(dp_rank=1, cost=lambda tokens: 10 * tokens))
+    actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
+    job = SimpleNamespace(judge=judge, actor=actor, groups=SimpleNamespace(put_back=lambda again, carried: None))
+    served = served_of(job, groups, wanted)
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
         sample.advantages = [0.5] * len(sample.response)
@@ -345,25 +368,39 @@ def facts_of(groups, kept, surplus=(), short=0, controllers=1):
 
 
 def test_local_facts_on_a_hand_worked_step():
-    """Three groups: one kept, one carried, one filtered, which pads the batch and isn't trained on. Odd answers are wrong."""
-    found = facts_of([group_of(4, 1.0, 0.0), group_of(5, 0.0, 1.0), group_of(6, 0.0, 0.0)], kept=[4], surplus=[5], short=1)
+    """Three groups: one kept, one filtered, one carried, for one was enough. Odd answers are wrong."""
+    found = facts_of([group_of(6, 0.0, 0.0), group_of(4, 1.0, 0.0), group_of(5, 0.0, 1.0)], wanted=1)
     found["seconds"] = {name: value for name, value in found["seconds"].items() if value}
     assert found == {
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
         "verdicts": [True, False, False, False, False, True],
-        "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "padded": 1,
+        "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "padded": 0,
+        "tokens": 100, "tokens_trained": 3, "tokens_filtered": 3, "tokens_carried": 3, "trained_lengths": [1, 2],
         "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
         "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "work": 10 * (2 * 2 + 3),
         "seconds": {"serve": 4.0, "rollout": 3.0, "genrm": 1.0}, "request_seconds": {"rollout": 4.0, "genrm": 1.0},
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kept", [[4], []])
-def test_failed_judgements_are_counted(kept):
-    """A sample without a verdict is dropped AND counted, in kept groups as in others; its tokens were generated, too."""
-    found = facts_of([group_of(4, 1.0, 0.0, None)], kept=kept)
+def test_a_short_batch_is_padded_with_what_was_filtered():
+    """Two wanted, one found: the filtered group is no work, and its tokens stay filtered."""
+    found = facts_of([group_of(6, 0.0, 0.0), group_of(4, 1.0, 0.0)], wanted=2)
+    assert (found["padded"], found["filtered"], found["work"]) == (1, 1, 10 * (2 * 2 + 3))
+    assert (found["tokens_trained"], found["tokens_filtered"], found["tokens_carried"]) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.0, None), (1.0, 1.0, None)])
+def test_failed_judgements_are_counted(rewards):
+    """A sample without a verdict is dropped AND counted, in kept groups as in filtered ones; its tokens were generated, too."""
+    found = facts_of([group_of(4, *rewards)], wanted=1)
     assert found["failed"] == 1
-    assert found["lengths"] == [1, 2, 3] and found["rewards"] == [1.0, 0.0]
+    assert found["lengths"] == [1, 2, 3] and found["rewards"] == list(rewards[:2])
+
+
+def test_an_answer_that_nobody_judged_yet_is_no_failure():
+    """Its group was cut off, or comes again: only what a judge failed on counts."""
+    found = facts_of([group_of(4, 1.0, 0.0), group_of(5, None, None)], wanted=1)
+    assert (found["failed"], found["carried"], found["lengths"]) == (0, 1, [1, 2, 1, 2])
 
 
 # ---------------------------------------------------------------- what rank 0 writes
@@ -374,17 +411,18 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     from tests.fakes import FakeWorld, VirtualClock
 
     (tmp_path / "spans").mkdir()
-    config = SimpleNamespace(steps=1, answers_per_prompt=2)
+    config = SimpleNamespace(steps=1, answers_per_prompt=2, max_running_requests=4)
     progress = SimpleNamespace(line=lambda text: None, step=lambda *args: None)
     loop = VirtualClock()
     line = tl.Timeline(0, loop.time, tmp_path / "spans")
-    pool = SimpleNamespace(capacity=4, engines=[None] * 3)
     judge = SimpleNamespace(final_answer=lambda sample: "5", latencies=[], timeouts=0)
-    job = SimpleNamespace(timeline=line, rollout=pool, genrm=pool, judge=judge, actor=SimpleNamespace(dp_rank=0))
-    job.state = controller.State(groups_per_kept=1.25)
+    actor = SimpleNamespace(dp_rank=0, dp_size=1, cost=lambda tokens: tokens)
+    job = SimpleNamespace(timeline=line, judge=judge, actor=actor, groups=SimpleNamespace(put_back=lambda again, carried: None))
+    work = RoleLoad(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
+    load = Load(Plan("partial", (0, 1, 2), (3,), (0, 1, 2, 3)), work, work, 1, 2.0, 0.25, 0.5)
+    job.state = controller.State(groups_per_kept=1.25, history=[load])
     written = report.Report(config, FakeWorld(0, 1, {}), tmp_path, progress, lambda tokens: "<b>*" * len(tokens))
-    served = controller.Served(waves=1)
-    controller.fill(served, {i: group_of(i, 1.0, 0.0, critique="c") for i in range(3)}, {0, 1, 2}, set(), 0, 1)
+    served = served_of(job, [group_of(i, 1.0, 0.0, critique="c") for i in range(3)], wanted=3)
 
     async def one_step():
         written.accuracy(0, 0.25, line.now())
@@ -400,7 +438,8 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     written.close(4, "title")
     first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     assert (first["step"], first["eval/accuracy"], first["train/loss"], first["time/step_s"]) == (0, 0.25, 0.5, 4.0)
-    assert (first["split/rollout_ranks"], first["rollout/groups_per_kept"], first["perf/tokens_per_s"]) == (3, 1.25, 9 / 4)
+    assert (first["split/rollout_ranks"], first["rollout/groups_per_kept"], first["perf/tokens_per_s"]) == (3, 1.25, 100 / 4)
+    assert (first["time/swap_s"], first["split/swaps"], first["genrm/cache_hit_frac"], first["genrm/tokens"]) == (0.25, 2, 0.4, 100)
     assert last == {"step": 1, "eval/accuracy": 0.75}
     samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
     keys = {"step", "prompt_id", "question", "answer_key", "response", "finish", "critique", "verdict", "reward"}

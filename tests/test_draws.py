@@ -1,0 +1,219 @@
+"""Draws, by hand and as properties: which groups make the batch, which come again, what is drawn next, and who holds a prompt."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import Prompts
+from draws import MOST_CUTS, Draws, Groups, is_written, moving_average, wave_size
+from rollout import Sample
+from tests.fakes import FakeSource
+
+SEEDS = st.integers(0, 2**32)
+IN_ORDER, FIRST_TO_END = True, False
+
+
+def drawn(wanted, in_order, waves, ended):
+    """Draws of which wave k dealt waves[k]; `ended` came to what it says."""
+    draws = Draws(wanted, in_order)
+    for number, dealt in enumerate(waves):
+        draws.add(dealt, number)
+    draws.learn(ended)
+    return draws
+
+
+@pytest.mark.parametrize(
+    "in_order,ended,chosen,again,complete",
+    [
+        (IN_ORDER, {}, [], [10, 11, 12, 13], False),
+        (IN_ORDER, {11: True, 12: True}, [], [10, 11, 12, 13], False),  # 10 is waited for
+        (IN_ORDER, {10: False, 11: True, 12: True}, [11, 12], [13], True),  # 13 wasn't needed, ended or not
+        (IN_ORDER, {10: False, 11: True, 12: True, 13: False}, [11, 12], [13], True),  # comes again: it is after the batch's last
+        (IN_ORDER, {10: True, 11: False, 12: False, 13: True}, [10, 13], [], True),
+        (IN_ORDER, {10: True, 11: False, 12: False, 13: False}, [10], [], False),  # short
+        (FIRST_TO_END, {}, [], [10, 11, 12, 13], False),
+        (FIRST_TO_END, {11: True, 12: True}, [11, 12], [10, 13], True),  # 10 is cut off
+        (FIRST_TO_END, {10: False, 12: True, 13: True}, [12, 13], [11], True),  # a filtered one never comes again
+        (FIRST_TO_END, {10: True, 12: True, 13: True}, [10, 12], [11, 13], True),  # one informative too many comes again
+        (FIRST_TO_END, {10: False, 12: True, 13: False}, [12], [11], False),
+    ],
+)
+def test_chosen_and_come_again(in_order, ended, chosen, again, complete):
+    """Four draws, two wanted."""
+    draws = drawn(2, in_order, [[10, 11, 12, 13]], ended)
+    assert (draws.chosen(), draws.come_again(), draws.complete) == (chosen, again, complete)
+    assert (draws.found, draws.flying) == (sum(ended.values()), 4 - len(ended))
+
+
+@pytest.mark.parametrize("in_order", [IN_ORDER, FIRST_TO_END])
+@pytest.mark.parametrize(
+    "waves,ended,limit,wave,size",
+    [
+        ([], {}, 0, 0, 4),  # the first wave is no refill
+        ([[0, 1, 2, 3]], {}, 3, None, None),  # nothing is known
+        ([[0, 1, 2, 3]], {0: True}, 3, None, None),  # nothing lacks: three still fly
+        ([[0, 1, 2, 3]], {0: False}, 3, 1, 2),  # one lacks: 1.5 of it, while three fly
+        ([[0, 1, 2, 3]], {0: False}, 0, None, None),  # no refills are allowed
+        ([[0, 1, 2, 3, 4]], {0: False}, 3, None, None),  # the surplus fills in
+        ([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1, 1, 2),  # one lacks, and its place is in the second wave still, as 0's was
+        ([[0, 1, 2, 3], [4]], {0: False, 1: False, 2: True, 3: True, 4: False}, 1, 1, 3),  # two lack
+    ],
+)
+def test_next_wave(in_order, waves, ended, limit, wave, size):
+    """Four are wanted, 1.5 times what lacks is drawn. A replacement belongs to the wave after the one that it replaces."""
+    draws = drawn(4, in_order, waves, ended)
+    assert draws.next_wave(limit) == wave
+    if wave is not None:
+        assert wave_size(draws, 1.0 if not waves else 1.5, 1) == size
+
+
+def test_a_replacement_is_drawn_once():
+    """What was filtered before a wave was dealt is answered by it; what is filtered after is not."""
+    draws = drawn(3, FIRST_TO_END, [[0, 1, 2]], {0: False})
+    assert draws.next_wave(2) == 1
+    draws.add([3], 1)
+    assert draws.next_wave(2) is None
+    draws.learn({1: False, 3: False})
+    assert draws.next_wave(2) == 1  # 1 is of the first wave
+    draws.add([4, 5], 1)
+    draws.learn({4: False})
+    assert draws.next_wave(2) == 2 and draws.next_wave(1) is None
+
+
+def test_what_was_cut_off_often_is_waited_for():
+    """The batch is full without it, yet not complete until it has ended, however."""
+    draws = Draws(1, FIRST_TO_END)
+    draws.add([0, 1], 0, awaited={0})
+    draws.learn({1: True})
+    assert draws.chosen() == [1] and draws.late == {0} and not draws.complete
+    draws.learn({0: False})
+    assert draws.complete
+
+
+@given(st.integers(1, 60), st.integers(0, 80), st.integers(0, 60), st.floats(1, 12), st.integers(1, 8))
+def test_a_wave_is_as_large_as_what_lacks(wanted, flying, found, scale, controllers):
+    """At least that many times the scale, less than one more each, and the same for every controller."""
+    draws = drawn(wanted, FIRST_TO_END, [list(range(flying + found))], dict.fromkeys(range(found), True))
+    lacking = max(0, wanted - flying - found)
+    size = wave_size(draws, scale, controllers) if lacking else 0
+    assert size % controllers == 0 and lacking * scale <= size < lacking * scale + controllers + 1e-6
+
+
+@pytest.mark.parametrize("ended,kept,expected", [(10, 5, 1.1), (8, 8, 1.0), (40, 0, 1.9), (400, 1, 1.9), (0, 0, 0.9)])
+def test_moving_average(ended, kept, expected):
+    """From 1, a step counts a tenth: 0.9 + 0.1 x groups per kept, which is taken for 10 at most."""
+    draws = drawn(8, FIRST_TO_END, [list(range(ended))], {draw: draw < kept for draw in range(ended)})
+    assert moving_average(1.0, draws) == pytest.approx(expected)
+
+
+def play(draws, truth, rng, take, scale=1.2, limit=3, at_once=3):
+    """A step as serving.serve plays it, where groups end in the order that `rng` gives, some of them at once."""
+    while not draws.complete:
+        wave = draws.next_wave(limit)
+        if wave is None and not draws.flying:
+            return
+        if wave is not None:
+            draws.add(take(wave_size(draws, scale, 1)), wave)
+        flying = [draw for draw in draws.wave_of if draw not in draws.informative]
+        ended = rng.sample(flying, min(len(flying), rng.randint(0, at_once)))
+        draws.learn({draw: truth(draw) for draw in ended})
+
+
+@settings(deadline=None)
+@given(SEEDS, st.integers(1, 8), st.booleans(), st.floats(0.1, 1), st.floats(1, 4), st.integers(0, 4))
+def test_a_draw_ends_in_one_way(seed, wanted, in_order, keep, scale, limit):
+    """Chosen, come again or filtered, and all of the chosen are informative, all of the filtered not; a step ends."""
+    draws, fresh, rng = Draws(wanted, in_order), itertools.count(), random.Random(seed)
+    play(draws, lambda draw: random.Random(draw).random() < keep, rng, lambda n: list(itertools.islice(fresh, n)), scale, limit)
+    chosen, again = draws.chosen(), draws.come_again()
+    filtered = [draw for draw in draws.wave_of if draw not in chosen and draw not in again]
+    assert sorted(chosen + again + filtered) == sorted(draws.wave_of) and len(set(chosen + again)) == len(chosen + again)
+    assert all(draws.informative[draw] for draw in chosen) and not any(draws.informative[draw] for draw in filtered)
+    assert len(chosen) <= wanted and draws.waves <= 1 + limit
+    if len(chosen) < wanted:  # then there is nothing left that could have been chosen
+        assert not again and draws.flying == 0
+
+
+@settings(deadline=None)
+@given(SEEDS, st.integers(1, 6), st.floats(0.2, 1), st.floats(1, 4), st.integers(1, 9))
+def test_in_order_the_batches_are_those_of_one_sequence(seed, wanted, keep, scale, at_once):
+    """Whatever ends first and however large the waves are: batch after batch is the next `wanted` informative draws of all."""
+    prompts, rng = Prompts(FakeSource()), random.Random(seed)
+    truth = lambda draw: random.Random(draw).random() < keep  # noqa: E731
+    informative = filter(truth, itertools.count())
+    for _ in range(4):
+        draws = Draws(wanted, IN_ORDER)
+        play(draws, truth, rng, prompts.take, scale, limit=1000, at_once=at_once)
+        assert draws.chosen() == list(itertools.islice(informative, wanted))
+        prompts.put_back(draws.come_again())
+
+
+# ---------------------------------------------------------------- who holds a prompt
+
+
+def group_of(draw, finish=""):
+    return [Sample(draw, index, [1], response=[7], finish=finish) for index in range(2)]
+
+
+def test_a_prompt_goes_to_its_holder():
+    """2 and 3 come again: to the controllers that hold what was written, with it; new prompts go where the fewest are."""
+    prompts = Prompts(FakeSource())
+    all_groups = [Groups(prompts, 2, keep_written=True) for _ in range(2)]
+    for groups in all_groups:
+        assert groups.deal([0, 1, 2, 3, 4, 5], 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+    prompts.take(6)
+    begun = group_of(2, "abort")
+    all_groups[0].put_back([2, 4], [begun, group_of(4)])
+    all_groups[1].put_back([], [])  # one buffer in this test, a copy for each controller in a run
+    for groups in all_groups:
+        assert groups.deal([2, 4, 6, 7, 8, 9], 2) == {2: 0, 4: 0, 6: 1, 7: 1, 8: 0, 9: 1}
+    assert all_groups[0].take(2) is begun
+    assert [sample.response for sample in all_groups[0].take(6)] == [[], []]
+
+
+def test_without_partial_rollout_a_prompt_begins_anew():
+    """Nothing of it is kept, and nobody holds it."""
+    prompts = Prompts(FakeSource())
+    groups = Groups(prompts, 2, keep_written=False)
+    groups.deal([0, 1, 2], 2)
+    groups.put_back([1, 2], [group_of(1, "abort"), group_of(2, "stop")])
+    assert [sample.response for draw in (1, 2) for sample in groups.take(draw)] == [[]] * 4
+    assert groups.deal([1, 2], 2) == {1: 0, 2: 1} and prompts.take(3) == [1, 2, 0]
+
+
+def test_cuts_are_counted_in_a_row():
+    """A prompt is waited for once it was cut off MOST_CUTS times, and no longer once it has come to something."""
+    prompts = Prompts(FakeSource())
+    groups = Groups(prompts, 2, keep_written=True)
+    for cuts in range(MOST_CUTS):
+        assert groups.awaited([0, 1]) == set(), cuts
+        groups.put_back(prompts.take(2), [])
+    assert groups.awaited([0, 1]) == {0, 1}
+    prompts.take(2)
+    groups.put_back([1], [])
+    assert groups.awaited([0, 1]) == {1}
+
+
+@given(st.lists(st.integers(0, 40), unique=True, max_size=40), st.lists(st.integers(0, 40), unique=True), st.integers(1, 6))
+def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
+    """New prompts to within one each; those that come again to whom they were dealt first, and the others even that out."""
+    prompts = Prompts(FakeSource())
+    groups = Groups(prompts, 2, keep_written=True)
+    owners = groups.deal(first, controllers)
+    counts = [list(owners.values()).count(rank) for rank in range(controllers)]
+    assert set(owners) == set(first) and max(counts) - min(counts) <= 1
+    groups.put_back(first, [])
+    again = groups.deal(second, controllers)
+    assert set(again) == set(second) and all(again[draw] == owners[draw] for draw in set(first) & set(second))
+    counts = [list(again.values()).count(rank) for rank in range(controllers)]
+    held = [sum(owners.get(draw) == rank for draw in again) for rank in range(controllers)]
+    assert all(count <= max(mine, min(counts) + 1) for count, mine in zip(counts, held, strict=True))
+
+
+def test_a_group_is_written_when_all_of_its_answers_are_whole():
+    """Stopped or at the limit; one that was aborted may go on."""
+    assert is_written(group_of(0, "stop") + group_of(0, "length"))
+    assert not is_written(group_of(0, "stop") + group_of(0, "abort")) and not is_written(group_of(0))
