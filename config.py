@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import algorithms
 import genrm
 import placement
+from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
@@ -53,7 +54,7 @@ class Config:
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans
     meet_every_s: float = 0.05  # controllers that serve side by side meet at least this often
-    request_timeout_s: float = 300.0  # for a group to be written; then another engine is asked
+    request_timeout_s: float = 180.0  # for a group to be written; then another engine is asked
     # ---- sampling
     temperature: float = 1.0  # of the answers
     max_new_tokens: int = 72  # of an answer
@@ -137,6 +138,13 @@ class Config:
                 f"--judge-retries {self.judge_retries} with --judge-timeout-s {self.judge_timeout_s:g} may take longer than the other "
                 f"controllers wait, --collective-timeout-s {self.collective_timeout_s:g}"
             )
+        if MOST_LATE * self.request_timeout_s >= self.collective_timeout_s:
+            raise ValueError(
+                f"{MOST_LATE} late engines, --request-timeout-s {self.request_timeout_s:g} each, may take longer than the other "
+                f"controllers wait, --collective-timeout-s {self.collective_timeout_s:g}"
+            )
+        if self.rebalance and self.mode == "full":
+            raise ValueError("--rebalance moves ranks between rollout and genrm: in --mode full both hold all ranks")
         if self.judgements > 1 and self.judge_temperature == 0:
             raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0: a greedy judge repeats itself")
 

@@ -88,8 +88,8 @@ async def train(job: Job) -> None:
     await evaluate(job, config.steps)
 
 
-async def replan(job: Job, served) -> dict[str, float]:
-    """Take the plan that should serve the next step soonest (collective). Returns the step's load, as metrics."""
+async def replan(job: Job, served) -> dict[str, float | str]:
+    """Take the plan that should serve the next step soonest (collective). Returns the decision, as metrics."""
     spans = job.timeline.spans
     serving = next(span for span in spans if span.name == "serve")
     swaps = [span for span in spans if span.name == "switch" and serving.start <= span.start <= serving.end]
@@ -102,8 +102,9 @@ async def replan(job: Job, served) -> dict[str, float]:
     job.state.history = [*job.state.history, load][-HISTORY:]
     steps_left = job.config.steps - job.timeline.step - 1
     decision = rebalance(job.state.history, job.plans, job.config.max_running_requests, steps_left)
-    metrics = load.metrics() | {"split/predicted_s": decision.predicted_s, "split/moved": float(decision.plan != job.plan)}
-    if decision.plan != job.plan:
+    moves = decision.plan != job.plan
+    metrics = {"split/predicted_s": decision.predicted_s, "split/moved": float(moves), "split/reason": decision.reason}
+    if moves:
         job.report.note(f"step {job.timeline.step + 1}: {decision.reason}")
         job.timeline.mark("split", decision.plan.split)
         job.plan = decision.plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class Pool:
         self._requests: list[tuple[float, float, int, int, int]] = []  # of this step, as RoleLoad.of takes them
         for engine in engines:
             engine.on_request = self._note
-        self._elsewhere: dict[int, int] = {}  # tokens that the other controllers await from the engine of a rank, when last heard of
+        self._elsewhere: Counter[int] = Counter()  # rank -> tokens that the other controllers await from its engine, when last heard
         self._late: set[int] = set()  # ranks whose engine this controller asks only if there is no other
 
     def assign(self, leads: tuple[int, ...]) -> None:
@@ -88,7 +89,7 @@ class Pool:
         first = self.world.rank % len(self.engines)
         best, least = None, None
         for engine in self.engines[first:] + self.engines[:first]:
-            load = (engine.rank in self._late, engine.outstanding + self._elsewhere.get(engine.rank, 0))
+            load = (engine.rank in self._late, engine.outstanding + self._elsewhere[engine.rank])
             if engine.model == model and (best is None or load < least):
                 best, least = engine, load
             if least == (False, 0):
@@ -96,13 +97,15 @@ class Pool:
         return best
 
     def outstanding(self) -> dict[int, int]:
-        """Tokens that this controller awaits from the engine of each rank."""
-        return {engine.rank: engine.outstanding for engine in self.engines}
+        """Tokens that this controller awaits from the engine of each rank, where it awaits any."""
+        return {engine.rank: engine.outstanding for engine in self.engines if engine.outstanding}
 
     def hear(self, outstanding: list[dict[int, int]]) -> None:
         """What every controller awaits, by rank of the controller: the other controllers' part of an engine's load."""
-        others = [awaited for rank, awaited in enumerate(outstanding) if rank != self.world.rank]
-        self._elsewhere = {engine.rank: sum(awaited.get(engine.rank, 0) for awaited in others) for engine in self.engines}
+        self._elsewhere = Counter()
+        for rank, awaited in enumerate(outstanding):
+            if rank != self.world.rank:
+                self._elsewhere.update(awaited)
 
     def cut_off(self, engine) -> None:
         """It was late: until the plan changes, ask this engine only if there is no other."""
@@ -142,7 +145,7 @@ class Pool:
             return
         await self.world.barrier()
         self._mark(awake=False)
-        self._elsewhere = {}
+        self._elsewhere.clear()
         await self._each([engine.sleep() for engine in self.own])
 
     async def abort(self) -> None:

@@ -18,6 +18,7 @@ from rollout import WRITTEN
 
 TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+TOKENS = ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")  # written in a step, and what became of groups
 PHASES = {"serve": "serving", "train": "training", "sync": "pushing weights", "evaluate": "evaluating"}
 
 
@@ -117,9 +118,10 @@ class Report:
         if self._writer is None:
             return
         with (self.out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step} | {name: round(value, 6) for name, value in sorted(metrics.items())}) + "\n")
+            numbers = {name: value if isinstance(value, str) else round(value, 6) for name, value in sorted(metrics.items())}
+            file.write(json.dumps({"step": step} | numbers) + "\n")
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            (self._writer.add_text if isinstance(value, str) else self._writer.add_scalar)(name, value, step)
 
     def _write_samples(self, step: int, served) -> None:
         """A few whole samples of this controller. TensorBoard renders Markdown, so text from a model is escaped."""
@@ -184,7 +186,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
-        "work": sum(job.actor.cost(len(s.prompt) + len(s.response)) for s in samples if s.advantages is not None),
+        "work": sum(job.actor.cost(len(s.prompt) + len(s.response)) for s in samples),
         "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync")},
         "request_seconds": {role: sum(s.end - s.start for s in spans if s.name == role) for role in ("rollout", "genrm")},
     }
@@ -195,9 +197,8 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
 
     capacity: answers that the engines of each role decode at once, all together.
     """
-    ledger = ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")
-    counts = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "timeouts")
-    total = {name: sum(f[name] for f in facts) for name in ledger + counts}
+    shown = {"aborted": "rollout", "failed": "genrm", "timeouts": "genrm"} | dict.fromkeys(TOKENS, "rollout")
+    total = {name: sum(f[name] for f in facts) for name in ("truncated", "filtered", "groups", "carried", *shown)}
     lists = ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")
     merged = {name: [value for f in facts for value in f[name]] for name in lists}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
@@ -212,23 +213,19 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
         "rollout/trained_len_mean": _mean(merged["trained_lengths"]),
         "rollout/truncated_frac": total["truncated"] / max(1, len(merged["lengths"])),
         "rollout/waves": float(facts[0]["waves"]),
-        "rollout/aborted": float(total["aborted"]),
         "rollout/lacking_groups": float(facts[0]["lacking"]),
         "rollout/carried_groups": float(total["carried"]),
         "genrm/accept_frac": _mean(merged["verdicts"]),
-        "genrm/failed": float(total["failed"]),
-        "genrm/timeouts": float(total["timeouts"]),
         "genrm/p50_s": _quantile(merged["latencies"], 0.5),
         "genrm/p99_s": _quantile(merged["latencies"], 0.99),
         "balance/max_over_mean": max(work) / max(1e-9, fmean(work)),
-    }
+    } | {f"{role}/{name}": float(total[name]) for name, role in shown.items()}
     if keyed:  # only prompts with an answer key can tell
         metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
         metrics["rollout/correct_frac"] = 1 - wrong / keyed
     for role in ("rollout", "genrm"):
         work = sum(f["request_seconds"][role] for f in facts)
         metrics[f"occupancy/{role}"] = work / max(1e-9, capacity[role] * slowest["serve"])
-    metrics |= {f"rollout/{name}": float(total[name]) for name in ledger}
     return metrics | {f"time/{name}_s": value for name, value in slowest.items()}
 
 

@@ -111,6 +111,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
         "skip-server-warmup": None, "sleep-on-idle": None, "log-level": "error",
     }
     if ranks_of_an_engine(role, config) > 1:  # written for CUDA, not yet run
+        if not torch.cuda.is_available():
+            raise ValueError(f"--{role}-tp {ranks_of_an_engine(role, config)} needs CUDA: without it an engine spans one rank")
         flags["tp-size"] = ranks_of_an_engine(role, config)
     if torch.cuda.is_available():
         flags |= {"base-gpu-id": torch.cuda.current_device(), "mem-fraction-static": config.mem_fraction, "enable-memory-saver": None}

@@ -52,13 +52,10 @@ class Step:
         """Whether a group of this controller has been written and judged since the controllers last met."""
         return draw not in self.tasks and draw not in self.draws.informative and is_written(self.groups[draw])
 
-    async def settle(self, timeout: float | None = None, at_first: bool = False) -> list[int]:
-        """Wait for this controller's tasks, at most `timeout` seconds, or for the first of them; returns the draws whose task ended."""
-        when = asyncio.FIRST_COMPLETED if at_first else asyncio.FIRST_EXCEPTION
+    async def settle(self, timeout: float | None = None) -> list[int]:
+        """Wait for this controller's tasks, at most `timeout` seconds; returns the draws whose task ended."""
         if self.tasks:
-            await asyncio.wait(self.tasks.values(), timeout=timeout, return_when=when)
-        elif timeout:
-            await asyncio.sleep(timeout)
+            await asyncio.wait(self.tasks.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
         ended = [draw for draw, task in self.tasks.items() if task.done()]
         for draw in ended:
             task = self.tasks.pop(draw)
@@ -92,7 +89,7 @@ async def serve_side_by_side(step: Step, mine: list[int]) -> None:
     """
     await step.job.genrm.wake()
     step.start(mine, write_and_judge)
-    await step.settle(step.job.config.meet_every_s, at_first=True)
+    await step.settle(step.job.config.meet_every_s)
 
 
 SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
@@ -160,8 +157,9 @@ async def judge_one(step: Step, sample: Sample) -> None:
     job, clock = step.job, asyncio.get_running_loop().time
     start = clock()
     await job.judge.judge(sample, job.genrm)
-    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, clock())
-    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, clock(), clock())
+    end = clock()
+    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, end)
+    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, end, end)
 
 
 async def write_and_judge(step: Step, group: list[Sample]) -> None:
@@ -186,7 +184,7 @@ async def enough_written(step: Step) -> None:
     wanted = min((draws.wanted - draws.found) * job.state.groups_per_kept, draws.flying)
     written, late = 0, len(draws.late)
     while written < wanted or late:
-        ended = await step.settle(job.config.meet_every_s, at_first=True)
+        ended = await step.settle(job.config.meet_every_s)
         news = await job.world.gather((len(ended), len(draws.late & step.tasks.keys())))
         written, late = written + sum(count for count, _ in news), sum(count for _, count in news)
     await cut_off(step)
@@ -236,8 +234,9 @@ def draw_wave(job, draws: Draws, wave: int) -> list[int]:
     scale = job.config.over_dispatch if wave == 0 else 1.2 * job.state.groups_per_kept
     drawn = job.prompts.take(wave_size(draws, scale, job.actor.dp_size))
     owners = job.groups.deal(drawn, job.actor.dp_size)
+    if wave == draws.waves:
+        job.timeline.mark("wave", f"wave {wave + 1}")
     draws.add(drawn, wave, set() if draws.in_order else job.groups.awaited(drawn))
-    job.timeline.mark("wave", f"wave {wave + 1}")
     return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]
 
 

@@ -265,10 +265,14 @@ def write_verdict(prompt, index, sampling):
     return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
 
 
-def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, prepare=lambda servers: None, jobs=None, **settings):
+def simulate(
+    mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
+    **settings,
+):
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs.
 
-    `prepare` may change servers; a list given as `jobs` is filled, for those who want to see what became of a run that failed.
+    prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
+    those who want to see what became of a run that failed.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
     config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0) | settings)
@@ -280,11 +284,12 @@ def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, pre
     for role, rank in hosts:
         model = placement.judge_of(rank, config.genrm_tp, len(config.judge)) if role == "genrm" else 0
         servers.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
-    prepare(servers)
+    if prepare:
+        prepare(servers)
     loop = VirtualClock()
     jobs = [] if jobs is None else jobs
     for rank in range(size):
-        world = FakeWorld(rank, size, meetings)
+        world = world_class(rank, size, meetings)
         timeline = Timeline(rank, loop.time)
         handles = [server if server.rank == rank else server.handle() for server in servers]
         pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
@@ -296,6 +301,8 @@ def simulate(mode, size, *, tp=1, write=write_answer, verdict=write_verdict, pre
         groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
         job = controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, sampling, timeline, report)
         jobs.append(job)
+        if prepare_job:
+            prepare_job(job)
 
     async def all_ranks():
         await asyncio.gather(*(controller.train(job) for job in jobs))

@@ -278,7 +278,7 @@ ONE_EACH = {"rollout": 1, "genrm": 1}
 
 def facts(**changes):
     """One controller's facts in which nothing happened."""
-    names = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "waves", "padded", "answers_keyed", "answers_wrong")
+    names = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "waves", "lacking", "answers_keyed", "answers_wrong")
     nothing = dict.fromkeys((*names, "timeouts", "wrong_accepted", "dp_rank", "work"), 0)
     nothing |= dict.fromkeys(("tokens", "tokens_trained", "tokens_filtered", "tokens_carried"), 0)
     nothing |= {name: [] for name in ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")}
@@ -291,14 +291,14 @@ def facts(**changes):
 FIRST = facts(
     verdicts=[True, False, True, False, False, False],
     kept_rewards=[1.0, 0.0, 1.0, 0.0], rewards=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0], lengths=[10, 20, 30, 40, 50, 60], latencies=[0.1, 0.4],
-    truncated=1, filtered=1, groups=3, carried=0, waves=2, padded=1, answers_keyed=6, answers_wrong=4, wrong_accepted=1, failed=0,
+    truncated=1, filtered=1, groups=3, carried=0, waves=2, lacking=1, answers_keyed=6, answers_wrong=4, wrong_accepted=1, failed=0,
     timeouts=2, dp_rank=0, work=300, tokens=200, tokens_trained=100, tokens_filtered=110, trained_lengths=[10, 20, 30, 40],
     seconds=dict(serve=4.0, rollout=3.0, genrm=2.0, train=1.0, switch=0.5, sync=0.1), request_seconds=dict(rollout=12.0, genrm=1.0),
 )  # fmt: skip
 SECOND = facts(
     verdicts=[True, True, False, True, True],
     kept_rewards=[1.0, 1.0, 0.0, 1.0], rewards=[1.0, 1.0, 0.0, 1.0, 1.0], lengths=[10, 10, 10, 10, 10, 90], latencies=[0.2, 0.3],
-    truncated=0, aborted=2, filtered=2, groups=5, carried=1, waves=2, padded=1, answers_keyed=4, answers_wrong=1, failed=1,
+    truncated=0, aborted=2, filtered=2, groups=5, carried=1, waves=2, lacking=1, answers_keyed=4, answers_wrong=1, failed=1,
     dp_rank=1, work=100, tokens=160, tokens_trained=40, tokens_filtered=20, tokens_carried=90, trained_lengths=[10, 10, 10, 10],
     seconds=dict(serve=3.9, rollout=3.5, genrm=1.0, train=1.5, switch=0.4, sync=0.3), request_seconds=dict(rollout=4.0, genrm=3.0),
 )  # fmt: skip
@@ -312,7 +312,7 @@ def test_metrics_of_hand_worked_facts():
         "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90, "rollout/trained_len_mean": 140 / 8,
         "rollout/tokens": 360, "rollout/tokens_trained": 140, "rollout/tokens_filtered": 130, "rollout/tokens_carried": 90,
         "rollout/truncated_frac": 1 / 12,
-        "rollout/waves": 2, "rollout/aborted": 2, "rollout/padded_groups": 1, "rollout/carried_groups": 1,
+        "rollout/waves": 2, "rollout/aborted": 2, "rollout/lacking_groups": 1, "rollout/carried_groups": 1,
         "rollout/correct_frac": 1 / 2,
         "genrm/accept_frac": 6 / 11, "genrm/failed": 1, "genrm/false_positive_frac": 1 / 5, "genrm/p50_s": 0.3, "genrm/p99_s": 0.4,
         "genrm/timeouts": 2, "balance/max_over_mean": 1.5, "occupancy/rollout": 16 / (8 * 4.0), "occupancy/genrm": 4 / (2 * 4.0),
@@ -364,7 +364,7 @@ def facts_of(groups, wanted):
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
         sample.advantages = [0.5] * len(sample.response)
-    return report.local_facts(served, served.kept + served.padding, spans, job)
+    return report.local_facts(served, served.kept, spans, job)
 
 
 def test_local_facts_on_a_hand_worked_step():
@@ -374,7 +374,7 @@ def test_local_facts_on_a_hand_worked_step():
     assert found == {
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
         "verdicts": [True, False, False, False, False, True],
-        "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "padded": 0,
+        "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "lacking": 0,
         "tokens": 100, "tokens_trained": 3, "tokens_filtered": 3, "tokens_carried": 3, "trained_lengths": [1, 2],
         "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
         "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "work": 10 * (2 * 2 + 3),
@@ -382,10 +382,10 @@ def test_local_facts_on_a_hand_worked_step():
     }  # fmt: skip
 
 
-def test_a_short_batch_is_padded_with_what_was_filtered():
+def test_a_short_batch_is_counted():
     """Two wanted, one found: the filtered group is no work, and its tokens stay filtered."""
     found = facts_of([group_of(6, 0.0, 0.0), group_of(4, 1.0, 0.0)], wanted=2)
-    assert (found["padded"], found["filtered"], found["work"]) == (1, 1, 10 * (2 * 2 + 3))
+    assert (found["lacking"], found["filtered"], found["work"]) == (1, 1, 10 * (2 * 2 + 3))
     assert (found["tokens_trained"], found["tokens_filtered"], found["tokens_carried"]) == (3, 3, 0)
 
 

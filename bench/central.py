@@ -1,0 +1,268 @@
+"""What one controller holds and sends as ranks are added: the parallel controllers, and a central one beside them.
+
+    python bench/central.py                     2, 64 and 1,024 ranks: a table, within two minutes and 2 GB
+    python bench/central.py --ranks 2 16 128
+    python bench/central.py --uneven            chance decides which prompts are informative, so some controllers keep more than others
+
+The loop is the real controller.train; engines, actor and world are the fakes of tests/, many ranks in one process on a virtual
+clock. Work grows with the ranks: a step trains on 2 prompts of 8 answers a rank, and every sample carries 1 MB of media.
+
+`parallel` is controller.balance: a sample goes straight from the rank that has it to the rank that trains on it. `central` is for
+comparison only: rank 0 receives all samples, deals them and sends each rank its share. It takes the place of `balance` alone; answers
+are still written and judged in parallel, so that a controller at the centre of everything would hold and send more.
+
+Columns, of the busiest controller and, but for the first, a step:
+    samples   the most it held at once: what it drew, what it received to train on, what is left of the step before
+    dealt     MB of samples that it gives to ranks, those to itself among them
+    sent      MB of them that leave: in parallel about (N - 1) / N on N ranks, half on two
+    received  MB of samples that come in
+    facts     kB of costs, prompt numbers and sizes that it puts into all-gathers
+    heard     kB that all the others put there, which it receives: grows with the ranks
+    CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without the deal
+    deal      ms of one placement.deal. Every parallel controller works it out alike; the simulation once, and shares the result.
+Requests to engines are not counted: one for each group and judgement, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import pickle
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import fakes
+
+import controller
+import placement
+from data import Prompts
+from rollout import Answer, Sample
+
+RANKS = (2, 64, 1024)
+STEPS = 2  # the second has what is left of the first
+PROMPTS_A_RANK, ANSWERS = 2, 8
+KEPT_ONE_IN = 3  # groups; the others are drawn again
+MEDIA_BYTES = 1_000_000  # of a sample
+
+
+# ---------------------------------------------------------------- the central controller
+
+
+async def central_balance(samples: list[Sample], actor, world) -> list[Sample]:
+    """What controller.balance does (collective), by way of rank 0, which holds the whole batch."""
+    members = await world.gather(actor.dp_rank)
+    batch = await world.exchange({0: samples})
+    incoming = await world.exchange(shares_of(batch, members, actor) if world.rank == 0 else {})
+    return [sample for part in incoming.values() for sample in part]
+
+
+def shares_of(batch: dict[int, list[Sample]], members: list[int], actor) -> dict[int, list[Sample]]:
+    """What rank 0 sends to each rank. batch: all samples, by the rank that sent them; members: every rank's data-parallel rank."""
+    everything = [sample for rank in sorted(batch) for sample in batch[rank]]
+    everything.sort(key=lambda sample: (sample.prompt_id, sample.index))
+    costs = [0 if s.advantages is None else actor.cost(len(s.prompt) + len(s.response)) for s in everything]
+    shares = [[] for _ in range(actor.dp_size)]
+    for sample, share in zip(everything, placement.deal(costs, actor.dp_size), strict=True):
+        shares[share].append(sample)
+    return {rank: shares[dp_rank] for rank, dp_rank in enumerate(members)}
+
+
+BALANCE = {"parallel": controller.balance, "central": central_balance}
+
+
+# ---------------------------------------------------------------- counting
+
+
+@dataclass(frozen=True)
+class Image:
+    """Stands for an image: has its size, but none of its bytes, so that 1,024 ranks fit into one process."""
+
+    size: int = MEDIA_BYTES
+
+
+def size_of(parcel: bytes, samples: list[Sample]) -> int:
+    """Bytes of pickled samples, with those of their media."""
+    return len(parcel) + sum(image.size for sample in samples for image in sample.media)
+
+
+@dataclass
+class Tally:
+    """What one controller came to in a run: samples that it holds, and bytes."""
+
+    held: int = 0  # alive now, of those that it made or received
+    peak: int = 0
+    dealt: int = 0
+    sent: int = 0
+    received: int = 0
+    facts: int = 0
+
+    def hold(self, samples: list[Sample]) -> None:
+        """Count each sample until the last reference to it is gone."""
+        self.held += len(samples)
+        self.peak = max(self.peak, self.held)
+        for sample in samples:
+            weakref.finalize(sample, self._let_go)
+
+    def _let_go(self) -> None:
+        self.held -= 1
+
+
+class CountingWorld(fakes.FakeWorld):
+    """FakeWorld that counts. Like world.World it pickles what goes to another rank: the receiver's samples are its own."""
+
+    def __init__(self, rank, size, meetings):
+        super().__init__(rank, size, meetings)
+        self.tally = Tally()
+
+    async def gather(self, value):
+        self.tally.facts += len(pickle.dumps(value))
+        return await super().gather(value)
+
+    async def barrier(self):
+        await super().gather(None)  # no facts
+
+    async def exchange(self, outgoing):
+        parcels = {rank: pickle.dumps(samples) for rank, samples in outgoing.items()}
+        sizes = {rank: size_of(parcel, outgoing[rank]) for rank, parcel in parcels.items()}
+        self.tally.dealt += sum(sizes.values())
+        self.tally.sent += sum(size for rank, size in sizes.items() if rank != self.rank)
+        await self.gather({rank: len(parcel) for rank, parcel in parcels.items() if rank != self.rank})  # as in world.World
+        everyones = await super().gather(parcels)
+        received = {rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels}
+        return {rank: outgoing[rank] if rank == self.rank else self._unpack(parcel) for rank, parcel in received.items()}
+
+    def _unpack(self, parcel: bytes) -> list[Sample]:
+        samples = pickle.loads(parcel)
+        self.tally.received += size_of(parcel, samples)
+        self.tally.hold(samples)
+        return samples
+
+
+class CountedPrompts(Prompts):
+    """Prompts whose samples carry media, each its own, and are counted. None are held out: evaluation is left out."""
+
+    def __init__(self, source, tally: Tally):
+        super().__init__(source)
+        self.held_out, self._tally = [], tally
+
+    def group(self, draw, answers):
+        group = super().group(draw, answers)
+        for sample in group:
+            sample.media = [Image()]
+        self._tally.hold(group)
+        return group
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclass
+class Figures:
+    """What a run of `steps` steps came to. tallies: by rank; seconds are those of a step."""
+
+    variant: str
+    ranks: int
+    steps: int
+    tallies: list[Tally]
+    cpu_s: float
+    deal_s: float
+
+    def row(self) -> str:
+        """A line of the table: the busiest controller."""
+        peak = max(tally.peak for tally in self.tallies)
+        dealt, sent = max(tally.dealt for tally in self.tallies), max(tally.sent for tally in self.tallies)
+        received, facts = max(tally.received for tally in self.tallies), max(tally.facts for tally in self.tallies)
+        heard = sum(tally.facts for tally in self.tallies) - min(tally.facts for tally in self.tallies)
+        mb, kb = 1e6 * self.steps, 1e3 * self.steps
+        return (
+            f"{self.variant:9}{self.ranks:6d}{peak:9d}{dealt / mb:10.1f}{sent / mb:9.1f}{received / mb:10.1f}"
+            f"{facts / kb:8.2f}{heard / kb:8.1f}{1e3 * self.cpu_s:7.1f}{1e3 * self.deal_s:7.1f}"
+        )
+
+
+HEADER = "           ranks  samples  dealt MB  sent MB  recvd MB  facts   heard    CPU   deal"
+
+
+def measure(variant: str, ranks: int, steps: int = STEPS, uneven: bool = False) -> Figures:
+    """Run the controllers with `variant` (a row of BALANCE) in place of controller.balance; `uneven`: see the top of this file."""
+    deal_s = []
+
+    @functools.cache
+    def deal_once(costs: tuple[int, ...], shares: int) -> list[int]:
+        start = time.process_time()
+        dealt = deal(list(costs), shares)
+        deal_s.append(time.process_time() - start)
+        return dealt
+
+    deal, start = placement.deal, time.process_time()
+    with (
+        without_collector(),
+        mock.patch.object(controller, "balance", BALANCE[variant]),
+        mock.patch.object(placement, "deal", lambda costs, shares: deal_once(tuple(costs), shares)),
+    ):
+        settings = dict(steps=steps, prompts_per_step=PROMPTS_A_RANK * ranks, answers_per_prompt=ANSWERS)
+        write = fakes.write_answer if uneven else every_rank_alike(ranks)
+        jobs, _ = fakes.simulate("partial", ranks, write=write, world_class=CountingWorld, prepare_job=prepare, **settings)
+        cpu_s = time.process_time() - start - sum(deal_s)
+    return Figures(variant, ranks, steps, [job.world.tally for job in jobs], cpu_s / ranks / steps, fmean(deal_s))
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Without Python's cycle collector, which would look through all ranks' objects, where a real rank has its own alone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def prepare(job: controller.Job) -> None:
+    """Count what the job makes, and have the fakes keep no sample that the real report and actor wouldn't."""
+    job.prompts = CountedPrompts(job.prompts.source, job.world.tally)
+    job.state.groups_per_kept = KEPT_ONE_IN  # as a run has learnt after some steps
+    job.report.steps = job.actor.batches = deque(maxlen=0)
+
+
+def every_rank_alike(ranks: int):
+    """A writer of answers of many lengths, for which one in KEPT_ONE_IN of every rank's prompts is informative.
+
+    Controllers draw alike, so that the figures are their own and not the luck of the draw.
+    """
+
+    def write(prompt, index, sampling):
+        draw = int("".join(map(chr, prompt)).split("+")[0])
+        right = (draw // ranks) % KEPT_ONE_IN == 0 and index % 2 == 0
+        text = " " * ((draw * 7919 + index * 104729) % 61) + ">" + str(draw if right else draw + 1)
+        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
+
+    return write
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--uneven", action="store_true")
+    chosen = parser.parse_args()
+    measure("parallel", 2)  # the first run in a process is slower
+    print(HEADER)
+    for variant in BALANCE:
+        for ranks in chosen.ranks:
+            print(measure(variant, ranks, uneven=chosen.uneven).row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
