@@ -1,15 +1,18 @@
 """Serving under fakes on a virtual clock: what is cut off and comes again, where every token goes, and bad engines and judges."""
 
+import asyncio
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from fakes import simulate, write_answer, write_verdict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from draws import MOST_CUTS
-from rollout import Answer
+import serving
+from draws import MOST_CUTS, Draws
+from rollout import Answer, Sample
 
 
 def served_by(jobs, step):
@@ -124,15 +127,21 @@ def test_nothing_is_lost(mode, size, tp, over_dispatch, partial_rollout, refills
 
 
 def test_a_judgement_is_not_begun_once_the_step_is_closed():
-    """The last answers become whole in the moment in which the batch is full: no call to a judge is left when engines go to sleep."""
+    """An answer that became whole in the moment in which its group is cut off: a call now would outlive the step."""
+    asked = []
 
-    def all_at_once(prompt, index, sampling):
-        text = " " * 20 + ">" + ("0" if index % 2 else "".join(map(chr, prompt)).split("+")[0])
-        return Answer(index, [ord(c) for c in text[: 25 + index]], [-0.5] * min(len(text), 25 + index), "stop", [])
+    class Judge:
+        async def judge(self, sample, pool):
+            asked.append(sample)
 
-    for meet_every_s in (0.01, 0.05, 0.25):
-        jobs, _ = simulate("partial", 2, write=all_at_once, over_dispatch=2.0, meet_every_s=meet_every_s)
-        check_prompts(jobs)
+    async def close_before_it_begins():
+        step = serving.Step(SimpleNamespace(judge=Judge()), Draws(1, in_order=False))
+        judging = asyncio.create_task(serving.judge_one(step, Sample(0, 0, [1])))
+        step.closed = True
+        await judging
+
+    asyncio.run(close_before_it_begins())
+    assert not asked
 
 
 @pytest.mark.parametrize("partial_rollout", [True, False])
