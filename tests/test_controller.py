@@ -244,7 +244,6 @@ def splits(plans):
         (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full"]),
         (dict(mode="auto"), 1, ["full"]),  # nothing to split
         (dict(mode="auto", rollout_ranks=1), 3, ["1|2", "2|1", "full"]),
-        (dict(mode="full", rebalance=True), 4, ["full"]),
         (dict(mode="partial", rebalance=True, rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
         (dict(mode="partial", rebalance=True, rollout_tp=2, genrm_tp=4), 8, ["4|4"]),
         (dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"), 6, ["3|3", "1|5", "2|4"]),
