@@ -27,6 +27,7 @@ class State:
     step: int = 0
     groups_per_kept: float = 1.0  # moving average of groups generated for each group kept (1 / keep rate)
     history: list[Load] = field(default_factory=list)  # what the newest steps measured: what moves the split
+    hand_over_s: float = 0.0  # that the last wake-up and weight push took
     empty_steps: int = 0  # steps in a row without one informative group
 
 
@@ -57,7 +58,7 @@ async def train(job: Job) -> None:
     await rollout.sleep()  # engines come up awake, and so does the actor
     await genrm.sleep()
     placement.take_plan(job.plan, rollout, genrm)
-    await placement.to_serving(actor, rollout, world, job.timeline)
+    job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
     for step in range(job.state.step, config.steps):
         job.timeline.step = step
         await evaluate(job, step)
@@ -77,7 +78,7 @@ async def train(job: Job) -> None:
 
         # ---- everything sleeps but the actor: the split may move
         decision = await replan(job, served)
-        await placement.to_serving(actor, rollout, world, job.timeline)
+        job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
         job.timeline.mark("weights", f"v{actor.version}")
 
         job.state.step = step + 1
@@ -93,9 +94,8 @@ async def replan(job: Job, served) -> dict[str, float | str]:
     spans = job.timeline.spans
     serving = next(span for span in spans if span.name == "serve")
     swaps = [span for span in spans if span.name == "switch" and serving.start <= span.start <= serving.end]
-    hand_overs = [span for span in spans if span.name in ("switch", "sync") and span not in swaps]
-    seconds = [sum(span.end - span.start for span in part) for part in ([serving], swaps, hand_overs)]
-    facts = (job.rollout.take_load(), job.genrm.take_load(), *seconds)
+    seconds = [sum(span.end - span.start for span in part) for part in ([serving], swaps)]
+    facts = (job.rollout.take_load(), job.genrm.take_load(), *seconds, job.state.hand_over_s)
     rollout, genrm, serve_s, swap_s, hand_over_s = zip(*await job.world.gather(facts), strict=True)
     work = (RoleLoad.total(rollout), RoleLoad.total(genrm), served.waves)
     load = Load(job.plan, *work, max(serve_s), max(swap_s), max(hand_over_s))

@@ -129,11 +129,16 @@ async def to_training(actor, rollout: Pool, genrm: Pool, world, timeline) -> Non
         await world.run(actor.wake)
 
 
-async def to_serving(actor, rollout: Pool, world, timeline) -> None:
-    """Weights back, push, actor out, KV cache back (collective). Whether genrm wakes beside it is up to the mode's serve function."""
+async def to_serving(actor, rollout: Pool, world, timeline) -> float:
+    """Weights back, push, actor out, KV cache back (collective). Whether genrm wakes beside it is up to the mode's serve function.
+
+    Returns the seconds that it took: what a move of the split may cost.
+    """
+    start = timeline.now()
     await rollout.wake_weights()
     await rollout.load_weights(actor.named_weights(), actor.version)
     with timeline.span("switch"):
         await world.run(actor.sleep)
         await world.barrier()
     await rollout.wake_kv_cache()
+    return timeline.now() - start

@@ -41,7 +41,7 @@ class Load:
     waves: int
     serve_s: float  # of the slowest controller
     swap_s: float  # of it, sleeping and waking between roles
-    hand_over_s: float  # sleeping, waking and pushing weights between serving and training: what a move may cost
+    hand_over_s: float  # waking and pushing weights: what a move may cost
 
     def metrics(self) -> dict[str, float]:
         """Of the step, as report.py names them."""
