@@ -238,8 +238,7 @@ async def meet(step: Step) -> None:
     ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
     news = (ended, list(job.judge.failed), list(job.judge.parsed), job.rollout.outstanding(), job.genrm.outstanding())
     endings, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
-    for ending in endings:
-        step.draws.learn(ending)
+    step.draws.learn({draw: informative for ending in endings for draw, informative in ending.items()})
     job.rollout.hear(rollout)
     job.genrm.hear(genrm)
     check_judge(job.config, failed, parsed)
