@@ -6,8 +6,11 @@ nothing, and draws more prompts in their place.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from rollout import WRITTEN, Sample
 
@@ -66,17 +69,16 @@ class Draws:
 
         In order, the batch doesn't depend on ranks, mode or timing.
         """
-        known = list(self.wave_of)
-        if self.in_order:
-            known = known[: next((i for i, draw in enumerate(known) if draw not in self.informative), len(known))]
-        return [draw for draw in known if self.informative.get(draw)][: self.wanted]
+        ended = takewhile(self.informative.__contains__, self.wave_of) if self.in_order else self.wave_of
+        return list(islice(filter(self.informative.get, ended), self.wanted))
 
     def come_again(self) -> list[int]:
         """Draws whose prompts come first in the next step: cut off, or not needed. In order, all after the batch's last."""
         chosen = self.chosen()
         last = list(self.wave_of).index(chosen[-1]) if self.in_order and len(chosen) == self.wanted else len(self.wave_of)
-        again = (i > last or self.informative.get(draw, draw not in chosen) for i, draw in enumerate(self.wave_of))
-        return [draw for draw, goes in zip(self.wave_of, again, strict=True) if goes and draw not in chosen]
+        batch = set(chosen)
+        rest = [(i, draw) for i, draw in enumerate(self.wave_of) if draw not in batch]
+        return [draw for i, draw in rest if i > last or self.informative.get(draw, True)]
 
     def next_wave(self, limit: int) -> int | None:
         """The number of the wave that would replace what was filtered since the last one; None at its limit, or if nothing lacks.
@@ -85,15 +87,15 @@ class Draws:
         """
         if not self.wave_of:
             return 0
-        lacking = self.found + self.flying < self.wanted and self.unanswered
-        wave = 1 + min((self.wave_of[draw] for draw in self.unanswered), default=limit)
-        return wave if lacking and wave <= limit else None
+        if self.found + self.flying >= self.wanted or not self.unanswered:
+            return None
+        wave = 1 + min(self.wave_of[draw] for draw in self.unanswered)
+        return wave if wave <= limit else None
 
 
-def wave_size(draws: Draws, scale: float, controllers: int) -> int:
-    """Prompts of the next wave: what is lacking times `scale`, rounded up so that each controller gets as many."""
-    lacking = draws.wanted - draws.found - draws.flying
-    return math.ceil(lacking * scale / controllers) * controllers
+def wave_size(draws: Draws, scale: float) -> int:
+    """Prompts of the next wave: what is lacking times `scale`, rounded up."""
+    return math.ceil((draws.wanted - draws.found - draws.flying) * scale)
 
 
 def moving_average(groups_per_kept: float, draws: Draws) -> float:
@@ -127,11 +129,13 @@ class Groups:
     def deal(self, draws: list[int], controllers: int) -> dict[int, int]:
         """Draw -> the data-parallel rank whose controller serves it: its holder, else in turn the one with the fewest."""
         owners = {draw: self._owners[draw] for draw in draws if draw in self._owners}
-        counts = [list(owners.values()).count(rank) for rank in range(controllers)]
+        held = Counter(self._owners.values())
+        heap = [(held[rank], rank) for rank in range(controllers)]
+        heapq.heapify(heap)
         for draw in draws:
             if draw not in owners:
-                owners[draw] = counts.index(min(counts))
-                counts[owners[draw]] += 1
+                count, owners[draw] = heap[0]
+                heapq.heapreplace(heap, (count + 1, owners[draw]))
         self._owners |= owners
         return owners
 
@@ -146,7 +150,8 @@ class Groups:
     def put_back(self, draws: list[int], carried: list[list[Sample]]) -> None:
         """The step is over: `draws` come again, on every controller; `carried` are this one's groups of them."""
         self._prompts.put_back(draws)
-        self._cuts = {draw: self._cuts.get(draw, 0) + (draw in draws) for draw in self._prompts.buffer}
+        cut = set(draws)
+        self._cuts = {draw: self._cuts.get(draw, 0) + (draw in cut) for draw in self._prompts.buffer}
         waiting = set(self._prompts.buffer) if self._keep_written else set()
         self._owners = {draw: owner for draw, owner in self._owners.items() if draw in waiting}
         if self._keep_written:

@@ -60,7 +60,7 @@ class Pool:
         self._requests: list[tuple[float, float, int, int, int]] = []  # of this step, as RoleLoad.of takes them
         for engine in engines:
             engine.on_request = self._note
-        self._elsewhere: Counter[int] = Counter()  # rank -> tokens that the other controllers await from its engine, when last heard
+        self._elsewhere: Counter[int] = Counter()  # tokens that the other controllers await from a rank's engine, when last heard of
         self._late: set[int] = set()  # ranks whose engine this controller asks only if there is no other
 
     def assign(self, leads: tuple[int, ...]) -> None:
@@ -105,7 +105,8 @@ class Pool:
         self._elsewhere = Counter()
         for rank, awaited in enumerate(outstanding):
             if rank != self.world.rank:
-                self._elsewhere.update(awaited)
+                for engine, tokens in awaited.items():
+                    self._elsewhere[engine] += tokens
 
     def cut_off(self, engine) -> None:
         """It was late: until the plan changes, ask this engine only if there is no other."""

@@ -232,7 +232,7 @@ async def serve(job, serve_wave) -> Served:
 def draw_wave(job, draws: Draws, wave: int) -> list[int]:
     """Deal the prompts of a wave; returns this controller's (the same call on every controller)."""
     scale = job.config.over_dispatch if wave == 0 else 1.2 * job.state.groups_per_kept
-    drawn = job.prompts.take(wave_size(draws, scale, job.actor.dp_size))
+    drawn = job.prompts.take(wave_size(draws, scale))
     owners = job.groups.deal(drawn, job.actor.dp_size)
     if wave == draws.waves:
         job.timeline.mark("wave", f"wave {wave + 1}")
@@ -246,8 +246,7 @@ async def meet(step: Step) -> None:
     ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
     news = (ended, list(job.judge.failed), list(job.judge.parsed), job.rollout.outstanding(), job.genrm.outstanding())
     endings, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
-    for ending in endings:
-        step.draws.learn(ending)
+    step.draws.learn({draw: informative for ending in endings for draw, informative in ending.items()})
     job.rollout.hear(rollout)
     job.genrm.hear(genrm)
     check_judge(job.config, failed, parsed)

@@ -12,21 +12,21 @@ comparison only: rank 0 receives all samples, deals them and sends each rank its
 are still written and judged in parallel, so that a controller at the centre of everything would hold and send more.
 
 Columns, of the busiest controller and, but for the first, a step:
-    samples   the most it held at once: what it drew, what it received to train on, what is left of the step before
+    samples   the most it held at once: what it drew, and what it received to train on
     dealt     MB of samples that it gives to ranks, those to itself among them
-    sent      MB of them that leave: in parallel about (N - 1) / N on N ranks, half on two
+    sent      MB of them that leave
     received  MB of samples that come in
-    facts     kB of costs, prompt numbers and sizes that it puts into all-gathers
+    gathers   all-gathers, most of them meetings while serving; a run with the default --meet-every-s meets more often
+    facts     kB of lengths, prompt numbers and sizes that it puts into them, all gathers of a step together
     heard     kB that all the others put there, which it receives: grows with the ranks
     CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without the deal
-    deal      ms of one placement.deal. Every parallel controller works it out alike; the simulation once, and shares the result.
+    deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the simulation once, and shares the result.
 Requests to engines are not counted: one for each group and judgement, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import pickle
 import sys
@@ -45,37 +45,40 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import fakes
 
+import balance
 import controller
-import placement
 from data import Prompts
+from draws import Groups
 from rollout import Answer, Sample
 
 RANKS = (2, 64, 1024)
-STEPS = 2  # the second has what is left of the first
+STEPS = 2  # nothing of the first may be held in the second
 PROMPTS_A_RANK, ANSWERS = 2, 8
 KEPT_ONE_IN = 3  # groups; the others are drawn again
 MEDIA_BYTES = 1_000_000  # of a sample
+MEET_EVERY_S = 1.0  # on the virtual clock, on which an answer takes up to 0.6 s: a run's default is 0.05
 
 
 # ---------------------------------------------------------------- the central controller
 
 
-async def central_balance(samples: list[Sample], actor, world) -> list[Sample]:
+async def central_balance(samples: list[Sample], config, actor, world) -> list[list[list[Sample]]]:
     """What controller.balance does (collective), by way of rank 0, which holds the whole batch."""
     members = await world.gather(actor.dp_rank)
     batch = await world.exchange({0: samples})
-    incoming = await world.exchange(shares_of(batch, members, actor) if world.rank == 0 else {})
-    return [sample for part in incoming.values() for sample in part]
+    incoming = await world.exchange(shares_of(batch, members, config, actor) if world.rank == 0 else {})
+    return incoming[0]
 
 
-def shares_of(batch: dict[int, list[Sample]], members: list[int], actor) -> dict[int, list[Sample]]:
-    """What rank 0 sends to each rank. batch: all samples, by the rank that sent them; members: every rank's data-parallel rank."""
-    everything = [sample for rank in sorted(batch) for sample in batch[rank]]
-    everything.sort(key=lambda sample: (sample.prompt_id, sample.index))
-    costs = [0 if s.advantages is None else actor.cost(len(s.prompt) + len(s.response)) for s in everything]
-    shares = [[] for _ in range(actor.dp_size)]
-    for sample, share in zip(everything, placement.deal(costs, actor.dp_size), strict=True):
-        shares[share].append(sample)
+def shares_of(batch: dict[int, list[Sample]], members: list[int], config, actor) -> dict[int, list[list[list[Sample]]]]:
+    """What rank 0 sends to each rank: mini-batches of micro-batches.
+
+    batch: all samples, by the rank that sent them; members: every rank's data-parallel rank.
+    """
+    samples = {(sample.prompt_id, sample.index): sample for part in batch.values() for sample in part}
+    tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
+    plan = controller.plan_batch(tokens, actor.cost, config, actor.dp_size)
+    shares = [[[[samples[key] for key in keys] for keys in mini_batch] for mini_batch in share] for share in plan]
     return {rank: shares[dp_rank] for rank, dp_rank in enumerate(members)}
 
 
@@ -92,9 +95,14 @@ class Image:
     size: int = MEDIA_BYTES
 
 
-def size_of(parcel: bytes, samples: list[Sample]) -> int:
-    """Bytes of pickled samples, with those of their media."""
-    return len(parcel) + sum(image.size for sample in samples for image in sample.media)
+def samples_in(parcel) -> list[Sample]:
+    """The samples of a parcel: a list of them, or of lists."""
+    return [parcel] if isinstance(parcel, Sample) else [sample for part in parcel for sample in samples_in(part)]
+
+
+def size_of(pickled: bytes, samples: list[Sample]) -> int:
+    """Bytes of a pickled parcel, with those of its samples' media."""
+    return len(pickled) + sum(image.size for sample in samples for image in sample.media)
 
 
 @dataclass
@@ -107,6 +115,7 @@ class Tally:
     sent: int = 0
     received: int = 0
     facts: int = 0
+    gathers: int = 0  # meetings
 
     def hold(self, samples: list[Sample]) -> None:
         """Count each sample until the last reference to it is gone."""
@@ -128,26 +137,28 @@ class CountingWorld(fakes.FakeWorld):
 
     async def gather(self, value):
         self.tally.facts += len(pickle.dumps(value))
+        self.tally.gathers += 1
         return await super().gather(value)
 
     async def barrier(self):
         await super().gather(None)  # no facts
 
     async def exchange(self, outgoing):
-        parcels = {rank: pickle.dumps(samples) for rank, samples in outgoing.items()}
-        sizes = {rank: size_of(parcel, outgoing[rank]) for rank, parcel in parcels.items()}
+        pickled = {rank: pickle.dumps(parcel) for rank, parcel in outgoing.items()}
+        sizes = {rank: size_of(pickled[rank], samples_in(parcel)) for rank, parcel in outgoing.items()}
         self.tally.dealt += sum(sizes.values())
         self.tally.sent += sum(size for rank, size in sizes.items() if rank != self.rank)
-        await self.gather({rank: len(parcel) for rank, parcel in parcels.items() if rank != self.rank})  # as in world.World
-        everyones = await super().gather(parcels)
-        received = {rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels}
-        return {rank: outgoing[rank] if rank == self.rank else self._unpack(parcel) for rank, parcel in received.items()}
+        await self.gather({rank: len(parcel) for rank, parcel in pickled.items() if rank != self.rank})  # as in world.World
+        everyones = await super().gather(pickled)
+        incoming = {rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels}
+        return {rank: outgoing[rank] if rank == self.rank else self._unpack(parcel) for rank, parcel in incoming.items()}
 
-    def _unpack(self, parcel: bytes) -> list[Sample]:
-        samples = pickle.loads(parcel)
-        self.tally.received += size_of(parcel, samples)
+    def _unpack(self, pickled: bytes):
+        parcel = pickle.loads(pickled)
+        samples = samples_in(parcel)
+        self.tally.received += size_of(pickled, samples)
         self.tally.hold(samples)
-        return samples
+        return parcel
 
 
 class CountedPrompts(Prompts):
@@ -185,34 +196,36 @@ class Figures:
         dealt, sent = max(tally.dealt for tally in self.tallies), max(tally.sent for tally in self.tallies)
         received, facts = max(tally.received for tally in self.tallies), max(tally.facts for tally in self.tallies)
         heard = sum(tally.facts for tally in self.tallies) - min(tally.facts for tally in self.tallies)
+        gathers = max(tally.gathers for tally in self.tallies) / self.steps
         mb, kb = 1e6 * self.steps, 1e3 * self.steps
         return (
             f"{self.variant:9}{self.ranks:6d}{peak:9d}{dealt / mb:10.1f}{sent / mb:9.1f}{received / mb:10.1f}"
-            f"{facts / kb:8.2f}{heard / kb:8.1f}{1e3 * self.cpu_s:7.1f}{1e3 * self.deal_s:7.1f}"
+            f"{gathers:9.1f}{facts / kb:8.2f}{heard / kb:8.1f}{1e3 * self.cpu_s:7.1f}{1e3 * self.deal_s:7.1f}"
         )
 
 
-HEADER = "           ranks  samples  dealt MB  sent MB  recvd MB  facts   heard    CPU   deal"
+HEADER = "           ranks  samples  dealt MB  sent MB  recvd MB  gathers  facts   heard    CPU   deal"
 
 
 def measure(variant: str, ranks: int, steps: int = STEPS, uneven: bool = False) -> Figures:
     """Run the controllers with `variant` (a row of BALANCE) in place of controller.balance; `uneven`: see the top of this file."""
-    deal_s = []
+    deal_s, known = [], []
 
-    @functools.cache
-    def deal_once(costs: tuple[int, ...], shares: int) -> list[int]:
-        start = time.process_time()
-        dealt = deal(list(costs), shares)
-        deal_s.append(time.process_time() - start)
-        return dealt
+    def plan_once(tokens: dict, *rest) -> list:
+        """The same on every controller: worked out by the first that asks."""
+        if not known or known[0] != tokens:
+            start = time.process_time()
+            known[:] = tokens, balance.plan_batch(tokens, *rest)
+            deal_s.append(time.process_time() - start)
+        return known[1]
 
-    deal, start = placement.deal, time.process_time()
+    start = time.process_time()
     with (
         without_collector(),
         mock.patch.object(controller, "balance", BALANCE[variant]),
-        mock.patch.object(placement, "deal", lambda costs, shares: deal_once(tuple(costs), shares)),
+        mock.patch.object(controller, "plan_batch", plan_once),
     ):
-        settings = dict(steps=steps, prompts_per_step=PROMPTS_A_RANK * ranks, answers_per_prompt=ANSWERS)
+        settings = dict(steps=steps, prompts_per_step=PROMPTS_A_RANK * ranks, answers_per_prompt=ANSWERS, meet_every_s=MEET_EVERY_S)
         write = fakes.write_answer if uneven else every_rank_alike(ranks)
         jobs, _ = fakes.simulate("partial", ranks, write=write, world_class=CountingWorld, prepare_job=prepare, **settings)
         cpu_s = time.process_time() - start - sum(deal_s)
@@ -233,6 +246,7 @@ def without_collector() -> Iterator[None]:
 def prepare(job: controller.Job) -> None:
     """Count what the job makes, and have the fakes keep no sample that the real report and actor wouldn't."""
     job.prompts = CountedPrompts(job.prompts.source, job.world.tally)
+    job.groups = Groups(job.prompts, ANSWERS, keep_written=False)
     job.state.groups_per_kept = KEPT_ONE_IN  # as a run has learnt after some steps
     job.report.steps = job.actor.batches = deque(maxlen=0)
 
@@ -240,13 +254,15 @@ def prepare(job: controller.Job) -> None:
 def every_rank_alike(ranks: int):
     """A writer of answers of many lengths, for which one in KEPT_ONE_IN of every rank's prompts is informative.
 
-    Controllers draw alike, so that the figures are their own and not the luck of the draw.
+    The k-th prompts of all controllers are alike, so that the figures are their own and not the luck of the draw: on any number of
+    ranks a step has the same waves and meetings.
     """
 
     def write(prompt, index, sampling):
         draw = int("".join(map(chr, prompt)).split("+")[0])
         right = (draw // ranks) % KEPT_ONE_IN == 0 and index % 2 == 0
-        text = " " * ((draw * 7919 + index * 104729) % 61) + ">" + str(draw if right else draw + 1)
+        length = 10 + (draw // ranks * 7919 + index * 104729) % 53
+        text = f">{draw if right else draw + 1}".rjust(length)
         return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
 
     return write

@@ -183,18 +183,6 @@ def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
         assert all(each.waves == served[0].waves <= 1 + refills for each in served)
 
 
-@given(
-    wanted=st.integers(1, 100), filtered=st.integers(0, 100), scale=st.floats(1, 12), controllers=st.integers(1, 8)
-)
-def test_wave_size(wanted, filtered, scale, controllers):
-    """Enough for what lacks, scaled, and a multiple of the controllers."""
-    known = draws.Draws(wanted, in_order=True)
-    known.add(list(range(wanted)), 0)
-    known.learn(dict.fromkeys(range(min(wanted, filtered)), False))
-    size, lacking = draws.wave_size(known, scale, controllers), min(wanted, filtered)
-    assert size % controllers == 0 and lacking * scale <= size < lacking * scale + controllers + 1e-6
-
-
 def test_a_group_is_informative_if_its_judged_answers_differ():
     """Failed judgements (None) don't make a group informative."""
 
