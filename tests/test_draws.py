@@ -199,7 +199,7 @@ def test_cuts_are_counted_in_a_row():
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=40), st.lists(st.integers(0, 40), unique=True), st.integers(1, 6))
 def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
-    """New prompts to within one each, over all waves; those that come again to whom they were dealt first, and the others even that out."""
+    """New prompts to within one each, over all waves; those that come again to their holder, and the others even that out."""
     prompts = Prompts(FakeSource())
     groups = Groups(prompts, 2, keep_written=True)
     owners = groups.deal(first, controllers)
