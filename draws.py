@@ -23,6 +23,7 @@ class Draws:
 
     wanted: int  # informative groups that the step is after
     in_order: bool  # the first in drawing order make the batch, not the first to end
+    groups_per_kept: float = 1.0  # by experience: groups that it takes to keep one
     wave_of: dict[int, int] = field(default_factory=dict)  # draw -> wave, in drawing order
     informative: dict[int, bool] = field(default_factory=dict)  # ended draw -> whether its rewards differ
     unanswered: list[int] = field(default_factory=list)  # filtered draws since the last wave, which may be replaced
@@ -42,6 +43,11 @@ class Draws:
     def found(self) -> int:
         """Informative groups so far."""
         return sum(self.informative.values())
+
+    @property
+    def lacking(self) -> float:
+        """Groups that the batch lacks, if of those that fly as many are kept as experience says."""
+        return self.wanted - self.found - self.flying / self.groups_per_kept
 
     @property
     def late(self) -> set[int]:
@@ -83,11 +89,12 @@ class Draws:
     def next_wave(self, limit: int) -> int | None:
         """The number of the wave that would replace what was filtered since the last one; None at its limit, or if nothing lacks.
 
-        A filtered group may be replaced at once, while others are still written: a replacement belongs to the wave after its own.
+        A filtered group is replaced at once, while others are still written, and with it those that will be filtered by experience;
+        a replacement belongs to the wave after its own.
         """
         if not self.wave_of:
             return 0
-        if self.found + self.flying >= self.wanted or not self.unanswered:
+        if self.lacking <= 0 or not self.unanswered:
             return None
         wave = 1 + min(self.wave_of[draw] for draw in self.unanswered)
         return wave if wave <= limit else None
@@ -95,7 +102,7 @@ class Draws:
 
 def wave_size(draws: Draws, scale: float) -> int:
     """Prompts of the next wave: what is lacking times `scale`, rounded up."""
-    return math.ceil((draws.wanted - draws.found - draws.flying) * scale)
+    return math.ceil(draws.lacking * scale)
 
 
 def moving_average(groups_per_kept: float, draws: Draws) -> float:

@@ -108,6 +108,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
         "context-length": config.max_model_len, "max-running-requests": config.max_running_requests,
         "skip-tokenizer-init": None,  # tokens in, tokens out
         "stream-interval": 1_000_000,  # an answer's first token and its end: nothing in between
+        # answers come to the judge one by one, and each prefill holds up all that is being decoded: take them in together
+        "prefill-decode-interval": 8, "prefill-decode-interval-min-bs": 16,
         "skip-server-warmup": None, "sleep-on-idle": None, "log-level": "error",
     }
     if ranks_of_an_engine(role, config) > 1:  # written for CUDA, not yet run

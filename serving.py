@@ -214,7 +214,7 @@ async def serve(job, serve_wave) -> Served:
     """
     config = job.config
     job.judge.forget()
-    step = Step(job, Draws(config.prompts_per_step, in_order=config.over_dispatch == 1))
+    step = Step(job, Draws(config.prompts_per_step, config.over_dispatch == 1, job.state.groups_per_kept))
     draws = step.draws
     while not draws.complete:
         wave = draws.next_wave(config.max_refill_waves)

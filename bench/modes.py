@@ -24,7 +24,7 @@ from statistics import median, quantiles
 
 ROOT = Path(__file__).parent.parent
 STEPS = 5  # of a static side, the first not counted
-MOVING_STEPS = 24  # of a side that may move
+MOVING_STEPS = 20  # of a side that may move
 WORKLOADS = ("short", "tail", "resample", "judge-heavy")
 
 
@@ -62,7 +62,7 @@ def shift_sides(ranks: int, worst: str, workloads: list[str]) -> list[dict]:
     return [dict(workload="+".join(workloads), side=f"from {worst}", splits=splits, steps=MOVING_STEPS * len(workloads), repeat=0)]
 
 
-def run_sides(sides: list[dict], ranks: int, out: Path) -> list[dict]:
+def run_sides(sides: list[dict], ranks: int, out: Path, pace: str) -> list[dict]:
     """One run of all sides; returns a row of metrics for each step."""
     torchrun = Path(sys.executable).with_name("torchrun")
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +70,8 @@ def run_sides(sides: list[dict], ranks: int, out: Path) -> list[dict]:
         plan.write_text(json.dumps(sides))
         command = [torchrun, "--nproc-per-node", str(ranks), "--master-port", "29660", ROOT / "bench" / "served_load.py"]
         command += ["--sides", plan, "--measured", measured, "--mode", "auto", "--out", out, "--port", "32000"]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"NANOYATT_PACE_MS": pace} if pace else {})
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
         try:
             status = process.wait()
         finally:
@@ -181,7 +182,7 @@ def compare_modes(given, out: Path) -> None:
     results = {}
     for ranks in given.ranks:
         sides = [side for repeat in range(given.repeats) for name in given.workloads for side in mode_sides(name, ranks, repeat)]
-        results[ranks] = run_sides(sides, ranks, out / f"modes-{ranks}")
+        results[ranks] = run_sides(sides, ranks, out / f"modes-{ranks}", given.pace)
         (out / f"modes-{ranks}.json").write_text(json.dumps(results[ranks]))
         print_modes(results[ranks], ranks)
         print_moves(results[ranks])
@@ -192,7 +193,7 @@ def compare_tail(given, out: Path) -> None:
     """Over-dispatch and partial rollout."""
     for ranks in given.ranks:
         sides = [side for repeat in range(given.repeats) for side in tail_sides(ranks, repeat)]
-        rows = run_sides(sides, ranks, out / f"tail-{ranks}")
+        rows = run_sides(sides, ranks, out / f"tail-{ranks}", given.pace)
         (out / f"tail-{ranks}.json").write_text(json.dumps(rows))
         print_tail(rows, ranks)
 
@@ -201,9 +202,9 @@ def compare_shift(given, out: Path) -> None:
     """Every static split of two workloads, then a run from the worst, in whose middle one becomes the other."""
     ranks, workloads = max(given.ranks), ["tail", "judge-heavy"]
     static = [dict(workload=w, side=s, splits=[s], steps=STEPS, repeat=0) for w in workloads for s in splits_of(ranks)]
-    rows = run_sides(static, ranks, out / "shift-static")
+    rows = run_sides(static, ranks, out / "shift-static", given.pace)
     worst = worst_split(rows, workloads[0], ranks)
-    moved = run_sides(shift_sides(ranks, worst, workloads), ranks, out / "shift")
+    moved = run_sides(shift_sides(ranks, worst, workloads), ranks, out / "shift", given.pace)
     (out / "shift.json").write_text(json.dumps(rows + moved))
     for workload in workloads:
         sides = by_side([row for row in rows if row["workload"] == workload])
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pace", default="", metavar="MS,MS", help="a decode step lasts at least so long, plus so long a sequence")
     parser.add_argument("--bench-shift", action="store_true")
     parser.add_argument("--over-dispatch", action="store_true")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "modes.png")

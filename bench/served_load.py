@@ -28,38 +28,38 @@ import report
 import rollout
 import run
 
-CRITIQUE = 64  # tokens
+CRITIQUE = 32  # tokens
 
 
 @dataclass(frozen=True)
 class Workload:
     """What is asked of the engines. Lengths in tokens."""
 
-    length: Callable[[random.Random], int]  # of one answer
+    length: Callable[[random.Random, random.Random], int]  # of one answer; the first generator is its group's
     judgements: int = 1
     keep: float = 1.0  # part of the groups whose rewards differ
 
 
-def uniform(rng: random.Random) -> int:
-    """44 to 52."""
-    return rng.randint(44, 52)
+def uniform(group: random.Random, answer: random.Random) -> int:
+    """22 to 26."""
+    return answer.randint(22, 26)
 
 
-def long_tail(rng: random.Random) -> int:
-    """Most between 16 and 40; one in forty from 120 to 160: ten times the shortest."""
-    return rng.randint(120, 160) if rng.random() < 0.025 else rng.randint(16, 40)
+def long_tail(group: random.Random, answer: random.Random) -> int:
+    """Most between 10 and 20; one in forty from 80 to 100: ten times the shortest."""
+    return answer.randint(80, 100) if answer.random() < 0.025 else answer.randint(10, 20)
 
 
-def spread(rng: random.Random) -> int:
-    """16 to 80."""
-    return rng.randint(16, 80)
+def by_prompt(group: random.Random, answer: random.Random) -> int:
+    """8 to 60: some prompts have long answers, and those of one prompt differ by a quarter."""
+    return round(group.uniform(10, 48) * answer.uniform(0.8, 1.25))
 
 
 WORKLOADS = {
     "short": Workload(uniform),
     "tail": Workload(long_tail),
-    "resample": Workload(spread, keep=0.5),
-    "judge-heavy": Workload(spread, judgements=4),
+    "resample": Workload(by_prompt, keep=0.5),
+    "judge-heavy": Workload(by_prompt, judgements=4),
 }
 
 
@@ -86,7 +86,8 @@ class Load:
         key = (sample.prompt_id, sample.index)
         if not sample.response:
             self._starts[key] = self._starts.get(key, 0) + 1
-            self._lengths[key] = self.workload.length(random.Random(f"{self.name} {key} {self._starts[key]}"))
+            group, answer = random.Random(f"{self.name} {key[0]}"), random.Random(f"{self.name} {key} {self._starts[key]}")
+            self._lengths[key] = self.workload.length(group, answer)
         return self._lengths[key]
 
     def reward(self, sample) -> float:
