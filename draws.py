@@ -27,6 +27,7 @@ class Draws:
     wave_of: dict[int, int] = field(default_factory=dict)  # draw -> wave, in drawing order
     informative: dict[int, bool] = field(default_factory=dict)  # ended draw -> whether its rewards differ
     unanswered: list[int] = field(default_factory=list)  # filtered draws since the last wave, which may be replaced
+    written: int = 0  # groups of which every answer is whole, judged or not
     awaited: set[int] = field(default_factory=set)  # cut off so often that the step waits for them
 
     @property
@@ -89,14 +90,14 @@ class Draws:
     def next_wave(self, limit: int) -> int | None:
         """The number of the wave that would replace what was filtered since the last one; None at its limit, or if nothing lacks.
 
-        A filtered group is replaced at once, while others are still written, and with it those that will be filtered by experience;
-        a replacement belongs to the wave after its own.
+        It begins while others are still written and judged: when a group has been filtered, or when half of the groups are written
+        and experience says that some will be. A replacement belongs to the wave after the group's own.
         """
         if not self.wave_of:
             return 0
-        if self.lacking <= 0 or not self.unanswered:
+        if self.lacking <= 0 or not (self.unanswered or 2 * self.written >= len(self.wave_of)):
             return None
-        wave = 1 + min(self.wave_of[draw] for draw in self.unanswered)
+        wave = 1 + min((self.wave_of[draw] for draw in self.unanswered), default=max(self.wave_of.values()))
         return wave if wave <= limit else None
 
 

@@ -105,6 +105,7 @@ class Engine:
         self._log_path = Path(os.devnull)
         self._shapes: dict[str, list[int]] = {}
         self._tp = 1
+        self._aborted = False  # since it woke up
         self._session = None
 
     # ---- the server's life -------------------------------------------------------------------------------------------
@@ -168,6 +169,9 @@ class Engine:
         """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
         assert self.awake, f"the {self.name} sleeps already"
         self.awake = False
+        if self._aborted:
+            await asyncio.sleep(0.1)  # while an aborted request is still on its way out, pausing would look again after a second
+        self._aborted = False
         await self._post("/pause_generation", mode="abort")  # other modes leave the idle scheduler spinning
         await self._post("/flush_cache?timeout=30")
         await self._post("/release_memory_occupation", tags=["kv_cache", "weights"])
@@ -249,6 +253,7 @@ class Engine:
 
     async def abort(self):
         """Aborts every answer that the server is writing, whoever asked; they come back with finish "abort"."""
+        self._aborted = True
         await self._post("/abort_request", abort_all=True)
 
     async def _stream(self, prompts, sampling: Sampling, rooms, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:

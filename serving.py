@@ -244,8 +244,10 @@ async def meet(step: Step) -> None:
     """All controllers tell which of their groups ended, and how, and what they await from whom (collective)."""
     job = step.job
     ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
-    news = (ended, list(job.judge.failed), list(job.judge.parsed), job.rollout.outstanding(), job.genrm.outstanding())
-    endings, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
+    written = sum(map(is_written, step.groups.values()))
+    news = (ended, written, list(job.judge.failed), list(job.judge.parsed), job.rollout.outstanding(), job.genrm.outstanding())
+    endings, written, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
+    step.draws.written = sum(written)
     step.draws.learn({draw: informative for ending in endings for draw, informative in ending.items()})
     job.rollout.hear(rollout)
     job.genrm.hear(genrm)
