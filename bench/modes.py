@@ -24,7 +24,6 @@ from statistics import median, quantiles
 
 ROOT = Path(__file__).parent.parent
 STEPS = 5  # of a static side, the first not counted
-MOVING_STEPS = 20  # of a side that may move
 WORKLOADS = ("short", "tail", "resample", "judge-heavy")
 
 
@@ -33,17 +32,17 @@ def splits_of(ranks: int) -> list[str]:
     return [f"{rollout}|{ranks - rollout}" for rollout in range(1, ranks)]
 
 
-def mode_sides(workload: str, ranks: int, repeat: int) -> list[dict]:
-    """Full, every partial split, in alternating order; then the sides that choose, from the middle split."""
+def mode_sides(workload: str, ranks: int, repeat: int, moving_steps: int = 0) -> list[dict]:
+    """Full, every partial split, in alternating order; then the sides that choose: rebalance from 1|N-1, auto from the middle split."""
     splits = splits_of(ranks)
     static = [("full", ["full"]), *((split, [split]) for split in splits)]
     static = static[:: -1 if repeat % 2 else 1]
     middle = splits[(len(splits) - 1) // 2]
-    moving = [("rebalance", [middle, *(s for s in splits if s != middle)])] if len(splits) > 1 else []
+    moving = [("rebalance", splits)] if len(splits) > 1 else []
     moving.append(("auto", [middle, *(s for s in splits if s != middle), "full"]))
     sides = [dict(side=name, splits=options, steps=STEPS) for name, options in static]
-    if repeat == 0:
-        sides += [dict(side=name, splits=options, steps=MOVING_STEPS) for name, options in moving]
+    if repeat == 0 and moving_steps:
+        sides += [dict(side=name, splits=options, steps=moving_steps) for name, options in moving]
     return [dict(workload=workload, repeat=repeat, **side) for side in sides]
 
 
@@ -59,7 +58,7 @@ def tail_sides(ranks: int, repeat: int) -> list[dict]:
 def shift_sides(ranks: int, worst: str, workloads: list[str]) -> list[dict]:
     """One long side that starts in `worst`, during which the workload changes."""
     splits = [worst, *(split for split in splits_of(ranks) if split != worst)]
-    return [dict(workload="+".join(workloads), side=f"from {worst}", splits=splits, steps=MOVING_STEPS * len(workloads), repeat=0)]
+    return [dict(workload="+".join(workloads), side=f"from {worst}", splits=splits, steps=20 * len(workloads), repeat=0)]
 
 
 def run_sides(sides: list[dict], ranks: int, out: Path, pace: str) -> list[dict]:
@@ -181,7 +180,7 @@ def compare_modes(given, out: Path) -> None:
     """All modes on all workloads."""
     results = {}
     for ranks in given.ranks:
-        sides = [side for repeat in range(given.repeats) for name in given.workloads for side in mode_sides(name, ranks, repeat)]
+        sides = [side for repeat in range(given.repeats) for name in given.workloads for side in mode_sides(name, ranks, repeat, given.moving)]
         results[ranks] = run_sides(sides, ranks, out / f"modes-{ranks}", given.pace)
         (out / f"modes-{ranks}.json").write_text(json.dumps(results[ranks]))
         print_modes(results[ranks], ranks)
@@ -217,6 +216,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help="of the sides that may move; 0: leave them out")
     parser.add_argument("--pace", default="", metavar="MS,MS", help="a decode step lasts at least so long, plus so long a sequence")
     parser.add_argument("--bench-shift", action="store_true")
     parser.add_argument("--over-dispatch", action="store_true")
