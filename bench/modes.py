@@ -121,7 +121,7 @@ def print_modes(rows: list[dict], ranks: int) -> None:
 def print_moves(rows: list[dict]) -> None:
     """Each side's splits step by step, and why they changed."""
     for side in dict.fromkeys((row["workload"], row["side"]) for row in rows):
-        steps = [row for row in rows if (row["workload"], row["side"]) == side and len(row["moves"]) + row["step"] >= 0]
+        steps = [row for row in rows if (row["workload"], row["side"]) == side]
         moves = [move for row in steps for move in row["moves"]]
         if moves:
             print(f"\n{side[0]}, {side[1]}: {' '.join(row['split'] for row in steps)}")
@@ -180,7 +180,8 @@ def compare_modes(given, out: Path) -> None:
     """All modes on all workloads."""
     results = {}
     for ranks in given.ranks:
-        sides = [side for repeat in range(given.repeats) for name in given.workloads for side in mode_sides(name, ranks, repeat, given.moving)]
+        rounds = [(repeat, name) for repeat in range(given.repeats) for name in given.workloads]
+        sides = [side for repeat, name in rounds for side in mode_sides(name, ranks, repeat, given.moving)]
         results[ranks] = run_sides(sides, ranks, out / f"modes-{ranks}", given.pace)
         (out / f"modes-{ranks}.json").write_text(json.dumps(results[ranks]))
         print_modes(results[ranks], ranks)

@@ -70,6 +70,27 @@ def test_next_wave(in_order, waves, ended, limit, wave, size):
         assert wave_size(draws, 1.0 if not waves else 1.5) == size
 
 
+@pytest.mark.parametrize(
+    "written,ended,wave,size",
+    [
+        (1, {}, None, None),  # most are still being written
+        (2, {}, 1, 3),  # half are: of four that fly two will be kept, two lack
+        (4, {0: True, 1: True}, 1, 2),  # one of the two that fly will be kept, one lacks
+        (4, {0: True, 1: True, 2: True, 3: True}, None, None),  # nothing lacks
+        (1, {0: False}, 1, 4),  # a filtered group is reason enough: of three that fly 1.5 will be kept, 2.5 lack
+    ],
+)
+def test_experience_says_what_will_be_filtered(written, ended, wave, size):
+    """Four are wanted, it takes two groups to keep one. Replacements are drawn before the verdicts are there; 1.5 times what lacks."""
+    draws = Draws(4, IN_ORDER, groups_per_kept=2.0)
+    draws.add([0, 1, 2, 3], 0)
+    draws.written = written
+    draws.learn(ended)
+    assert draws.next_wave(3) == wave
+    if wave is not None:
+        assert wave_size(draws, 1.5) == size
+
+
 def test_a_replacement_is_drawn_once():
     """What was filtered before a wave was dealt is answered by it; what is filtered after is not."""
     draws = drawn(3, FIRST_TO_END, [[0, 1, 2]], {0: False})

@@ -433,6 +433,16 @@ def test_batched_attention_does_not_depend_on_the_neighbours(request):
         assert torch.equal(run(torch.tensor([i]))[0], together[i])
 
 
+def test_a_pace_makes_a_step_last():
+    """20 ms, and 5 for each of two sequences; what it computes is the same."""
+    from cpu.sglang import at_pace
+
+    paced = at_pace(lambda self, tokens, positions, batch: tokens + positions, "20,5")
+    start = time.perf_counter()
+    assert paced(None, 3, 4, SimpleNamespace(batch_size=2)) == 7
+    assert time.perf_counter() - start >= 0.03
+
+
 def test_murmur_hash_equals_the_reference():
     import torch
 
