@@ -161,7 +161,8 @@ async def measure_side(job, load: Load, side: dict, labels: dict, collected: lis
     """Some steps of one side: a plan, or the plans among which `rebalance` chooses (collective)."""
     plans = [next(plan for plan in job.plans if plan.split == split) for split in side["splits"]]
     job.timeline.step = 0
-    config = dataclasses.replace(job.config, steps=side["steps"], **side.get("settings", {}))
+    settings = {"steps": side["steps"], "partial_rollout": False} | side.get("settings", {})
+    config = dataclasses.replace(job.config, **settings)
     prompts = data.Prompts(job.prompts.source)
     prompts.held_out = []
     groups = draws.Groups(prompts, config.answers_per_prompt, config.partial_rollout)
@@ -197,7 +198,8 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, required=True, help="where to write each step's metrics")
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
-    run.main(["--lr", "1e-12", "--max-judge-failures", "1000000000", "--rebalance", *theirs])
+    # --partial-rollout lets the actor take tokens of older weights; whether there are any is up to each side
+    run.main(["--lr", "1e-12", "--max-judge-failures", "1000000000", "--rebalance", "--partial-rollout", *theirs])
 
 
 if __name__ == "__main__":
