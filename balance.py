@@ -34,22 +34,24 @@ def plan_batch(tokens: dict[Key, int], cost: Callable[[int], int], config, dp_si
 def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> list[list[int]]:
     """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost, in number a multiple of `multiple`.
 
-    Each number that may do is tried by `deal`, which also evens out how many sequences a micro-batch has, then by `spread`, which
-    gets along with a few long sequences among many short ones. What comes out is less than twice the fewest possible plus
-    `multiple`, and near the fewest where sequences are short beside the budget. Within a micro-batch the longest come first:
-    model.py's attention takes neighbours of equal length together. ValueError if a sequence alone is over the budget.
+    Each number that may do is tried by `deal` and by `spread`, which gets along with a few long sequences among many short ones; of
+    what fits, the more even is taken. The number is less than twice the fewest possible plus `multiple`, and near the fewest where
+    sequences are short beside the budget. Within a micro-batch the longest come first: model.py's attention takes neighbours of
+    equal length together. ValueError if a sequence alone is over the budget.
     """
     check_budget(lengths, budget)
 
-    def over_budget(micro_batches):
-        return any(sum(lengths[sample] for sample in chosen) > budget for chosen in micro_batches)
+    def fits(micro_batches):
+        return all(sum(lengths[sample] for sample in chosen) <= budget for chosen in micro_batches)
+
+    def most_work(micro_batches):
+        return max(sum(costs[sample] for sample in chosen) for chosen in micro_batches)
 
     fewest = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths), 1)
     count = round_up(fewest, multiple)
-    # it ends: with as many micro-batches as sequences, each has one
-    while over_budget(micro_batches := deal(costs, count)) and over_budget(micro_batches := spread(lengths, costs, budget, count)):
-        count += multiple
-    return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in micro_batches]
+    while not (fitting := [m for m in (deal(costs, count), spread(lengths, costs, budget, count)) if fits(m)]):
+        count += multiple  # it ends: with as many micro-batches as sequences, each has one
+    return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in min(fitting, key=most_work)]
 
 
 def deal(costs: list[int], shares: int) -> list[list[int]]:
