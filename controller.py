@@ -27,7 +27,7 @@ class State:
     step: int = 0
     groups_per_kept: float = 1.0  # moving average of groups generated for each group kept (1 / keep rate)
     history: list[Load] = field(default_factory=list)  # what the newest steps measured: what moves the split
-    hand_over_s: float = 0.0  # that the last wake-up and weight push took
+    hand_over_s: float = 0.0  # that the last wake-up and weight push took here: the one field in which controllers differ
     empty_steps: int = 0  # steps in a row without one informative group
 
 

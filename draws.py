@@ -148,7 +148,7 @@ class Groups:
         return owners
 
     def awaited(self, draws: list[int]) -> set[int]:
-        """Those that were cut off MOST_CUTS times: with longer and longer answers a prompt would never be trained on."""
+        """Those that came to nothing in MOST_CUTS steps: a prompt with long answers might never be trained on."""
         return {draw for draw in draws if self._cuts.get(draw, 0) >= MOST_CUTS}
 
     def take(self, draw: int) -> list[Sample]:

@@ -245,5 +245,5 @@ class Judge:
                         replies.append(reply)
             except TimeoutError:  # leaving the request has closed it, and its server will abort it
                 self.timeouts += 1
-                pool.cut_off(engine)
+                pool.avoid(engine)
         return replies

@@ -25,7 +25,7 @@ class Plan:
     An engine may span several ranks that follow each other (tensor parallelism): the first of them, its lead, owns the server.
     """
 
-    mode: str  # the row of controller.SERVE that serves it
+    mode: str  # the row of serving.SERVE that serves it
     rollout: tuple[int, ...]
     genrm: tuple[int, ...]
     actor: tuple[int, ...]

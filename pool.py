@@ -47,8 +47,8 @@ class RoleLoad:
 class Pool:
     """The engines of one role, as one controller sees them: a handle on each, of which at most one is its own to wake and put to sleep.
 
-    `wake`, `wake_weights`, `wake_kv_cache`, `sleep` and `abort` are collective: every controller calls them, each acts on the engine
-    of its own rank, and all leave together, so that nobody sends a request to an engine that sleeps. Each is a no-op when already
+    `wake`, `wake_weights`, `wake_kv_cache` and `sleep` are collective: every controller calls them, each acts on the engine of its own
+    rank, and all leave together, so that nobody sends a request to an engine that sleeps. `wake` and `sleep` are no-ops when already
     there. Only the engines of the plan take part (`assign`); the others sleep.
     """
 
@@ -108,7 +108,7 @@ class Pool:
                 for engine, tokens in awaited.items():
                     self._elsewhere[engine] += tokens
 
-    def cut_off(self, engine) -> None:
+    def avoid(self, engine) -> None:
         """It was late: until the plan changes, ask this engine only if there is no other."""
         self._late.add(engine.rank)
 

@@ -156,7 +156,7 @@ def rebalance(history: list[Load], plans: list[Plan], capacity: int, steps_left:
         return Decision(now, f"{now.split}: the only plan", seconds[now])
     if at_plan < COOL_DOWN:
         return Decision(now, f"{now.split} stays: measured for {at_plan} of {COOL_DOWN} steps", seconds[now])
-    if untried := mode_to_measure(history, plans):
+    if steps_left > COOL_DOWN and (untried := mode_to_measure(history, plans)):
         plan = min((p for p in plans if p.mode == untried), key=seconds.__getitem__)
         return Decision(plan, f"{now.split} -> {plan.split}: to measure {untried} colocation for {COOL_DOWN} steps", seconds[plan])
     share = judges_share(mean_work(history))

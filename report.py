@@ -175,7 +175,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "tokens_carried": sum(len(s.response) for group in served.carried for s in group),
         "trained_lengths": [len(s.response) for s in served.kept],
         "filtered": len(served.filtered),
-        "groups": len({s.prompt_id for s in everything}),
+        "groups": len({s.prompt_id for s in served.kept + served.dropped}) + len(served.filtered),
         "carried": len(served.carried),
         "waves": served.waves,
         "lacking": served.lacking,

@@ -36,7 +36,7 @@ class Sample:
     prompt: list[int]
     question: str = ""  # what the judge is shown
     answer_key: str | None = None
-    media: list = field(default_factory=list)  # images; never leave the controller that loaded them
+    media: list = field(default_factory=list)  # images; travel with the sample, point to point
     # rollout.py
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # one per response token, under the weights that wrote it
@@ -258,6 +258,8 @@ class Engine:
 
     async def _stream(self, prompts, sampling: Sampling, rooms, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
         """One streamed request. By the server's stream interval, an answer sends two events: its first token, and its end."""
+        if not indices:
+            return  # the connection broke when all had come
         clock, first_tokens = asyncio.get_running_loop().time, {}
         params = [asdict(sampling) | {"max_new_tokens": rooms[index]} for index in indices]
         body = dict(input_ids=[prompts[index] for index in indices], sampling_params=params, return_logprob=True, stream=True)

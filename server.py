@@ -118,8 +118,9 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
         flags["tp-size"] = ranks_of_an_engine(role, config)
     if torch.cuda.is_available():
         flags |= {"base-gpu-id": torch.cuda.current_device(), "mem-fraction-static": config.mem_fraction, "enable-memory-saver": None}
-        if role == "genrm":
-            flags["enable-weights-cpu-backup"] = None  # nobody pushes a judge its weights after it slept
+        if role == "genrm" or config.mode != "partial":
+            # nobody pushes a judge its weights after it slept, nor a rollout engine between the waves of full colocation
+            flags["enable-weights-cpu-backup"] = None
     else:
         flags |= {"device": "cpu", "max-total-tokens": config.max_total_tokens, "disable-overlap-schedule": None}
     return [text for flag, value in flags.items() for text in (f"--{flag}", *([] if value is None else [str(value)]))]

@@ -39,14 +39,14 @@ class Step:
         self.tasks: dict[int, asyncio.Task] = {}  # of groups that haven't ended
         self.closed = False  # nothing new is asked for: what is in flight is being cut off
 
-    def start(self, draws: list[int], work) -> None:
+    def start(self, mine: list[int], work) -> None:
         """Begin with this controller's groups; `work(step, group)` is what is done for each."""
-        self.groups |= {draw: self.job.groups.take(draw) for draw in draws}
-        self.go_on(draws, work)
+        self.groups |= {draw: self.job.groups.take(draw) for draw in mine}
+        self.go_on(mine, work)
 
-    def go_on(self, draws: list[int], work) -> None:
+    def go_on(self, mine: list[int], work) -> None:
         """Begin a stage of groups."""
-        self.tasks |= {draw: asyncio.create_task(work(self, self.groups[draw])) for draw in draws}
+        self.tasks |= {draw: asyncio.create_task(work(self, self.groups[draw])) for draw in mine}
 
     def has_ended(self, draw: int) -> bool:
         """Whether a group of this controller has been written and judged since the controllers last met."""
@@ -122,7 +122,7 @@ async def have_written(job, sampling, group: list[Sample], take, is_closed=lambd
                 async for answer in engine.generate(prompts, sampling, rooms):
                     take(unwritten[answer.index], answer, engine.rank)
         except TimeoutError:
-            job.rollout.cut_off(engine)
+            job.rollout.avoid(engine)
             late += 1
             if late == MOST_LATE:
                 raise ValueError(f"{late} engines, at last the {engine.name}, were later than --request-timeout-s") from None

@@ -133,11 +133,12 @@ def print_tail(rows: list[dict], ranks: int) -> None:
     columns = ("serving, s", "mean length trained on", "tokens written", "trained", "filtered", "carried", "cut off", "stale")
     print(f"\n| tail, {ranks} ranks | {' | '.join(columns)} |")
     print("|---" * 9 + "|")
+    every_step = by_side(rows, first_counted=0)  # tokens are counted in all of them, so that the sum is right
     for name, steps in by_side(rows).items():
-        totals = [sum(step[f"rollout/{key}"] for step in steps) for key in ("tokens", "tokens_trained", "tokens_filtered")]
+        totals = [sum(step[f"rollout/{key}"] for step in every_step[name]) for key in ("tokens", "tokens_trained", "tokens_filtered")]
         length = sum(step["rollout/trained_len_mean"] for step in steps) / len(steps)
         carried, stale = steps[-1]["rollout/tokens_carried"], median(step.get("train/stale_token_frac", 0.0) for step in steps)
-        counts = " | ".join(f"{total:.0f}" for total in (*totals, carried, sum(step["rollout/aborted"] for step in steps)))
+        counts = " | ".join(f"{n:.0f}" for n in (*totals, carried, sum(step["rollout/aborted"] for step in every_step[name])))
         print(f"| {name} | {spread([step['time/serve_s'] for step in steps])} | {length:.1f} | {counts} | {stale:.2f} |")
 
 
@@ -151,8 +152,9 @@ def draw(results: dict[int, list[dict]], path: Path) -> None:
     figure, panels = plt.subplots(1, len(results), figsize=(6.5 * len(results), 3.6), squeeze=False, constrained_layout=True)
     for (ranks, rows), axes in zip(results.items(), panels[0], strict=True):
         workloads = list(dict.fromkeys(row["workload"] for row in rows))
-        names = list(dict.fromkeys(row["side"] for row in rows))
-        colors = dict(zip(names, ["#9a9a9a", *plt.cm.Blues([0.35, 0.55, 0.75])[: len(names) - 1], "#e08a1e", "#3c9d4e"], strict=False))
+        names, splits = list(dict.fromkeys(row["side"] for row in rows)), splits_of(ranks)
+        colors = {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
+        colors |= {split: plt.cm.Blues(0.35 + 0.4 * i / max(1, len(splits) - 1)) for i, split in enumerate(splits)}
         for place, workload in enumerate(workloads):
             sides = by_side([row for row in rows if row["workload"] == workload])
             for number, name in enumerate(names):
@@ -223,6 +225,8 @@ def main() -> None:
     parser.add_argument("--over-dispatch", action="store_true")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "modes.png")
     given = parser.parse_args()
+    if 0 < given.moving < 4:
+        parser.error("--moving: 0, or at least 4 steps")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_sides ends its run
     out = ROOT / "runs" / "bench"
     out.mkdir(parents=True, exist_ok=True)

@@ -137,7 +137,7 @@ class Collector:
         self._mark = self._meter.mark()
 
     def note(self, text: str) -> None:
-        """A move of the split, or a padded batch."""
+        """A move of the split."""
         self.moves.append(text)
 
     def accuracy(self, step: int, value: float, now: float) -> None:

@@ -158,7 +158,7 @@ class Pool:
         self.routed.append(model)
         return self
 
-    def cut_off(self, engine):
+    def avoid(self, engine):
         assert engine is self
         self.late += 1
 
@@ -418,8 +418,8 @@ class Engines:
     def route(self, model=0):
         return self.pools[model].route(model)
 
-    def cut_off(self, engine):
-        engine.cut_off(engine)
+    def avoid(self, engine):
+        engine.avoid(engine)
 
 
 def reject(prompt, number):

@@ -58,7 +58,7 @@ def test_route_is_the_least_of_those_that_may_be_asked(engines, data):
     pool.hear([{}] * rank + [{}] + [dict(enumerate(others))])
     for engine, is_late in zip(pool.engines, late, strict=True):
         if is_late:
-            pool.cut_off(engine)
+            pool.avoid(engine)
     asked = pool.route(model)
     may = [r for r in range(len(engines)) if models[r] == model]
     assert asked.model == model
@@ -68,13 +68,13 @@ def test_route_is_the_least_of_those_that_may_be_asked(engines, data):
 def test_late_engines_are_asked_last_until_the_plan_changes():
     """With none in time, the late one is asked."""
     pool = pool_of(0, 50)
-    pool.cut_off(pool.engines[0])
+    pool.avoid(pool.engines[0])
     assert pool.route().rank == 1
-    pool.cut_off(pool.engines[1])
+    pool.avoid(pool.engines[1])
     assert pool.route().rank == 0
     pool.awake = False
     pool.assign((0, 1))
-    pool.cut_off(pool.engines[0])
+    pool.avoid(pool.engines[0])
     assert pool.route().rank == 1
 
 

@@ -374,7 +374,7 @@ def test_local_facts_on_a_hand_worked_step():
     assert found == {
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
         "verdicts": [True, False, False, False, False, True],
-        "truncated": 0, "aborted": 0, "filtered": 1, "groups": 3, "carried": 1, "waves": 2, "lacking": 0,
+        "truncated": 0, "aborted": 0, "filtered": 1, "groups": 2, "carried": 1, "waves": 2, "lacking": 0,
         "tokens": 100, "tokens_trained": 3, "tokens_filtered": 3, "tokens_carried": 3, "trained_lengths": [1, 2],
         "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
         "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "work": 10 * (2 * 2 + 3),
