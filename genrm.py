@@ -163,13 +163,12 @@ class Judge:
         self.failed, self.parsed = [0] * len(models), [0] * len(models)
         self.latencies: list[float] = []  # seconds of each judgement of this step
         self.timeouts = 0  # calls of this step that were given up
-        self.tokens = 0  # of this step's critiques
 
     def forget(self) -> None:
         """New step: judgements are asked for anew, because engines may have changed; this step's counts start again."""
         assert all(task.done() for task in self._asked.values()), "a judgement outlived its step: cancel() it first"
         self._asked.clear()
-        self.latencies, self.timeouts, self.tokens = [], 0, 0
+        self.latencies, self.timeouts = [], 0
 
     async def cancel(self) -> None:
         """Cancel every judgement that isn't finished, and return when none runs. Samples that wait for one get CancelledError.
@@ -241,7 +240,6 @@ class Judge:
                 async with asyncio.timeout(self.calls.timeout_s):
                     async for reply in engine.generate([prompt] * count, sampling):
                         self.latencies.append(clock() - start)
-                        self.tokens += len(reply.tokens)
                         replies.append(reply)
             except TimeoutError:  # leaving the request has closed it, and its server will abort it
                 self.timeouts += 1

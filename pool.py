@@ -74,11 +74,6 @@ class Pool:
         """The plan's engine on this rank: none or one."""
         return [engine for engine in self.engines if engine.rank == self.world.rank]
 
-    @property
-    def capacity(self) -> int:
-        """Answers that the pool decodes at once."""
-        return sum(engine.capacity for engine in self.engines)
-
     # ---- routing
 
     def route(self, model: int = 0):

@@ -89,8 +89,7 @@ class Engine:
     role, rank: whose engine it is and where it runs, for spans and messages ("rollout", 3); the lead rank, if it spans several.
     capacity: the most answers that the server decodes at once; more of them queue inside it.
     model: which of its role's models it serves (several judges), 0 of one.
-    in_flight: answers asked for through this handle that have not come back yet.
-    outstanding: tokens that those may come to, prompts included: what requests are routed by.
+    outstanding: tokens that the answers asked for through this handle may still come to, prompts included; requests are routed by it.
     awake: whether the server may be asked; `sleep` and `wake` set it here, and whoever holds another handle sets it there.
     on_request: called with (this engine, tokens of the prompt, answer) for every answer that finishes.
     """
@@ -98,7 +97,7 @@ class Engine:
     def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0):
         self.role, self.rank, self.url, self.capacity, self.model = role, rank, url, capacity, model
         self.name = f"{role} engine of rank {rank}"
-        self.in_flight = self.outstanding = 0
+        self.outstanding = 0
         self.awake = True
         self.on_request: Callable[[Engine, int, Answer], None] | None = None
         self._process: subprocess.Popen | None = None
@@ -237,17 +236,14 @@ class Engine:
         rooms = rooms or [sampling.max_new_tokens] * len(prompts)
         owed = {index: len(prompt) + room for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))}
         sent = asyncio.get_running_loop().time()
-        self.in_flight += len(owed)
         self.outstanding += sum(owed.values())
         try:
             async for answer in server.retry_broken(lambda: self._stream(prompts, sampling, rooms, tuple(owed), sent)):
                 self.outstanding -= owed.pop(answer.index)
-                self.in_flight -= 1
                 if self.on_request is not None:
                     self.on_request(self, len(prompts[answer.index]), answer)
                 yield answer
         finally:
-            self.in_flight -= len(owed)
             self.outstanding -= sum(owed.values())
         assert not owed, f"the {self.name} ended its reply without answers {list(owed)}"
 

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parent.parent
+from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 
 
 def is_complete(out: Path, steps: int) -> bool:
@@ -27,19 +23,9 @@ def is_complete(out: Path, steps: int) -> bool:
 
 
 def run_once(mode: str, seed: int, steps: int, out: Path) -> None:
-    """One run in a process group of its own."""
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [torchrun, "--nproc-per-node", "2", "--master-port", "29650", "run.py", "--mode", mode, "--seed", str(seed)]
-    command += ["--steps", str(steps), "--out", str(out)]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
-    try:
-        status = process.wait()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-    if status:
-        sys.exit(f"{mode} colocation, seed {seed}: exit status {status}")
+    """One run of the plain command."""
+    command = [TORCHRUN, "--nproc-per-node", 2, "--master-port", 29650, "run.py", "--mode", mode, "--seed", seed]
+    run_to_its_end([*command, "--steps", steps, "--out", out])
 
 
 def measure(out: Path) -> dict:
@@ -97,7 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "learning.png")
     settings = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_once ends its run
+    end_with_us()
     results = {}
     for seed in settings.seeds:
         for mode in settings.modes:

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from statistics import median, quantiles
 
-ROOT = Path(__file__).parent.parent
+from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
+
 STEPS = 5  # of a static side, the first not counted
 WORKLOADS = ("short", "tail", "resample", "judge-heavy")
 
@@ -63,22 +60,12 @@ def shift_sides(ranks: int, worst: str, workloads: list[str]) -> list[dict]:
 
 def run_sides(sides: list[dict], ranks: int, out: Path, pace: str) -> list[dict]:
     """One run of all sides; returns a row of metrics for each step."""
-    torchrun = Path(sys.executable).with_name("torchrun")
     with tempfile.TemporaryDirectory() as folder:
         plan, measured = Path(folder, "sides.json"), Path(folder, "measured.json")
         plan.write_text(json.dumps(sides))
-        command = [torchrun, "--nproc-per-node", str(ranks), "--master-port", "29660", ROOT / "bench" / "served_load.py"]
-        command += ["--sides", plan, "--measured", measured, "--mode", "auto", "--out", out, "--port", "32000"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"NANOYATT_PACE_MS": pace} if pace else {})
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-        try:
-            status = process.wait()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-        if status:
-            sys.exit(f"{ranks} ranks: exit status {status}")
+        command = [TORCHRUN, "--nproc-per-node", ranks, "--master-port", 29660, ROOT / "bench" / "served_load.py", "--sides", plan]
+        command += ["--measured", measured, "--mode", "auto", "--out", out, "--port", 32000]
+        run_to_its_end(command, environment={"NANOYATT_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
 
 
@@ -92,7 +79,7 @@ def spread(values: list[float]) -> str:
 
 
 def by_side(rows: list[dict], first_counted: int = 1) -> dict[str, list[dict]]:
-    """The metrics of each side's steps, without the first of each repeat."""
+    """The metrics of each side's steps, without those before `first_counted` in each repeat."""
     sides = defaultdict(list)
     for row in rows:
         if row["step"] >= first_counted:
@@ -227,7 +214,7 @@ def main() -> None:
     given = parser.parse_args()
     if 0 < given.moving < 4:
         parser.error("--moving: 0, or at least 4 steps")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_sides ends its run
+    end_with_us()
     out = ROOT / "runs" / "bench"
     out.mkdir(parents=True, exist_ok=True)
     command = compare_shift if given.bench_shift else compare_tail if given.over_dispatch else compare_modes

@@ -35,7 +35,7 @@ class RuleJudge:
         self.final_answer = judge.final_answer
         self.failed, self.parsed = [0], [0]  # of one judge
         self.latencies: list[float] = []
-        self.timeouts = self.tokens = 0
+        self.timeouts = 0
 
     def forget(self) -> None:
         """There is nothing to forget."""

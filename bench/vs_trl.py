@@ -15,19 +15,16 @@ next.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import fmean, median
 
-ROOT = Path(__file__).parent.parent
+from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
+
 RUNS = ROOT / "runs"
 LARGER = RUNS / "vs_trl-larger-actor"
 TRL_VENV = ROOT / ".venv-trl"
@@ -63,32 +60,10 @@ def make_trl_environment() -> None:
         return
     print(f"installing {', '.join(TRL_PACKAGES)} into {TRL_VENV.name}", flush=True)
     pip = [TRL_VENV / "bin" / "python", "-m", "pip", "install", "--quiet"]
-    run_to_its_end([sys.executable, "-m", "venv", TRL_VENV], None)
-    run_to_its_end([*pip, "torch==2.13.0"], None)  # first and alone, else it is resolved anew
-    run_to_its_end([*pip, *TRL_PACKAGES], None)
+    run_to_its_end([sys.executable, "-m", "venv", TRL_VENV], limit_s=RUN_LIMIT_S)
+    run_to_its_end([*pip, "torch==2.13.0"], limit_s=RUN_LIMIT_S)  # first and alone, else it is resolved anew
+    run_to_its_end([*pip, *TRL_PACKAGES], limit_s=RUN_LIMIT_S)
     done.write_text(str(TRL_PACKAGES))
-
-
-def run_to_its_end(command: list, log: Path | None) -> None:
-    """Run a command in a process group of its own, which ends with it or with us. SystemExit with the log's end if it fails."""
-
-    def die_with_us() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: even if this program is killed hard
-
-    output = log.open("wb") if log else None
-    process = subprocess.Popen(
-        [str(part) for part in command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output,
-        start_new_session=True, preexec_fn=die_with_us,
-    )
-    try:
-        status = process.wait(RUN_LIMIT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, a rank its engines
-            process.wait()
-    if status:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log else ""
-        sys.exit(f"exit status {status} of {' '.join(map(str, command[:6]))} ...{f'; the end of {log}:' if log else ''}\n{tail}")
 
 
 def free_ports(count: int) -> int:
@@ -110,7 +85,7 @@ def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> 
     measure = ["--measure", folder, "--launched", time.monotonic(), "--steps", steps]
     measure += ["--lr", settings.lr, "--seed", settings.seed, "--max-new-tokens", settings.max_new_tokens]
     if side == "nanoYATT":
-        command = [Path(sys.executable).with_name("torchrun"), *LAUNCH, "bench/nano_rule.py", *measure]
+        command = [TORCHRUN, *LAUNCH, "bench/nano_rule.py", *measure]
         command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
         if settings.size == "larger":
             command += ["--model", LARGER, "--judge", LARGER, "--judge-format", "addition"]  # the judge isn't asked
@@ -119,7 +94,7 @@ def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> 
         model = json.loads((settings.out / "nanoYATT-unmeasured" / "run" / "config.json").read_text())["model"]
         command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py", *measure]
         command += ["--prompts", settings.prompts, "--answers", settings.answers, "--model", model]
-    run_to_its_end(command, folder / "log.txt")
+    run_to_its_end(command, folder / "log.txt", RUN_LIMIT_S)
     return merge([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)])
 
 
@@ -201,10 +176,10 @@ def main() -> None:
     settings = parser.parse_args()
     settings.lr = settings.lr or LR[settings.size]
     settings.out = RUNS / f"vs_trl-{settings.size}"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run_to_its_end cleans up
+    end_with_us()
     make_trl_environment()
     if settings.size == "larger" and not LARGER.is_dir():
-        run_to_its_end([Path(sys.executable).with_name("torchrun"), *LAUNCH, "bench/larger_model.py", LARGER], None)
+        run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
     shutil.rmtree(settings.out, ignore_errors=True)
     load = os.getloadavg()[0]
     for side in SIDES:

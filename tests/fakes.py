@@ -100,7 +100,7 @@ class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
     def __init__(self, role, rank, device, write, capacity=16, model=0):
-        self.role, self.rank, self.capacity, self.in_flight, self.awake = role, rank, capacity, 0, True
+        self.role, self.rank, self.capacity, self.awake = role, rank, capacity, True
         self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[], asked=[])
         self.server.pace, self.server.is_deaf = SECONDS_PER_TOKEN, False  # a deaf one hears no abort
         self._write = write
@@ -126,7 +126,6 @@ class FakeEngine:
         answers = [within(self._write(prompt, index, sampling), rooms[index]) for index, prompt in enumerate(prompts)]
         answers.sort(key=lambda answer: len(answer.tokens))
         owed = [len(prompts[a.index]) + len(a.tokens) for a in answers]
-        self.in_flight += len(answers)
         self.outstanding += sum(owed)
         try:
             for answer in answers:
@@ -135,7 +134,6 @@ class FakeEngine:
                 tokens, finish = answer.tokens, answer.finish
                 if aborted.done() and (so_far := int((clock() - start) / pace)) < len(tokens):
                     tokens, finish = tokens[:so_far], "abort"
-                self.in_flight -= 1
                 self.outstanding -= owed.pop(0)
                 versions = [version] * len(tokens)
                 cut = Answer(answer.index, tokens, answer.logprobs[: len(tokens)], finish, versions, 0, start, start, clock())
@@ -143,7 +141,6 @@ class FakeEngine:
                     self.on_request(self, len(prompts[answer.index]), cut)
                 yield cut
         finally:
-            self.in_flight -= len(owed)
             self.outstanding -= sum(owed)
             self.server.aborts.remove(aborted)
 

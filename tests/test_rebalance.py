@@ -209,6 +209,14 @@ def test_a_move_must_pay_for_itself():
     assert rebalance(history[1:], plans, work.capacity, 20).reason == f"{worst.split} stays: measured for 2 of 3 steps"
 
 
+def test_a_mode_is_not_measured_when_the_run_ends():
+    """Auto tries the other mode only while there are steps to gain by it."""
+    work, plans = random_workload(3, 4), auto(4, 1, 1)
+    history = [serve(plans[0], work)] * COOL_DOWN
+    assert rebalance(history, plans, work.capacity, COOL_DOWN + 1).plan.mode == "full"
+    assert rebalance(history, plans, work.capacity, COOL_DOWN).plan.mode == "partial"
+
+
 @pytest.mark.parametrize("rollout_tp,genrm_tp,splits", [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (2, 1, [2, 4, 6]), (2, 4, [4]), (4, 2, [4])])
 def test_engines_are_never_cut(rollout_tp, genrm_tp, splits):
     """Every split of 8 ranks is a multiple of both engines, and each engine's lead and ranks stay what they are when it moves."""

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout import Engine, Sampling
-from server import buckets, checkpoint_shapes, retry_broken
+from server import buckets, checkpoint_shapes, retry_broken, server_flags
 from tests.tiny_models import EOS, make_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[1]
@@ -80,7 +80,7 @@ def engine(shared_engine, run, models):
     if getattr(shared_engine, "dirty", False):
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
-    assert shared_engine.awake and shared_engine.in_flight == 0
+    assert shared_engine.awake and shared_engine.outstanding == 0
     yield shared_engine
     shared_engine.on_request = None
 
@@ -159,13 +159,13 @@ def test_an_early_answer_arrives_early(engine, run):
 
     async def ask():
         async for answer in engine.generate([PROMPT] * 16, Sampling(1.0, 400)):
-            seen.append((len(answer.tokens), asyncio.get_running_loop().time(), engine.in_flight))
+            seen.append((len(answer.tokens), asyncio.get_running_loop().time(), engine.outstanding))
 
     run(ask())
-    lengths, times, in_flight = zip(*seen, strict=True)
+    lengths, times, outstanding = zip(*seen, strict=True)
     assert lengths[0] < lengths[-1] / 2 and times[0] < times[-1] - 0.05
     assert list(lengths) == sorted(lengths)
-    assert list(in_flight) == list(range(15, -1, -1))
+    assert list(outstanding) == [left * (len(PROMPT) + 400) for left in range(15, -1, -1)]
     assert [(asked, prompt_tokens) for asked, prompt_tokens, _ in told] == [(engine, len(PROMPT))] * 16
     assert all(answer.sent < answer.first_token <= answer.end for _, _, answer in told)
 
@@ -179,7 +179,7 @@ def test_abort_returns_what_was_written(engine, run):
 
     answers = run(ask_and_abort())
     aborted = [answer for answer in answers if answer.finish == "abort"]
-    assert len(answers) == 8 and engine.in_flight == engine.outstanding == 0
+    assert len(answers) == 8 and engine.outstanding == 0
     assert all(len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in aborted)
 
 
@@ -190,7 +190,7 @@ def test_a_consumer_that_leaves_frees_its_answers(engine, run):
         await stream.aclose()
 
     run(leave())
-    assert engine.in_flight == engine.outstanding == 0
+    assert engine.outstanding == 0
 
 
 def test_an_answer_is_continued_within_its_room(engine, run, models):
@@ -211,7 +211,7 @@ def test_an_answer_is_continued_within_its_room(engine, run, models):
 def test_a_refused_request_says_why(engine, run):
     with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
         run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
-    assert engine.in_flight == 0
+    assert engine.outstanding == 0
 
 
 # ---- weights and memory ----------------------------------------------------------------------------------------------
@@ -431,6 +431,29 @@ def test_batched_attention_does_not_depend_on_the_neighbours(request):
     together = run(torch.arange(6))
     for i in range(6):
         assert torch.equal(run(torch.tensor([i]))[0], together[i])
+
+
+def test_a_connection_that_breaks_when_all_has_come_is_not_opened_again():
+    """Nothing is owed, so nothing is asked: the server would refuse an empty request."""
+
+    async def ask_for_nothing():
+        engine = Engine("rollout", 0, "http://127.0.0.1:1", 64)  # nobody listens there
+        return [answer async for answer in engine._stream([PROMPT], Sampling(1.0, 8), [8], (), 0.0)]
+
+    assert asyncio.run(ask_for_nothing()) == []
+
+
+@pytest.mark.parametrize(
+    "mode,role,keeps", [("partial", "rollout", False), ("full", "rollout", True), ("auto", "rollout", True), ("partial", "genrm", True)]
+)
+def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, keeps):
+    """On CUDA: a judge, and where rollout wakes again between waves, a rollout engine, since nobody pushes its weights then."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    flags = server_flags(role, 0, 30000, models[0], SimpleNamespace(**vars(CONFIG) | {"mode": mode}))
+    assert ("--enable-weights-cpu-backup" in flags) == keeps
 
 
 def test_a_pace_makes_a_step_last():
