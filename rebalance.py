@@ -16,7 +16,8 @@ move are ours. Everything here is a pure function of gathered facts, so that eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean, median
+from math import hypot
+from statistics import fmean, median, stdev
 
 from placement import Plan
 from pool import RoleLoad
@@ -25,7 +26,7 @@ HISTORY = 200  # steps that are remembered
 FITTED = 40  # steps that paces are fitted to
 RECENT = 6  # steps of a plan that its correction is taken from, and of any plan that say what the work is now
 COOL_DOWN = 3  # steps to measure a plan before the next move
-LEAST_GAIN = 0.05  # of the serving time: less is noise
+LEAST_GAIN = 0.05  # of the serving time: less is noise, and so is less than the estimates' standard error
 HOPE = 0.10  # part of its predicted time by which a plan may be faster that was never tried: only so is it tried
 ALIKE = 0.1  # judges' share of the tokens may differ by so much, or a plan's trial says nothing of the work now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
@@ -66,6 +67,14 @@ class Decision:
     plan: Plan
     reason: str
     predicted_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Serving seconds of a plan, and their standard error as far as steps of one plan differed for no reason that the model knows."""
+
+    seconds: float
+    error: float
 
 
 def fit(points: list[tuple[float, float]]) -> Pace:
@@ -123,34 +132,35 @@ def mean_work(history: list[Load]) -> Load:
     return Load(last.plan, parts["rollout"], parts["genrm"], waves, last.serve_s, last.swap_s, fmean(x.hand_over_s for x in recent))
 
 
-def predictions(history: list[Load], plans: list[Plan], capacity: int) -> dict[Plan, float]:
-    """Serving seconds that each plan would take for the work of the newest steps, corrected by what plans did take."""
+def predictions(history: list[Load], plans: list[Plan], capacity: int) -> dict[Plan, Estimate]:
+    """What each plan would take for the work of the newest steps, corrected by what plans did take."""
     pace, work = paces(history), mean_work(history)
     in_turns = [load.swap_s / max(1, load.waves) for load in history if load.plan.mode == "full"]
     swap_s = median(in_turns[-RECENT:]) if in_turns else 0.0
-    modelled = {plan: model_seconds(plan, work, pace, capacity, swap_s) for plan in plans}
-    corrections = {}
-    for plan in plans:
-        tried = [load for load in history if load.plan == plan][-RECENT:]
-        if tried:
-            ratios = [load.serve_s / max(1e-9, model_seconds(plan, load, pace, capacity, swap_s)) for load in tried]
-            corrections[plan] = median(ratios)
+    ratios = {}  # what a plan's newest steps took, over what the model says of them
+    for load in history:
+        ratio = load.serve_s / max(1e-9, model_seconds(load.plan, load, pace, capacity, swap_s))
+        ratios[load.plan] = [*ratios.get(load.plan, []), ratio][-RECENT:]
 
-    def correction(plan: Plan) -> float:
-        tried = [p for p in corrections if p.mode == plan.mode] or list(corrections)
-        return corrections[min(tried, key=lambda p: abs(len(p.rollout) - len(plan.rollout)))]
+    def estimate(plan: Plan) -> Estimate:
+        tried = [p for p in ratios if p.mode == plan.mode] or list(ratios)
+        nearest = ratios[min(tried, key=lambda p: abs(len(p.rollout) - len(plan.rollout)))]
+        scatter = stdev(nearest) if len(nearest) > 1 else 0.0
+        modelled = model_seconds(plan, work, pace, capacity, swap_s)
+        return Estimate(modelled * median(nearest), modelled * scatter / len(nearest) ** 0.5)
 
-    return {plan: seconds * correction(plan) for plan, seconds in modelled.items()}
+    return {plan: estimate(plan) for plan in plans}
 
 
 def rebalance(history: list[Load], plans: list[Plan], capacity: int, steps_left: int) -> Decision:
     """The plan of the next step (pure). history: what the steps so far measured, newest last; plans: those that the run may take.
 
-    A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and is no noise. What was never
+    A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and the noise. What was never
     tried with work like this has the benefit of the doubt, or the model's errors would keep a run in the first good place. After a
     move a few steps are measured before the next. Ranks move one engine at a time. Each mode has its turn to be measured.
     """
-    now, seconds = history[-1].plan, predictions(history, plans, capacity)
+    now, estimates = history[-1].plan, predictions(history, plans, capacity)
+    seconds = {plan: estimate.seconds for plan, estimate in estimates.items()}
     at_plan = next((age for age, load in enumerate(reversed(history)) if load.plan != now), len(history))
     if len(plans) == 1:
         return Decision(now, f"{now.split}: the only plan", seconds[now])
@@ -166,7 +176,8 @@ def rebalance(history: list[Load], plans: list[Plan], capacity: int, steps_left:
     gain, cost = seconds[now] - hoped[best], history[-1].hand_over_s
     may = "should" if best in tried else "may"
     what = f"serving {may} take {hoped[best]:.2f} s instead of {seconds[now]:.2f} s with {best.split}"
-    if gain < LEAST_GAIN * seconds[now] or gain * steps_left < cost:
+    noise = max(LEAST_GAIN * seconds[now], hypot(estimates[now].error, estimates[best].error))
+    if gain < noise or gain * steps_left < cost:
         why = "it is the best plan" if best == now else f"too little to gain, {what}"
         return Decision(now, f"{now.split} stays: {why}", seconds[now])
     plan = one_engine_towards(now, best, plans)

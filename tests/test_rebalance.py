@@ -88,8 +88,8 @@ def seconds(plan, work):
     return serve(plan, work).serve_s
 
 
-def noisy(load, rng, part=0.05):
-    """As a clock would have it: serving and requests took up to 5 % more or less."""
+def noisy(load, rng, part):
+    """As a clock would have it: serving and requests took up to so much more or less."""
 
     def shaken(role_load):
         factor = rng.uniform(1 - part, 1 + part)
@@ -99,12 +99,12 @@ def noisy(load, rng, part=0.05):
     return Load(load.plan, shaken(load.rollout), shaken(load.genrm), load.waves, took, load.swap_s, load.hand_over_s)
 
 
-def walk(plans, start, works, seed, remembered=()):
+def walk(plans, start, works, seed, noise=0.05):
     """The plan of every step, `works` being what each asks."""
-    history, plan, taken, rng = list(remembered), start, [], random.Random(f"noise {seed}")
+    history, plan, taken, rng = [], start, [], random.Random(f"noise {seed}")
     for step, work in enumerate(works):
         taken.append(plan)
-        history = [*history, noisy(serve(plan, work), rng)][-HISTORY:]
+        history = [*history, noisy(serve(plan, work), rng, noise)][-HISTORY:]
         plan = rebalance(history, plans, work.capacity, len(works) - step - 1).plan
     return taken
 
@@ -146,15 +146,16 @@ def test_from_the_worst_split_to_the_best(ranks, most_moves, workloads):
     assert quantile(away, 0.5) > 1.4  # there was something to find
 
 
+@pytest.mark.parametrize("noise,runs", [(0.05, 1.0), (0.3, 0.9)])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_a_steady_load_is_left_alone(ranks):
-    """200 steps with 5 % noise from the best split: at most a move in 20 steps in any of 50 runs, trials of other splits among them."""
+def test_a_steady_load_is_left_alone(ranks, noise, runs):
+    """200 noisy steps from the best split: at most a move in 20 steps in so many of 50 runs, trials of other splits among them."""
     counts, plans = [], partial_colocation(ranks, 1, 1)
     for seed in range(50):
         work = random_workload(seed % 20, ranks)
         best = min(plans, key=lambda plan, work=work: seconds(plan, work))
-        counts.append(moves(walk(plans, best, [work] * 200, seed)))
-    assert max(counts) <= 200 / 20 and fmean(counts) <= 200 / 40
+        counts.append(moves(walk(plans, best, [work] * 200, seed, noise)))
+    assert quantile(counts, runs) <= 200 / 20 and fmean(counts) <= 200 / 40
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
