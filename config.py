@@ -96,6 +96,7 @@ class Config:
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
     engine_timeout_s: float = 300.0  # for an engine to come up
     collective_timeout_s: float = 600.0  # for the slowest controller to arrive
+    deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off in the cuda preset, where it costs speed
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
@@ -153,7 +154,8 @@ class Config:
 PRESETS = {
     "tiny": {},
     "cuda": dict(dtype="bfloat16", max_logprob_diff=1.0, lr=1e-6, max_model_len=4096, max_new_tokens=2048, judge_max_new_tokens=1024)
-    | dict(max_running_requests=256, max_total_tokens=1 << 20, max_tokens_per_micro_batch=16384, prompts_per_step=64),
+    | dict(max_running_requests=256, max_total_tokens=1 << 20, max_tokens_per_micro_batch=16384, prompts_per_step=64)
+    | dict(deterministic=False),
 }
 
 

@@ -112,7 +112,7 @@ class FakeEngine:
         other.server = self.server
         return other
 
-    async def generate(self, prompts, sampling, rooms=None):
+    async def generate(self, prompts, sampling, rooms=None, seeds=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
         assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"

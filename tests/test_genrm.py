@@ -162,7 +162,7 @@ class Pool:
         assert engine is self
         self.late += 1
 
-    async def generate(self, prompts, sampling):
+    async def generate(self, prompts, sampling, seeds):
         prompt = prompts[0]
         assert prompts == [prompt] * len(prompts)
         self.asked.append(prompt)
@@ -329,10 +329,10 @@ class Slow(Pool):
         super().__init__(reply)
         self.delays, self.starts = delays, []
 
-    async def generate(self, prompts, sampling):
+    async def generate(self, prompts, sampling, seeds):
         self.delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         self.starts.append(asyncio.get_running_loop().time())
-        async for reply in super().generate(prompts, sampling):
+        async for reply in super().generate(prompts, sampling, seeds):
             yield reply
 
 
