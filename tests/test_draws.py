@@ -69,7 +69,7 @@ def test_next_wave(in_order, waves, ended, limit, wave):
 
 @pytest.mark.parametrize("in_order,size", [(FIRST_TO_END, 3), (IN_ORDER, 2)])
 def test_in_order_no_more_is_drawn_than_may_be_needed(in_order, size):
-    """Two of four were filtered: a second wave has 2.4, so 3, one of which was drawn before. It was filtered, too, which asks for 3 more."""
+    """Two of four were filtered: a second wave has 2.4, so 3. One of them was drawn before, and filtered as well."""
     draws = drawn(4, in_order, [[0, 1, 2, 3], [4]], {0: False, 1: False, 2: True, 3: True, 4: False}, most_refills=1)
     assert draws.next_wave() == (1, size)
 
