@@ -103,6 +103,7 @@ class FakeEngine:
         self.role, self.rank, self.capacity, self.awake = role, rank, capacity, True
         self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[], asked=[])
         self.server.pace, self.server.is_deaf = SECONDS_PER_TOKEN, False  # a deaf one hears no abort
+        self.server.seeds = []
         self._write = write
         self.on_request, self.outstanding, self.model = None, 0, model
         self.name = f"{role} engine of rank {rank}"
@@ -120,6 +121,7 @@ class FakeEngine:
         start, version = clock(), self.server.version
         self.server.requests += 1
         self.server.asked.append((start, version))
+        self.server.seeds += seeds
         aborted = asyncio.get_running_loop().create_future()
         self.server.aborts.append(aborted)
         rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
