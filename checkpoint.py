@@ -73,8 +73,8 @@ def restore_controller(job, common: dict, controllers: list[dict]) -> None:
     job.prompts.load_state(common["prompts"])
     carried = [[Sample(**sample) for sample in group] for own in controllers for group in own["carried"]]
     job.groups.load_state(common["groups"], job.actor.dp_size, carried, job.actor.dp_rank if job.actor.is_head else -1)
-    if rank == 0:  # the counts of all controllers, which are only ever summed
-        judge.failed, judge.parsed = ([sum(counts) for counts in zip(*(own[n] for own in controllers), strict=True)] for n in COUNTS)
+    totals = ([sum(counts) for counts in zip(*(own[name] for own in controllers), strict=True)] for name in COUNTS)
+    judge.failed, judge.parsed = ([count * (rank == 0) for count in counts] for counts in totals)  # they are only ever summed
     plans = {plan.split: plan for plan in job.plans}
     if common["ranks"] == job.world.size and {common["split"], *(load["plan"] for load in common["history"])} <= plans.keys():
         job.plan = plans[common["split"]]
