@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, vocab
 from megatron.core.transformer.module import Float16Module
 
 import model as models
+import shards
 from algorithms import get_algorithm
 from balance import Key, flat, pack, packed_length
 from batch import NO_TARGET, MicroBatch, Sequence, make_micro_batches
@@ -297,42 +298,36 @@ class Actor:
 
     def export(self, path: str) -> None:
         """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were. Collective over all ranks."""
-        from safetensors.torch import save_file
-
-        weights = {}
-        if self.dp_rank == 0:
-            for name, tensor in self.named_weights():
-                if self.is_head:
-                    weights[name] = tensor.to("cpu", copy=True)
-        if weights:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            for file in Path(self.model_dir).iterdir():
-                if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
-                    shutil.copy(file, path)
-            hf = json.loads(Path(self.model_dir, "config.json").read_text())
-            Path(path, "config.json").write_text(json.dumps({**hf, "dtype": self.config.dtype}, indent=2))
-            save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
+        if weights := self.whole_weights():
+            self.write_hf(weights, path)
         dist.barrier()
 
-    def state(self, loading: bool = False) -> dict:
-        """What a checkpoint holds, as sharded tensors for megatron.core.dist_checkpointing. Collective over all ranks.
+    def whole_weights(self) -> dict[str, Tensor]:
+        """A copy of the policy's tensors on the one rank that writes them, nothing on the others. Collective over all ranks."""
+        weights = self.named_weights() if self.dp_rank == 0 else ()
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_head}
 
-        `loading`: the state is the template for a load instead of what to save.
-        """
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",  # the default type is broken in Megatron-Core 0.16.1
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-        }
-        model = self.gpt.sharded_state_dict(metadata=metadata)
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-        return {"version": self.version, "model": model, "optimizer": optimizer}
+    def write_hf(self, weights: dict[str, Tensor], path: str) -> None:
+        """Write what `export` promises. Not collective."""
+        from safetensors.torch import save_file
 
-    def load_state(self, state: dict) -> None:
-        """Take over what dist_checkpointing.load(actor.state(loading=True), path) returned. Collective over all ranks."""
-        self.gpt.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.version = state["version"]
+        Path(path).mkdir(parents=True, exist_ok=True)
+        for file in Path(self.model_dir).iterdir():
+            if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
+                shutil.copy(file, path)
+        hf = json.loads(Path(self.model_dir, "config.json").read_text())
+        Path(path, "config.json").write_text(json.dumps({**hf, "dtype": self.config.dtype}, indent=2))
+        save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
+
+    def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+        """What writes the policy and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
+        assert self.awake, "the actor sleeps: wake it before a save"
+        return shards.take(self, folder)
+
+    def restore(self, folder: Path) -> None:
+        """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
+        assert self.awake, "the actor sleeps: wake it before a load"
+        shards.load(self, folder)
 
 
 def _sum_loss(batch: MicroBatch, temperature: float, token_loss: TokenLoss, logits: Tensor) -> tuple[Tensor, Tensor, dict]:

@@ -14,9 +14,9 @@ from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
-AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp")
+AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
-AT_LEAST_0 += ("judge_retries", "max_empty_steps")
+AT_LEAST_0 += ("judge_retries", "max_empty_steps", "save_every", "save_hf_every")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
 ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
@@ -97,6 +97,11 @@ class Config:
     engine_timeout_s: float = 300.0  # for an engine to come up
     collective_timeout_s: float = 600.0  # for the slowest controller to arrive
     deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off in the cuda preset, where it costs speed
+    # ---- checkpoints
+    resume: str = "auto"  # continue the newest checkpoint under --out (auto), none (never), or the checkpoint in this folder
+    save_every: int = 10  # steps between checkpoints, and one at the end; 0: none
+    keep: int = 2  # newest checkpoints that are kept
+    save_hf_every: int = 0  # steps between checkpoints with a Hugging Face directory in them, and at the end; 0: none
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""

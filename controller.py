@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import algorithms
 import placement
 from balance import flat, plan_batch
+from checkpoint import Checkpoints
 from draws import Groups
 from pool import Pool, RoleLoad
 from rebalance import HISTORY, Load, rebalance
@@ -49,6 +50,7 @@ class Job:
     greedy: object
     timeline: object
     report: object
+    checkpoints: Checkpoints
     state: State = field(default_factory=State)
 
 
@@ -76,17 +78,20 @@ async def train(job: Job) -> None:
         with job.timeline.span("train"):
             stats = await world.run(actor.update, mini_batches)
 
-        # ---- everything sleeps but the actor: the split may move
+        # ---- everything sleeps but the actor: the split may move, and what is now is saved while the next step is served
         decision = await replan(job, served)
+        note_step(job, served)
+        await job.checkpoints.save(job)
         job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
         job.timeline.mark("weights", f"v{actor.version}")
 
-        job.state.step = step + 1
         await job.report.step(step, served, flat(mini_batches), stats | decision, job)
-        check_progress(job, served)
+        await job.checkpoints.finish(job)  # after the report: what a checkpoint takes for done has its row in the files
+        check_progress(job)
         del served, mini_batches  # not held while the next step is served
     job.timeline.step = config.steps
     await evaluate(job, config.steps)
+    await job.checkpoints.finish(job, wait=True)
 
 
 async def replan(job: Job, served) -> dict[str, float | str]:
@@ -112,10 +117,15 @@ async def replan(job: Job, served) -> dict[str, float | str]:
     return metrics
 
 
-def check_progress(job: Job, served) -> None:
-    """Raises ValueError after `max_empty_steps` steps in a row without one informative group (0: never)."""
+def note_step(job: Job, served) -> None:
+    """The step is done, as far as a checkpoint is concerned."""
     empty = served.lacking == job.config.prompts_per_step
+    job.state.step += 1
     job.state.empty_steps = job.state.empty_steps + 1 if empty else 0
+
+
+def check_progress(job: Job) -> None:
+    """Raises ValueError after `max_empty_steps` steps in a row without one informative group (0: never)."""
     if 0 < job.config.max_empty_steps <= job.state.empty_steps:
         raise ValueError(
             f"--max-empty-steps {job.config.max_empty_steps}: no prompt of so many steps in a row had answers of different reward; "

@@ -60,7 +60,7 @@ class Prompts:
 
     def state(self) -> dict:
         """What a checkpoint keeps."""
-        return {"cursor": self.cursor, "buffer": self.buffer}
+        return {"cursor": self.cursor, "buffer": list(self.buffer)}
 
     def load_state(self, state: dict) -> None:
         """Continue where `state` was taken."""

@@ -187,6 +187,24 @@ class Groups:
         """The group of a prompt: as far as it was written, or empty samples."""
         return self._written.pop(draw, None) or self._prompts.group(draw, self._answers)
 
+    @property
+    def carried(self) -> list[list[Sample]]:
+        """The groups that this controller holds for prompts that come again."""
+        return list(self._written.values())
+
+    def state(self) -> dict:
+        """What a checkpoint keeps beside `carried`; the same on every controller. Pairs, because JSON has no numbers for keys."""
+        return {"owners": list(self._owners.items()), "cuts": list(self._cuts.items())}
+
+    def load_state(self, state: dict, controllers: int, carried: list[list[Sample]], rank: int) -> None:
+        """Continue where `state` was taken. carried: of all controllers; what is held goes round the `controllers` of now.
+
+        rank: this controller's data-parallel rank; -1 of one that deals with no engine.
+        """
+        self._cuts = dict(state["cuts"])
+        self._owners = {draw: owner % controllers for draw, owner in state["owners"]} if self._keep_written else {}
+        self._written = {group[0].prompt_id: group for group in carried if self._owners.get(group[0].prompt_id, -2) == rank}
+
     def put_back(self, draws: list[int], carried: list[list[Sample]]) -> None:
         """The step is over: `draws` come again, on every controller; `carried` are this one's groups of them."""
         self._prompts.put_back(draws)

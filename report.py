@@ -18,7 +18,7 @@ import timeline as tl
 TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
 TOKENS = ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")  # written in a step, and what became of groups
-PHASES = {"serve": "serving", "train": "training", "sync": "pushing weights", "evaluate": "evaluating"}
+PHASES = {"serve": "serving", "train": "training", "sync": "pushing weights", "save": "saving", "evaluate": "evaluating"}
 
 
 class Progress:
@@ -36,6 +36,10 @@ class Progress:
         while True:
             await asyncio.sleep(1.0)
             self._bar.refresh()
+
+    def go_on(self, step: int) -> None:
+        """The run goes on after so many steps."""
+        self._bar.initial = self._bar.n = step
 
     def doing(self, what: str) -> None:
         """Say what the run is doing now."""
@@ -73,17 +77,20 @@ class Progress:
 class Report:
     """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
-    def __init__(self, config, world, out: Path, progress: Progress, decode):
+    def __init__(self, config, world, out: Path, progress: Progress, decode, found=None):
+        """found: the checkpoint that the run goes on from (resume.Found), None of a new one."""
         self.config, self.world, self.out, self.progress = config, world, out, progress
         self.decode = decode  # actor tokens -> text
         self._accuracy: float | None = None
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
-        self._ended = 0.0  # when the step before ended, on the timeline's clock
+        self._ended = found.ended_s if found else 0.0  # when the step before ended, on the timeline's clock
         self._writer = None
+        if found:
+            progress.go_on(found.step)
         if world.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(out / "tensorboard"))
+            self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=found and found.step)
 
     def accuracy(self, step: int, value: float, now: float) -> None:
         """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
@@ -188,7 +195,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
         "work": sum(job.actor.cost(len(s.prompt) + len(s.response)) for s in samples),
-        "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync")},
+        "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync", "save")},
         "request_seconds": {role: sum(s.end - s.start for s in spans if s.name == role) for role in ("rollout", "genrm")},
     }
 

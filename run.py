@@ -21,6 +21,8 @@ import data
 import exits
 import genrm
 import placement
+import resume
+from checkpoint import Checkpoints, restore
 from config import Config, as_text, check_batch, dashed, parse_config
 from draws import Groups
 from pool import Pool
@@ -62,8 +64,8 @@ async def run(config: Config, plans: list[placement.Plan]) -> None:
             model, judge = await warmstart.prepare(config, world, progress)
             config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
         inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
-        out = await world.run(prepare_out, config, world)
-        job = await build(config, plans, world, out, inputs, progress, engines)
+        out, found = await prepare_out(config, world, progress.line)
+        job = await build(config, plans, world, out, found, inputs, progress, engines)
         await controller.train(job)
         await world.barrier()
         job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
@@ -95,24 +97,22 @@ def join_ranks(config: Config):
     return World(device, config.collective_timeout_s)
 
 
-def prepare_out(config: Config, world) -> Path:
-    """The run's folder, empty; what an earlier run left there is moved aside, not overwritten (collective)."""
-    import torch.distributed as dist
+async def prepare_out(config: Config, world, say) -> tuple[Path, resume.Found | None]:
+    """The run's folder, and the checkpoint that it goes on from, as rank 0 decides (collective)."""
+    out, box = Path(config.out), []
 
-    out = Path(config.out)
-    if world.rank == 0:
-        if (out / "metrics.jsonl").exists():
-            aside = next(path for i in range(1, 10**6) if not (path := out.with_name(f"{out.name}-{i}")).exists())
-            out.rename(aside)
-            print(f"moved the earlier run in {out} to {aside}", flush=True)
-        (out / "spans").mkdir(parents=True, exist_ok=True)
-        (out / "logs").mkdir(exist_ok=True)
-    dist.barrier()
-    return out
+    async def decide() -> None:
+        box.append(await world.run(resume.prepare, config, out, say) if world.rank == 0 else None)
+
+    await together(world, decide)
+    return out, await world.broadcast(box[0])
 
 
-async def build(config: Config, plans: list[placement.Plan], world, out: Path, inputs, progress, engines: list) -> controller.Job:
-    """The parts of one controller around its `inputs` (collective). Engines that start are appended to `engines`."""
+async def build(config: Config, plans: list[placement.Plan], world, out: Path, found, inputs, progress, engines) -> controller.Job:
+    """The parts of one controller around its `inputs`, as the checkpoint `found` has them or new (collective).
+
+    Engines that start are appended to the list `engines`.
+    """
     from report import Report
     from rollout import Sampling
     from timeline import Timeline
@@ -130,13 +130,17 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, i
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
-    report = Report(config, world, out, progress, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
-    await world.barrier()
-    timeline.start()
     groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout)
     roles = (actor, pools["rollout"], pools["genrm"], judge)
-    return controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, greedy, timeline, report)
+    report = Report(config, world, out, progress, decode, found)
+    checkpoints = Checkpoints(config, world, out, found and found.step)
+    job = controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, greedy, timeline, report, checkpoints)
+    if found:
+        await restore(job, found.folder)
+    await world.barrier()
+    timeline.start(found.ended_s if found else 0.0)
+    return job
 
 
 def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judge:

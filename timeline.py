@@ -93,9 +93,9 @@ class Timeline:
         self.marks: list[Mark] = []
         self._file = folder and folder / f"rank{rank}.jsonl"
 
-    def start(self) -> None:
-        """Zero of the clock. Called by every rank right after a barrier, which lines the ranks' clocks up."""
-        self._zero = self._clock()
+    def start(self, ran_s: float = 0.0) -> None:
+        """Zero of the clock, or where a resumed run's stood. Called by every rank right after a barrier, which lines the clocks up."""
+        self._zero = self._clock() - ran_s
 
     def now(self) -> float:
         """Seconds since the run's start."""

@@ -6,12 +6,14 @@ The clock jumps to the next event when every task waits, so a step of minutes ta
 import asyncio
 import random
 import selectors
+from pathlib import Path
 from types import SimpleNamespace
 
 import controller
 import genrm
 import placement
 from balance import flat
+from checkpoint import Checkpoints, restore
 from config import Config
 from data import Prompt, Prompts
 from draws import Groups
@@ -199,6 +201,28 @@ class FakeActor:
     def named_weights(self):
         return iter(())
 
+    def snapshot(self, folder):
+        """The weights are their version."""
+        assert self.awake, "saved while asleep"
+        rank, version = self.device.rank, self.version
+
+        def write():
+            (folder / f"__{rank}_0.distcp").write_text(str(version))
+            if rank == 0:
+                (folder / "common.pt").write_text("")
+            return [rank]
+
+        def complete(written):
+            assert written == [[rank] for rank in range(len(written))], "a rank's part is missing"
+            for name in (".metadata", "metadata.json"):
+                (folder / name).write_text("")
+
+        return write, complete
+
+    def restore(self, folder):
+        assert self.awake, "restored while asleep"
+        self.version = int((folder / "__0_0.distcp").read_text())
+
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
@@ -213,6 +237,22 @@ class FakeActor:
         self.batches.append(samples)
         self.version += 1
         return {"train/loss": 0.0}
+
+
+class LateWriter:
+    """Runs the work at once, as a forked process would see it, and has a result when it was asked `self.patience` times."""
+
+    patience = 3
+
+    def __init__(self, work):
+        self._result, self._asked = (work(), ""), 0
+
+    def result(self):
+        self._asked += 1
+        return self._result if self._asked > self.patience else None
+
+    def close(self):
+        pass
 
 
 class FakeReport:
@@ -266,15 +306,15 @@ def write_verdict(prompt, index, sampling):
 
 def simulate(
     mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
-    **settings,
+    out=Path(), resumed=None, **settings,
 ):
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs.
 
     prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
-    those who want to see what became of a run that failed.
+    those who want to see what became of a run that failed. With `save_every`, checkpoints go to `out`; `resumed` is one to go on from.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
-    config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0) | settings)
+    config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0, save_every=0) | settings)
     config.judge_format = ("addition",) * len(config.judge)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
@@ -298,13 +338,20 @@ def simulate(
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
         groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
-        job = controller.Job(config, world, plans, plans[0], *roles, prompts, groups, sampling, sampling, timeline, report)
+        checkpoints = Checkpoints(config, world, out, writer=LateWriter)
+        outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
+        job = controller.Job(config, world, plans, plans[0], *roles, *outside)
         jobs.append(job)
         if prepare_job:
             prepare_job(job)
 
+    async def one_rank(job):
+        if resumed:
+            await restore(job, resumed)
+        await controller.train(job)
+
     async def all_ranks():
-        await asyncio.gather(*(controller.train(job) for job in jobs))
+        await asyncio.gather(*(one_rank(job) for job in jobs))
 
     try:
         loop.run_until_complete(all_ranks())

@@ -572,16 +572,9 @@ def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir)
 
 
 def save(actor, path: Path) -> None:
-    from megatron.core import dist_checkpointing
-
     path.mkdir()
-    dist_checkpointing.save(actor.state(), str(path))
-
-
-def load(actor, path: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    actor.load_state(dist_checkpointing.load(actor.state(loading=True), str(path)))
+    write, complete = actor.snapshot(path)
+    complete([write()])
 
 
 def adam_steps(actor) -> list[float]:
@@ -610,18 +603,18 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir
     actor = make_actor(model_dir, dtype=dtype)
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         with_bug(patch, "state_dict")  # bug 1: no state before the first step
-        load(actor, tmp_path / "checkpoint")
+        actor.restore(tmp_path / "checkpoint")
     with monkeypatch.context() as patch, pytest.raises((KeyError, RuntimeError)):
         with_bug(patch, "_set_main_param_and_optimizer_states")  # bug 2: 'step', or an in-place write to a leaf
-        load(actor, tmp_path / "checkpoint")
+        actor.restore(tmp_path / "checkpoint")
     with monkeypatch.context() as patch:
         with_bug(patch, "load_state_dict")  # bug 3: one step tensor for all
-        load(actor, tmp_path / "checkpoint")
+        actor.restore(tmp_path / "checkpoint")
         actor.supervised(sequences, 1e-2)
         assert min(adam_steps(actor)) > 10
 
     actor = make_actor(model_dir, dtype=dtype)
-    load(actor, tmp_path / "checkpoint")
+    actor.restore(tmp_path / "checkpoint")
     assert actor.version == 7
     assert [actor.supervised(sequences, 1e-2) for _ in range(2)] == losses[2:]
     assert set(adam_steps(actor)) == {4.0}
@@ -630,7 +623,7 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir
 def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
     actor = make_actor(model_dir)
     save(actor, tmp_path / "checkpoint")
-    load(actor, tmp_path / "checkpoint")
+    actor.restore(tmp_path / "checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------------------- micro-batches

@@ -1,0 +1,67 @@
+"""A process forked from a rank, which writes what the rank had in memory at that moment while the rank goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+NICENESS = 10  # the engines go first
+
+
+class ForkedWriter:
+    """A process forked from this rank, in which everything stays as it is now while the rank goes on; `work` runs in it.
+
+    fork copies no memory but what one of the two changes while both live. It dies with the rank, whatever kills that.
+    """
+
+    def __init__(self, work: Callable[[], Any]):
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
+        signals = {signal.SIGINT, signal.SIGTERM}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the new process inherits handlers that aren't meant for it
+        self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sender.close()
+        self._result: tuple[Any, str] | None = None
+
+    def result(self) -> tuple[Any, str] | None:
+        """None while it writes; then what `work` returned and "", or None and why it failed."""
+        if self._result is None and self._receiver.poll():  # true at the end of the pipe, too
+            try:
+                self._result = self._receiver.recv()
+            except EOFError:
+                self._process.join()
+                self._result = (None, f"the process that writes ended with status {self._process.exitcode}")
+        return self._result
+
+    def close(self) -> None:
+        """End it, if it hasn't ended."""
+        if self._result is None:
+            self._process.kill()
+        self._process.join()
+        self._receiver.close()
+
+
+def run_writer(work: Callable[[], Any], sender, parent: int) -> None:
+    """The forked process: run `work` and send what it returns, or why it failed."""
+    signal.set_wakeup_fd(-1)  # the event loop's: a signal here would be heard there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # the rank died a moment ago
+    os.setpgid(0, 0)
+    os.nice(NICENESS)
+    try:
+        result = (work(), "")
+    except Exception as error:  # of any kind: the rank must hear of it, and goes on
+        result = (None, f"{type(error).__name__}: {error}".splitlines()[0])
+    sender.send(result)
+    os._exit(0)  # what else runs at the end of a process is the rank's

@@ -1,0 +1,105 @@
+"""What test_checkpoint.py starts as a process of its own: two ranks save, then other layouts go on from what they saved.
+
+Usage: checkpoint_worker.py case.pt OUT. The case holds a model directory and three batches; OUT gets the checkpoint and a file for
+each layout with the metrics of the update that follows and the weights after it. Ranks are forked after the imports.
+"""
+
+import asyncio
+import datetime
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fakes import FakeSource
+from parallel_worker import actor_config, balanced
+
+import placement
+from checkpoint import Checkpoints, restore
+from controller import State
+from data import Prompts
+from draws import Groups
+from rollout import Sample
+from timeline import Timeline
+from world import World
+
+LAYOUTS = {"dp2": (2, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "dp1": (1, {}), "dp4": (4, {}), "tp2_dp2": (4, {"tp": 2})}
+
+
+def job_of(world: World, actor, notes: list) -> SimpleNamespace:
+    """As much of a Job as a checkpoint looks at."""
+    config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2)
+    prompts, plans = Prompts(FakeSource()), placement.full_colocation(world.size, 1, 1)
+    judge = SimpleNamespace(failed=[0], parsed=[0])
+    timeline = Timeline(world.rank, asyncio.get_running_loop().time)
+    parts = dict(config=config, world=world, actor=actor, prompts=prompts, plans=plans, plan=plans[0], judge=judge)
+    report = SimpleNamespace(note=notes.append)
+    return SimpleNamespace(**parts, groups=Groups(prompts, 4, True), timeline=timeline, state=State(), report=report)
+
+
+def weights_of(actor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.named_weights()}
+
+
+async def save(world: World, actor, batches: list, out: Path) -> dict:
+    """Two updates, a save, and another update while it is being written: none of that may get into the checkpoint."""
+    notes = []
+    job = job_of(world, actor, notes)
+    checkpoints = Checkpoints(job.config, world, out)
+    for batch in batches[:2]:
+        actor.update(balanced(batch, actor))
+    saved, job.state.step = weights_of(actor), 2
+    job.judge.parsed[0] = 5 + world.rank
+    torch.manual_seed(world.rank + 100)
+    draws = job.prompts.take(9)
+    job.groups.deal(draws, world.size)
+    carried = [job.groups.take(draw) for draw in draws if job.groups._owners[draw] == actor.dp_rank]
+    for sample in [sample for group in carried for sample in group]:
+        sample.response, sample.logprobs, sample.versions = [sample.prompt_id], [-sample.prompt_id / 3], [1]
+    job.groups.put_back(draws, carried)
+    await checkpoints.save(job)
+    random = torch.rand(3)
+    metrics = actor.update(balanced(batches[2], actor))
+    await checkpoints.finish(job, wait=True)
+    assert not notes, notes
+    assert await checkpoints.save_now(job), "saved already"
+    (span,) = job.timeline.spans
+    return {"metrics": metrics, "saved": saved, "weights": weights_of(actor), "random": random, "save_s": span.end - span.start}
+
+
+async def go_on(world: World, actor, batches: list, out: Path) -> dict:
+    """The update that follows the checkpoint."""
+    job = job_of(world, actor, [])
+    await restore(job, out / "checkpoints" / "step_2")
+    random = torch.rand(3)
+    metrics = actor.update(balanced(batches[2], actor))
+    held = {s.prompt_id: (s.response, s.logprobs, s.versions, actor.dp_rank) for group in job.groups.carried for s in group}
+    facts = {"version": actor.version, "step": job.state.step, "prompts": job.prompts.state(), "parsed": job.judge.parsed[0]}
+    everyone = [held for held in await world.gather(held)]
+    return facts | {"metrics": metrics, "weights": weights_of(actor), "random": random, "held": everyone, "groups": job.groups.state()}
+
+
+def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
+    from actor import Actor
+
+    store = f"file://{out}/{name}.store"
+    dist.init_process_group("gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size)
+    layout = {} if name == "save" else LAYOUTS[name][1]
+    actor, world = Actor(actor_config(**layout), case["model_dir"]), World("cpu", 60.0)
+    work = save if name == "save" else go_on
+    batches = [[Sample(**sample) for sample in batch] for batch in case["batches"]]
+    result = asyncio.run(work(world, actor, batches, Path(out)))
+    torch.save(result, f"{out}/{name}.{rank}")
+    world.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import actor  # noqa: F401  before the fork
+
+    torch.set_num_threads(1)
+    case = torch.load(sys.argv[1])
+    for name, (size, _) in {"save": (2, {}), **LAYOUTS}.items():
+        mp.start_processes(rank_main, (size, case, sys.argv[2], name), nprocs=size, start_method="fork")
