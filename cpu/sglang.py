@@ -339,6 +339,7 @@ def run_scheduler_process(*args, **kwargs):
 
 
 def main():
+    sys.argv.append("--api-key=" + os.environ.pop("NANOYATT_API_KEY", ""))  # not on the command line, where `ps` shows it
     if torch.cuda.is_available():
         runpy.run_module("sglang.launch_server", run_name="__main__")
         return
