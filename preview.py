@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
+import doors
 import placement
 import server
 from config import Config, as_text, check_batch, dashed
@@ -38,6 +39,7 @@ def dry_run(config: Config) -> None:
 
     ranks = int(os.environ.get("WORLD_SIZE", 2))
     plans = check_batch(config, ranks)
+    doors.interface_of(config.host)
     model, judges = shapes_of(config)
     if os.environ.get("RANK", "0") == "0":
         lines = [run.describe(config, plans, ranks), *settings(config), *device_map(config, plans, ranks)]
