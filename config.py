@@ -35,12 +35,17 @@ class Config:
     out: str = ""  # what the run leaves behind goes here; default: runs/<preset>-<mode>
     steps: int = 40  # batches to train on, each for updates_per_step optimizer updates
     seed: int = 0  # of the demo's models, the order of prompts and the engines' random state
+    dry_run: bool = False  # print the resolved settings, who runs where and how much memory that takes, and end
+    rollout_only: bool = False  # serve and judge, but never train; the samples go to OUT/replay.jsonl
+    train_only: bool = False  # train on the samples of --replay; no engine is started
+    replay: str = ""  # what a --rollout-only run wrote
     # ---- models and prompts
     model: str = ""  # Hugging Face directory of the actor; default: the demo's, made on first use
     judge: tuple[str, ...] = ()  # Hugging Face directory of the generative reward model, or of several
     judge_weights: tuple[float, ...] = ()  # of each judge's verdict in the reward, in proportion; default: equal
     data: str = ""  # prompts, JSONL or Parquet; default: the built-in addition task
     judge_format: tuple[str, ...] = ()  # a row of genrm.FORMATS, for all or for each; default: chat with --data, addition without
+    trust_remote_code: bool = False  # run Python code that a model's directory brings along, for its tokenizer or in its server
     # ---- the batch
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
@@ -97,6 +102,7 @@ class Config:
     engine_timeout_s: float = 300.0  # for an engine to come up
     collective_timeout_s: float = 600.0  # for the slowest controller to arrive
     deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off in the cuda preset, where it costs speed
+    host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on; any but loopback opens them to a network
     # ---- checkpoints
     resume: str = "auto"  # continue the newest checkpoint under --out (auto), none (never), or the checkpoint in this folder
     save_every: int = 10  # steps between checkpoints, and one at the end; 0: none
@@ -126,6 +132,10 @@ class Config:
         self._check_judges()
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp 2 or more")
+        if self.rollout_only and self.train_only:
+            raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
+        if self.train_only != bool(self.replay):
+            raise ValueError("--train-only needs --replay FILE, what a --rollout-only run wrote, and nothing else reads that")
 
     def _check_judges(self):
         """What the settings of the judges ask of each other. Raises ValueError like the rest."""
@@ -174,6 +184,14 @@ def as_text(value) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def printable(text: str) -> str:
+    """Text from a model, a file or a server as a terminal may see it: what isn't printable is spelled out, but for line ends and tabs.
+
+    An escape sequence could otherwise hide or rewrite what stands on the screen.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def option(kind: str) -> dict:
     """What argparse has to know of a setting whose field is annotated `kind`; a tuple takes one value or more."""
     if kind == "bool":
@@ -208,9 +226,11 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     config = Config(**PRESETS[preset] | given | {"preset": preset})
     judges = max(1, len(config.judge))  # the demo's isn't named
     formats = config.judge_format or (("chat" if config.data else "addition"),)
+    seam = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only  # or a run would move its own replay aside
     return dataclasses.replace(
         config,
-        out=config.out or f"runs/{preset}-{config.mode}",
+        out=config.out or f"runs/{preset}-{config.mode}{seam}",
+        partial_rollout=config.partial_rollout or config.train_only,  # from the second step on, older weights wrote the samples
         judge_format=formats if len(formats) == judges else formats * judges,
         judge_weights=config.judge_weights or (1.0,) * judges,
     )

@@ -220,12 +220,15 @@ def _question_of(row: dict) -> str:
 # ---------------------------------------------------------------- tokens
 
 
-def load_tokenizer(model_dir: str):
-    """The tokenizer of a model directory. Raises ValueError naming the directory when it has none that loads."""
+def load_tokenizer(model_dir: str, trust_remote_code: bool = False):
+    """The tokenizer of a model directory, whose own code runs only if it is trusted.
+
+    Raises ValueError naming the directory when it has none that loads.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json beside it
         reason = str(error).splitlines()[0]
         raise ValueError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None

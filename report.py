@@ -14,6 +14,7 @@ from statistics import fmean
 
 import figure
 import timeline as tl
+from config import printable
 
 TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -58,8 +59,9 @@ class Progress:
             shown["accuracy"] = f"{accuracy:.2f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
+        loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""  # --rollout-only has none
         self.line(
-            f"step {step + 1:3d}/{self._steps}  reward {reward:.3f}  loss {metrics['train/loss']:+.4f}  "
+            f"step {step + 1:3d}/{self._steps}  reward {reward:.3f}  {loss}"
             f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  {rate:.0f} tokens/s  "
             f"step {metrics['time/step_s']:.1f} s (serve {metrics['time/serve_s']:.1f}, train {metrics['time/train_s']:.1f})"
         )
@@ -67,7 +69,7 @@ class Progress:
     def line(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self._is_main:
-            self._bar.write(text)
+            self._bar.write(printable(text))
 
     def close(self) -> None:
         """Take the bar away."""

@@ -10,14 +10,18 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import orphans
 import server
 
 WRITTEN = ("stop", "length")  # how a whole answer ends; one that ends in "abort" may be continued
@@ -95,19 +99,20 @@ class Engine:
     role, rank: whose engine it is and where it runs, for spans and messages ("rollout", 3); the lead rank, if it spans several.
     capacity: the most answers that the server decodes at once; more of them queue inside it.
     model: which of its role's models it serves (several judges), 0 of one.
+    key: what every request must show.
     outstanding: tokens that the answers asked for through this handle may still come to, prompts included; requests are routed by it.
     awake: whether the server may be asked; `sleep` and `wake` set it here, and whoever holds another handle sets it there.
     on_request: called with (this engine, tokens of the prompt, answer) for every answer that finishes.
     """
 
-    def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0):
-        self.role, self.rank, self.url, self.capacity, self.model = role, rank, url, capacity, model
+    def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0, key: str = ""):
+        self.role, self.rank, self.url, self.capacity, self.model, self.key = role, rank, url, capacity, model, key
         self.name = f"{role} engine of rank {rank}"
         self.outstanding = 0
         self.awake = True
         self.on_request: Callable[[Engine, int, Answer], None] | None = None
         self._process: subprocess.Popen | None = None
-        self._log_path = Path(os.devnull)
+        self._log_path, self._private = Path(os.devnull), ""  # a folder of the server's that nobody else may read
         self._shapes: dict[str, list[int]] = {}
         self._tp = 1
         self._aborted = False  # since it woke up
@@ -116,25 +121,29 @@ class Engine:
     # ---- the server's life -------------------------------------------------------------------------------------------
 
     @classmethod
-    def launch(cls, role: str, rank: int, port: int, model_dir: str, config, log_path: str, model: int = 0) -> Engine:
-        """Starts a server on this machine and returns at once; `await ready()` before use.
+    def launch(cls, role: str, rank: int, port: int, model_dir: str, config, log_path: str, model: int = 0, key: str = "") -> Engine:
+        """Starts a server on this machine and returns at once; `await ready()` before use. Notes its process beside the log.
 
-        The server dies with the thread that calls this, even if it is killed hard. Raises ValueError if the port is taken.
+        The server refuses requests without `key`, by default a new one. It dies with the thread that calls this, even if that is killed
+        hard. Raises ValueError if the port is taken.
         """
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
+            if probe.connect_ex((config.host, port)) == 0:
                 raise ValueError(f"port {port}, wanted by the {role} engine of rank {rank}, is in use: choose another --port")
-        engine = cls(role, rank, f"http://127.0.0.1:{port}", config.max_running_requests, model)
+        engine = cls(role, rank, f"http://{config.host}:{port}", config.max_running_requests, model, key or secrets.token_hex(32))
         engine._tp = server.ranks_of_an_engine(role, config)
         engine._log_path = Path(log_path)
         engine._shapes = server.checkpoint_shapes(model_dir)
         engine._log_path.parent.mkdir(parents=True, exist_ok=True)
+        engine._private = tempfile.mkdtemp(prefix="nanoyatt-")
         with engine._log_path.open("wb") as log:
             # Its own process group, so that `close` reaches the scheduler and the detokenizer too.
             engine._process = subprocess.Popen(
                 [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config)],
-                cwd=Path(__file__).parent, env=server.server_environment(), stdout=log, stderr=log, start_new_session=True,
+                cwd=Path(__file__).parent, env=server.server_environment(engine.key, f"{engine._private}/store"),
+                stdout=log, stderr=log, start_new_session=True,
             )
+        orphans.note(engine._log_path.with_suffix(".pid"), engine._process.pid)
         return engine
 
     async def ready(self, deadline_s: float = 300.0):
@@ -162,6 +171,8 @@ class Engine:
         await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of the group, removes the semaphores and ends too
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._log_path.with_suffix(".pid").unlink(missing_ok=True)
+        shutil.rmtree(self._private, ignore_errors=True)
         self._process = None
 
     def _log_tail(self) -> str:
@@ -287,7 +298,8 @@ class Engine:
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            headers = {"Authorization": f"Bearer {self.key}"}
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
         return self._session
 
     async def _is_healthy(self) -> bool:

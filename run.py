@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 run.py --mode partial                    the demo: addition, judged by a generative reward model
     torchrun --nproc-per-node 2 run.py --mode full --seed 1 --steps 60   every setting is --name value
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl    your own models and prompts
+    torchrun --nproc-per-node 2 run.py --dry-run [--name value ...]      says what would run where, and starts nothing
+    python run.py check [--name value ...]                               says what is installed and whether ports, disk and memory do
 """
 
 from __future__ import annotations
@@ -12,18 +14,22 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import controller
 import data
+import doors
 import exits
 import genrm
+import orphans
 import placement
 import resume
+import seams
 from checkpoint import Checkpoints, restore
-from config import Config, as_text, check_batch, dashed, parse_config
+from config import Config, as_text, check_batch, dashed, parse_config, printable
 from draws import Groups
 from pool import Pool
 
@@ -64,9 +70,11 @@ async def run(config: Config, plans: list[placement.Plan]) -> None:
             model, judge = await warmstart.prepare(config, world, progress)
             config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
         inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
+        loop = await world.run(seams.choose, config)
+        await together(world, end_orphans, config, world.rank, progress)
         out, found = await prepare_out(config, world, progress.line)
         job = await build(config, plans, world, out, found, inputs, progress, engines)
-        await controller.train(job)
+        await loop(job)
         await world.barrier()
         job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
         progress.close()
@@ -77,6 +85,7 @@ async def run(config: Config, plans: list[placement.Plan]) -> None:
         progress.close()
         await asyncio.gather(*(engine.close() for engine in engines))
         world.close()
+        doors.close()
 
 
 def join_ranks(config: Config):
@@ -93,8 +102,15 @@ def join_ranks(config: Config):
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
     if not cuda:
         torch.set_num_threads(1)  # ranks and engines share the cores: more threads a process spin on each other's
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.collective_timeout_s))
+    timeout = timedelta(seconds=config.collective_timeout_s)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **doors.meeting_point(config.host))
     return World(device, config.collective_timeout_s)
+
+
+async def end_orphans(config: Config, rank: int, progress) -> None:
+    """Servers that an earlier run in the same place left behind hold ports and devices."""
+    for line in orphans.end_orphans(Path(config.out)) if rank == 0 else ():
+        progress.line(line)
 
 
 async def prepare_out(config: Config, world, say) -> tuple[Path, resume.Found | None]:
@@ -119,7 +135,8 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
 
     actor_tokenizer, judge_tokenizers, prompts = inputs
     progress.doing("starting engines")
-    await together(world, launch_engines, config, plans, world.rank, out, engines)
+    key = await world.broadcast(secrets.token_hex(32))  # rank 0's: what the servers of this run want to see
+    await together(world, launch_engines, config, [] if config.train_only else plans, world.rank, out, engines, key)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
@@ -177,7 +194,7 @@ async def together(world, function, *args) -> None:
         raise ValueError(errors[0])
 
 
-async def launch_engines(config: Config, plans: list[placement.Plan], rank: int, out: Path, engines: list) -> None:
+async def launch_engines(config: Config, plans: list[placement.Plan], rank: int, out: Path, engines: list, key: str) -> None:
     """Start the servers that any of the plans has on this rank, all at once, without waiting."""
     from rollout import Engine
 
@@ -185,7 +202,7 @@ async def launch_engines(config: Config, plans: list[placement.Plan], rank: int,
     for port, role, model, model_dir in ((0, "rollout", 0, config.model), (1, "genrm", judge, config.judge[judge])):
         if any(rank in plan.leads(role) for plan in plans):
             log = out / "logs" / f"{role}-{rank}.log"
-            engines.append(Engine.launch(role, rank, config.port + 2 * rank + port, model_dir, config, str(log), model))
+            engines.append(Engine.launch(role, rank, config.port + 2 * rank + port, model_dir, config, str(log), model, key))
 
 
 async def ready(engines: list, deadline_s: float) -> None:
@@ -198,7 +215,7 @@ async def connect(engines: list, world, timeline) -> dict[str, Pool]:
     from rollout import Engine
 
     own = {(engine.role, engine.rank): engine for engine in engines}
-    addresses = await world.gather([(e.role, e.rank, e.url, e.capacity, e.model) for e in engines])
+    addresses = await world.gather([(e.role, e.rank, e.url, e.capacity, e.model, e.key) for e in engines])
     remote = [Engine(*address) for here in addresses for address in here if address[:2] not in own]
     engines += remote
     fleet = sorted((*own.values(), *remote), key=lambda engine: engine.rank)
@@ -207,7 +224,8 @@ async def connect(engines: list, world, timeline) -> dict[str, Pool]:
 
 def load_prompts(config: Config):
     """The actor's tokenizer, the judges', and the prompts."""
-    actor_tokenizer, judge_tokenizers = data.load_tokenizer(config.model), [data.load_tokenizer(judge) for judge in config.judge]
+    load = functools.partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
+    actor_tokenizer, judge_tokenizers = load(config.model), [load(judge) for judge in config.judge]
     encode = functools.partial(data.encode, actor_tokenizer)
     if config.data:
         room = config.max_model_len - config.max_new_tokens
@@ -239,13 +257,21 @@ def main(arguments: list[str]) -> None:
     """One rank: exit status 0 when the asked steps are done, else 1 after one line on stderr (130 after Ctrl-C)."""
     exits.prepare()
     try:
+        if arguments[:1] == ["check"]:
+            import preview
+
+            sys.exit(preview.check(parse_config(arguments[1:], __doc__)))
         config = parse_config(arguments, __doc__)
+        if config.dry_run:
+            import preview
+
+            return preview.dry_run(config)
         if "RANK" not in os.environ:
             raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
         plans = check_batch(config, int(os.environ["WORLD_SIZE"]))
         asyncio.run(exits.until_told(run(config, plans)))
     except ValueError as error:
-        exits.give_up(f"error: {error}", 1)
+        exits.give_up(f"error: {printable(str(error))}", 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         exits.give_up("interrupted", 130)
 

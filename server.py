@@ -84,13 +84,18 @@ def serialize_bucket(bucket: list) -> str:
 # ---- launching -------------------------------------------------------------------------------------------------------
 
 
-def server_environment() -> dict[str, str]:
-    """Ours without torchrun's variables, from which SGLang would join our process group."""
+def server_environment(key: str, store: str) -> dict[str, str]:
+    """Ours without torchrun's variables, from which SGLang would join our process group.
+
+    key: what requests must show; in the environment, because anybody may read a command line. store: a new file in which the
+    processes of the server find each other; SGLang's default is a port, which torch opens on every interface.
+    """
     import torch
 
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
     environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore"}
+    environment |= {"NANOYATT_API_KEY": key, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{store}"}
     if not torch.cuda.is_available():
         # MALLOC: glibc would hand every large buffer back to the kernel, and fault its pages in again at the next step.
         environment |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 30}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}"}
@@ -102,7 +107,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
     import torch
 
     flags = {
-        "model-path": Path(model_dir).resolve(), "weight-version": 0, "port": port,
+        "model-path": Path(model_dir).resolve(), "weight-version": 0, "host": config.host, "port": port,
+        "load-format": "safetensors",  # by default it would take a .bin, too, which is a pickle
         "served-model-name": os.getpid(),  # by which `ready` knows that the server is ours
         "dtype": config.dtype, "random-seed": config.seed + rank,
         "context-length": config.max_model_len, "max-running-requests": config.max_running_requests,
@@ -112,6 +118,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
         "prefill-decode-interval": 8, "prefill-decode-interval-min-bs": 16,
         "skip-server-warmup": None, "sleep-on-idle": None, "log-level": "error",
     }
+    if config.trust_remote_code:
+        flags["trust-remote-code"] = None
     if ranks_of_an_engine(role, config) > 1:  # written for CUDA, not yet run
         if not torch.cuda.is_available():
             raise ValueError(f"--{role}-tp {ranks_of_an_engine(role, config)} needs CUDA: without it an engine spans one rank")

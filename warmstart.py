@@ -333,7 +333,7 @@ def generate(model_dir: Path, tokenizer, prompts: list[str], max_new_tokens: int
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, use_safetensors=True)
     batch = tokenizer(prompts[world.rank :: world.size], padding=True, padding_side="left", return_tensors="pt")
     settings = dict(do_sample=True, temperature=1.0, top_k=0) if sample else dict(do_sample=False)
     torch.manual_seed(world.rank)

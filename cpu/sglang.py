@@ -251,12 +251,15 @@ def run_scheduler_process(*args, **kwargs):
 
 
 def main():
-    if torch.cuda.is_available():
-        runpy.run_module("sglang.launch_server", run_name="__main__")
-        return
+    sys.argv.append("--api-key=" + os.environ.pop("NANOYATT_API_KEY", ""))  # not on the command line, where `ps` shows it
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
 
+    # the key is asked of HTTP requests only: anybody could open a websocket
+    http_server.app.router.routes[:] = [route for route in http_server.app.router.routes if "WebSocket" not in type(route).__name__]
+    if torch.cuda.is_available():
+        runpy.run_module("sglang.launch_server", run_name="__main__")
+        return
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     http_server.launch_server(server_args.prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process)

@@ -306,9 +306,9 @@ def write_verdict(prompt, index, sampling):
 
 def simulate(
     mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
-    out=Path(), resumed=None, **settings,
+    out=Path(), resumed=None, loop=controller.train, **settings,
 ):
-    """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs.
+    """Run the real controllers on fakes, by default the whole `loop`; returns every rank's job and the log of device hand-overs.
 
     prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
     those who want to see what became of a run that failed. With `save_every`, checkpoints go to `out`; `resumed` is one to go on from.
@@ -325,11 +325,11 @@ def simulate(
         servers.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
     if prepare:
         prepare(servers)
-    loop = VirtualClock()
+    clock = VirtualClock()
     jobs = [] if jobs is None else jobs
     for rank in range(size):
         world = world_class(rank, size, meetings)
-        timeline = Timeline(rank, loop.time)
+        timeline = Timeline(rank, clock.time)
         handles = [server if server.rank == rank else server.handle() for server in servers]
         pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
         encode = lambda text: [ord(c) for c in text]  # noqa: E731
@@ -348,17 +348,17 @@ def simulate(
     async def one_rank(job):
         if resumed:
             await restore(job, resumed)
-        await controller.train(job)
+        await loop(job)
 
     async def all_ranks():
         await asyncio.gather(*(one_rank(job) for job in jobs))
 
     try:
-        loop.run_until_complete(all_ranks())
+        clock.run_until_complete(all_ranks())
     finally:
-        for task in asyncio.all_tasks(loop):  # of a run that failed
+        for task in asyncio.all_tasks(clock):  # of a run that failed
             task.cancel()
-        loop.close()
+        clock.close()
     return jobs, log
 
 

@@ -17,6 +17,7 @@ from config import AT_LEAST_1, LIMITS, PRESETS, Config, as_text, check_batch, da
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 PROMISED = ("preset", "mode", "out", "steps", "seed", "model", "judge", "data", "algorithm", "prompts-per-step", "answers-per-prompt")
+PROMISED += ("dry-run", "rollout-only", "train-only", "replay")
 RESOLVED = ("preset", "out", "judge_format", "judge_weights")  # what isn't given follows from the rest
 PATHS = ["--model", "m", "--judge", "j"]
 
@@ -36,6 +37,9 @@ def test_what_is_filled_in_follows_from_the_rest():
     assert parse_config(["--mode", "full"]).out == "runs/tiny-full"
     assert parse_config(["--preset", "cuda"]).out == "runs/cuda-partial"
     assert parse_config(["--out", "x"]).out == "x"
+    assert parse_config(["--rollout-only"]).out == "runs/tiny-partial-rollout-only"
+    train_only = parse_config(["--train-only", "--replay", "r"])
+    assert (train_only.out, train_only.partial_rollout) == ("runs/tiny-partial-train-only", True)
     assert parse_config([*PATHS]).judge_format == ("addition",)
     assert parse_config([*PATHS, "--data", "d"]).judge_format == ("chat",)
     assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == ("addition",)
@@ -94,7 +98,7 @@ VALUES = {
 }
 # these are checked against others
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
-CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s"}
+CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
 FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
 
@@ -163,6 +167,9 @@ BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf"
         (["--judge", "j"], "those two need each other"),
         (["--data", "d"], "--data needs --model and --judge"),
         (["--sp"], "--sp needs --tp 2"),
+        (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only starts no"),
+        (["--train-only"], "--train-only needs --replay FILE"),
+        (["--replay", "r"], "--train-only needs --replay FILE, what a --rollout-only run wrote, and nothing else reads that"),
         (["--collective-timeout-s", "300"], "may take longer than the other controllers wait, --collective-timeout-s 300"),
         (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0: a greedy judge repeats itself"),
         *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1 is needed") for name in AT_LEAST_1],

@@ -1,0 +1,396 @@
+"""Who can come in: loopback and a key on a real run, a model's own code, control characters, servers that an earlier run left."""
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from contextlib import redirect_stdout, suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from models import save_model
+from test_command import SMALL, Run
+
+import data
+import doors
+import orphans
+from config import parse_config, printable
+from report import Progress, Report
+from rollout import Sample
+from server import server_flags
+
+ROOT = Path(__file__).parent.parent
+STEPS = 12  # of the run that is looked at: it must still serve when all has been asked
+PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open: whether it lives, not what it does
+
+
+# ---------------------------------------------------------------- where ranks meet
+
+
+def test_an_interface_is_found_by_its_address():
+    """Loopback is `lo`; an address that no interface has is named, and so are those to choose from."""
+    assert doors.interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match=r"--host 203.0.113.7 is not an address of this machine; it has .*127.0.0.1"):
+        doors.interface_of("203.0.113.7")
+
+
+FOLDER = "import doors; print(doors.private_folder())"
+
+
+def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
+    """The same for all its children, another after a restart; nobody else may enter. One that others may enter is refused."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+
+    def child(**more):
+        ran = subprocess.run([sys.executable, "-c", FOLDER], cwd=ROOT, env=environment | more, capture_output=True, text=True)
+        return Path(ran.stdout.strip()) if ran.returncode == 0 else ran.stderr
+
+    folder = child()
+    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert child() == folder != child(TORCHELASTIC_RESTART_COUNT="1")
+    folder.chmod(0o777)
+    assert "is open to others" in child()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert "is open to others" in child()
+
+
+def test_ranks_of_several_machines_cannot_meet_on_loopback(monkeypatch):
+    """It is said, with the setting that helps."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"):
+        doors.meeting_point("127.0.0.1")
+
+
+# ---------------------------------------------------------------- text from a model
+
+
+@given(st.text())
+@example("\x1b[2J\x1b]0;title\x07\r\x9b1A\u202e\u2028\ud800")
+def test_what_a_terminal_sees_is_printable(text):
+    """No control character but line ends and tabs, and nothing that can't be encoded; a text without any stays as it is."""
+    shown = printable(text)
+    assert all(c.isprintable() or c in "\n\t" for c in shown)
+    assert printable(shown) == shown == shown.encode().decode()
+    harmless = all(c.isprintable() or c in "\n\t" for c in text)
+    assert (shown == text) == harmless
+
+
+def test_the_progress_lines_are_printable():
+    """Whatever a note quotes."""
+    with redirect_stdout(io.StringIO()) as shown:
+        progress = Progress(1, is_main=True)
+        progress.line("an answer: \x1b[2Jcleared")
+        progress.close()
+    assert shown.getvalue() == "an answer: \\x1b[2Jcleared\n"
+
+
+class Tags(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.add(tag)
+
+
+HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(1)> [click](javascript:alert(1))\n# heading\n    code\n</code></pre><b>"
+
+
+def test_tensorboard_shows_a_models_text_as_text(tmp_path):
+    """As TensorBoard renders it: one block of code, whatever question, answer and critique are; and samples.jsonl is one row."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdowns_to_safe_html
+
+    world, config = SimpleNamespace(rank=0), SimpleNamespace(answers_per_prompt=1)
+    report = Report(config, world, tmp_path, None, lambda tokens: HOSTILE)
+    sample = Sample(0, 0, [1], HOSTILE, HOSTILE, response=[2], critique=HOSTILE, verdict=True, reward=1.0)
+    report._write_samples(0, SimpleNamespace(kept=[sample]))
+    report._writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [text] = events.Tensors("samples/0/text_summary")[0].tensor_proto.string_val
+    page = markdowns_to_safe_html([text], lambda parts: parts[0])
+    assert Tags(page).found == {"pre", "code"}
+    [row] = map(json.loads, (tmp_path / "samples.jsonl").open())
+    assert row["response"] == row["critique"] == row["question"] == HOSTILE
+
+
+# ---------------------------------------------------------------- a model's own code
+
+TOKENIZER_CODE = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+Path(__file__).with_name("ran").touch()
+Path({mark!r}).touch()
+
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_tokenizers_own_code_runs_only_if_it_is_trusted(tmp_path, monkeypatch, trusted):
+    """The directory names a class of its own, whose module leaves a mark when it is imported."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    home, mark = save_model(tmp_path / "model"), tmp_path / "mark"
+    settings = json.loads((home / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    (home / "tokenizer_config.json").write_text(json.dumps(settings))
+    (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(mark)))
+    with suppress(ValueError):  # without trust it may refuse the directory, or take the class that it knows
+        data.load_tokenizer(str(home), trusted)
+    assert mark.exists() == trusted
+
+
+def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
+    """Unless asked for; weights come from safetensors in any case."""
+    home = save_model(tmp_path / "model")
+    flags = server_flags("genrm", 1, 43030, home, parse_config([]))
+    assert "--trust-remote-code" not in flags and flags[flags.index("--load-format") + 1] == "safetensors"
+    assert flags[flags.index("--host") + 1] == "127.0.0.1"
+    assert "--trust-remote-code" in server_flags("genrm", 1, 43030, home, parse_config(["--trust-remote-code"]))
+
+
+# ---------------------------------------------------------------- orphans
+
+SERVER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A server of two processes in a group of its own, as `Engine.launch` starts it, and the file that notes it."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert server.stdout.readline() == "up\n"
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "logs" / "genrm-1.pid"
+    orphans.note(path, server.pid)
+    yield server, path
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def changed(path, **more):
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+
+
+def test_a_server_whose_owner_is_gone_is_ended_with_its_group(left, tmp_path):
+    """A line names it, its file goes, and a second look finds nothing."""
+    server, path = left
+    child = psutil.Process(server.pid).children()[0]
+    changed(path, owner_born=0.0)  # the owner's process id is another's by now
+    assert orphans.end_orphans(tmp_path) == [f"ended process {server.pid}, a server that an earlier run left: genrm-1"]
+    assert not psutil.pid_exists(server.pid) and not path.exists()
+    psutil.wait_procs([child], 5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert orphans.end_orphans(tmp_path) == []
+
+
+def test_a_process_that_began_at_another_time_is_not_ours(left, tmp_path):
+    """A process id is used again: what stands behind it now is spared."""
+    server, path = left
+    changed(path, owner_born=0.0, born=json.loads(path.read_text())["born"] - 60)
+    assert orphans.end_orphans(tmp_path) == []
+    assert server.poll() is None and not path.exists()
+
+
+def test_a_run_that_is_not_over_is_not_touched(left, tmp_path):
+    """Its owner lives (this process): one sentence, nothing ended, the note stays."""
+    server, path = left
+    with pytest.raises(ValueError, match=f"--out {tmp_path}: a run is at work there .process {os.getpid()}."):
+        orphans.end_orphans(tmp_path)
+    assert server.poll() is None and path.exists()
+
+
+def test_a_server_that_is_gone_is_forgotten(left, tmp_path):
+    """Owner and server are dead: nothing to end, and the file goes."""
+    server, path = left
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+    changed(path, owner_born=0.0)
+    assert orphans.end_orphans(tmp_path) == [] and not path.exists()
+
+
+# ---------------------------------------------------------------- real runs: --rollout-only, looked at while it serves; --train-only
+
+
+def listening(process):
+    """Addresses of a process's listening sockets, and of UDP sockets that are bound."""
+    for socket in process.net_connections("inet"):
+        if socket.status == psutil.CONN_LISTEN or (not socket.raddr and socket.laddr and socket.status == psutil.CONN_NONE):
+            yield socket.laddr.ip, socket.laddr.port
+
+
+def look(run, seen):
+    """Add what can be seen of the run now: command line -> listening addresses."""
+    for process, command in list(run.processes()):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            seen.setdefault(command, set()).update(listening(process))
+
+
+def ask(port, method, path, key=None):
+    """HTTP status of an empty request."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def refusals(port, key):
+    """(method, path) -> HTTP statuses without a key and with a wrong one, for every route of a server."""
+    status, text = ask(port, "GET", "/openapi.json", key)
+    assert status == 200, text
+    paths = {path.replace("{", "").replace("}", ""): methods for path, methods in json.loads(text)["paths"].items()}
+    routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    routes += [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere"), ("POST", "/generate")]
+    return {route: (ask(port, *route)[0], ask(port, *route, "0" * 64)[0]) for route in routes if not route[1].startswith(PROBES)}
+
+
+def handshake(port):
+    """HTTP status of a websocket's opening."""
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "x" * 22 + "=="}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/realtime", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory):
+    """A --rollout-only run of the demo, what was seen of it while it served, and the --train-only run on its replay."""
+    home = tmp_path_factory.mktemp("run")
+    run, seen, facts = Run(home / "serve", 43040, [*SMALL, "--rollout-only", "--steps", str(STEPS)]), {}, {}
+    run.start()
+    try:
+        run.wait_for(lambda run: look(run, seen) or (run.folder / "out" / "metrics.jsonl").is_file(), 500)
+        servers = [(p, c) for p, c in run.processes() if "cpu.sglang" in c]
+        facts["key"] = {p.environ()["NANOYATT_API_KEY"] for p, _ in servers}
+        facts["notes"] = {path.stem: json.loads(path.read_text()) for path in (run.folder / "out" / "logs").glob("*.pid")}
+        facts["servers"] = {p.pid: p.create_time() for p, _ in servers}
+        [key] = facts["key"]
+        facts["refused"] = {port: refusals(port, key) for port in (43040, 43043)}
+        facts["websockets"] = [handshake(port) for port in (43040, 43043)]
+        look(run, seen)
+        facts["was serving"] = len(servers) == 2 and run.guard.poll() is None
+    finally:
+        run.finish()
+    replay = run.folder / "out" / "replay.jsonl"
+    train = Run(home / "train", 43060, [*SMALL, "--train-only", "--replay", str(replay), "--steps", "3"]).start()
+    trained = {}
+    try:
+        train.wait_for(lambda run: look(run, trained) or run.guard.poll() is not None, 500)
+    finally:
+        train.finish()
+    return run, seen, facts, train, trained
+
+
+def test_it_ran(looked_at):
+    """Both halves end well, with nothing left behind, no note of a process either."""
+    run, _, _, train, _ = looked_at
+    for each in (run, train):
+        assert each.status == 0, each.stderr + each.stdout
+        each.check_nothing_is_left()
+        assert "warning" not in (each.stderr + each.stdout).lower()
+    assert {path.name for path in (run.folder / "out" / "logs").iterdir()} == {"rollout-0.log", "genrm-1.log"}
+
+
+def test_a_request_without_the_key_is_refused(looked_at):
+    """By both servers, on every path, and with a wrong key too; a websocket isn't opened. What SGLang itself asks (a probe) is open."""
+    _, _, facts, _, _ = looked_at
+    assert facts["was serving"]
+    for refused in facts["refused"].values():
+        assert len(refused) > 50
+        assert all(status in (401, 403) for statuses in refused.values() for status in statuses), refused
+    assert all(status in (401, 403, 404) for status in facts["websockets"])
+
+
+def test_the_key_is_nowhere_to_be_read(looked_at):
+    """One key a run, in no command line and in no file that the run left."""
+    run, seen, facts, _, _ = looked_at
+    [key] = facts["key"]
+    assert len(key) == 64 and not any(key in command for command in seen)
+    files = [path for path in (run.folder).rglob("*") if path.is_file()]
+    assert len(files) > 8 and not any(key.encode() in path.read_bytes() for path in files)
+
+
+def test_every_socket_is_on_loopback(looked_at):
+    """Of all processes of both runs, from their first moment; but torchrun's own store, which no rank reads."""
+    _, seen, _, _, trained = looked_at
+    ours = {command: addresses for command, addresses in (seen | trained).items() if "bin/torchrun" not in command}
+    assert any("cpu.sglang" in command for command in ours) and any("run.py" in command for command in ours)
+    assert {address for addresses in ours.values() for address, _ in addresses} <= {"127.0.0.1", "::1"}, ours
+    assert {("127.0.0.1", 43040), ("127.0.0.1", 43043)} <= {address for addresses in ours.values() for address in addresses}
+    torchruns = {address for command, addresses in (seen | trained).items() if "bin/torchrun" in command for address in addresses}
+    assert {port for _, port in torchruns} <= {43049, 43069}  # the --master-port of either
+
+
+def test_each_server_was_noted_while_it_served(looked_at):
+    """By role and rank: process and start time of the server, and of its rank."""
+    _, _, facts, _, _ = looked_at
+    assert facts["notes"].keys() == {"rollout-0", "genrm-1"}
+    assert {note["pid"]: note["born"] for note in facts["notes"].values()} == facts["servers"]
+    assert all(note["owner"] not in facts["servers"] for note in facts["notes"].values())
+
+
+def test_the_rollout_alone_leaves_its_samples_whole(looked_at):
+    """Every step's groups, whole, all one by the weights of the start; metrics of serving and none of training."""
+    run, _, _, _, _ = looked_at
+    rows = [json.loads(line) for line in (run.folder / "out" / "replay.jsonl").open()]
+    assert {row["step"] for row in rows} == set(range(STEPS))
+    assert {version for row in rows for version in row["versions"]} == {0}
+    assert all(len(row["response"]) == len(row["logprobs"]) > 0 and row["reward"] in (0.0, 1.0) for row in rows)
+    metrics = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()][:STEPS]
+    for step, row in enumerate(metrics):
+        mine = [len(r["response"]) for r in rows if r["step"] == step]
+        assert row["rollout/tokens_trained"] == sum(mine) and "train/loss" not in row
+    assert f"--train-only --replay {run.folder / 'out' / 'replay.jsonl'}" in run.stdout
+
+
+def test_training_alone_trains_on_them(looked_at):
+    """No server was started; every token is trained on; the first step agrees with the engine, the others hold stale tokens."""
+    run, _, _, train, trained = looked_at
+    assert not any("cpu.sglang" in command for command in trained)
+    rows = [json.loads(line) for line in (run.folder / "out" / "replay.jsonl").open()]
+    metrics = [json.loads(line) for line in (train.folder / "out" / "metrics.jsonl").open()][:3]
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for step, row in enumerate(metrics):
+        assert row["train/tokens"] == sum(len(r["response"]) for r in rows if r["step"] == step)
+        assert row["train/stale_token_frac"] == float(step > 0) and row["train/grad_norm"] > 0
+    assert 0 < metrics[0]["train/engine_logprob_diff_max"] <= 1e-4
+
+
+def test_a_second_run_in_the_same_place(tmp_path):
+    """Is refused while a process lives that owns a server of the first (here this one); later it ends what was left."""
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        orphans.note(tmp_path / "out" / "logs" / "rollout-0.pid", sleeper.pid)
+        run = Run(tmp_path / "again", 43080, [*SMALL, "--out", str(tmp_path / "out")]).start().finish(200)
+        run.check_one_line("a run is at work there")
+        assert sleeper.poll() is None
+        changed(tmp_path / "out" / "logs" / "rollout-0.pid", owner_born=0.0)
+        run = Run(tmp_path / "then", 43080, [*SMALL, "--steps", "1", "--out", str(tmp_path / "out")]).start().finish()
+        assert run.status == 0 and f"ended process {sleeper.pid}" in run.stdout, run.stderr
+        assert sleeper.wait(5) == -signal.SIGKILL
+    finally:
+        sleeper.kill()
+        sleeper.wait()

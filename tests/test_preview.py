@@ -1,0 +1,192 @@
+"""What is said before a run: sizes worked out by hand and against the real libraries, and the two commands as a user types them."""
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from math import prod
+from pathlib import Path
+
+import psutil
+import pytest
+from models import save_model
+from tiny_models import make_tiny_qwen3
+
+import preview
+from config import Config, check_batch, parse_config
+from preview import Place, actor_bytes, device_map, engine_bytes, parameters, qwen3_shapes
+from server import checkpoint_shapes
+
+ROOT = Path(__file__).parent.parent
+DEMO = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, head_dim=24)
+SMALL = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+TWO_LAYERS = qwen3_shapes(SMALL | {"vocab_size": 10})
+
+
+def settings(**more):
+    return dataclasses.replace(parse_config([]), **more)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_the_demos_shapes_are_those_that_transformers_makes(tmp_path):
+    """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
+    shapes = qwen3_shapes(DEMO | {"vocab_size": 64})
+    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo"))
+    assert sum(map(prod, shapes.values())) == parameters(shapes, tp=1, pp=1, stage=0) == 366_384
+
+
+def test_a_ranks_part_of_the_actor_by_hand():
+    """Two layers of 8: attention 8*8 + 4*8 + 4*8 + 8*8 = 192, MLP 3*8*16 = 384, norms 2*8 + 2*4 = 24; embedding 80; last norm 8."""
+    assert parameters(TWO_LAYERS, tp=1, pp=1, stage=0) == 80 + 2 * (192 + 384 + 24) + 8
+    assert parameters(TWO_LAYERS, tp=2, pp=1, stage=0) == 40 + 2 * (96 + 192 + 24) + 8  # norms are not cut
+    assert parameters(TWO_LAYERS, tp=1, pp=2, stage=0) == 80 + 600
+    assert parameters(TWO_LAYERS, tp=1, pp=2, stage=1) == 80 + 600 + 8  # with its copy of the tied embedding
+    untied = TWO_LAYERS | {"lm_head.weight": [10, 8]}
+    assert parameters(untied, tp=1, pp=1, stage=0) == 80 + 1200 + 8 + 80
+    assert (parameters(untied, 1, 2, 0), parameters(untied, 1, 2, 1)) == (680, 688)  # no copy
+
+
+def test_bytes_of_the_actor_by_hand():
+    """1288 parameters in fp32: 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 data-parallel ranks; logits 256 x 10 x 4."""
+    config = settings(max_tokens_per_micro_batch=256)
+    assert actor_bytes(TWO_LAYERS, config, dp=2, stage=0) == {
+        "weights": 5152, "gradients": 5152, "optimizer": 5152, "logits": 10240,
+    }  # fmt: skip
+    bf16 = actor_bytes(TWO_LAYERS, dataclasses.replace(config, dtype="bfloat16"), dp=1, stage=0)
+    assert (bf16["weights"], bf16["gradients"], bf16["optimizer"]) == (2576, 5152, 15456)  # and the weights in fp32
+    first = actor_bytes(TWO_LAYERS, dataclasses.replace(config, pp=2), dp=1, stage=0)
+    assert "logits" not in first  # the last stage alone has them
+
+
+def test_bytes_of_an_engine_by_hand():
+    """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; 256 of them, over two ranks half each."""
+    config = settings(max_total_tokens=256)
+    assert engine_bytes(TWO_LAYERS, config, tp=1) == {"weights": 5152, "KV cache": 16384}
+    assert engine_bytes(TWO_LAYERS, config, tp=2) == {"weights": 2576, "KV cache": 8192}
+
+
+@pytest.mark.parametrize("tp,pp,cp,ranks", [(1, 1, 1, 4), (2, 1, 1, 4), (2, 2, 1, 8), (2, 2, 2, 16), (1, 3, 2, 12)])
+def test_the_grid_is_megatrons(tp, pp, cp, ranks):
+    """Ranks of one group of a kind agree in all other coordinates, and count up in their own."""
+    from cpu.megatron import install
+
+    install()
+    from megatron.core.parallel_state import RankGenerator
+
+    config = settings(tp=tp, pp=pp, cp=cp, prompts_per_step=ranks)
+    generator = RankGenerator(tp=tp, ep=1, dp=ranks // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    for kind in ("tp", "cp", "dp", "pp"):
+        for group in generator.get_ranks(kind):
+            places = [dataclasses.asdict(Place.of(rank, config, ranks)) for rank in group]
+            assert [place.pop(kind) for place in places] == list(range(len(group)))
+            assert all(place == places[0] for place in places)
+
+
+def test_the_device_map_names_who_owns_which_server():
+    """Ports are the ranks'; a rank whose server isn't in every plan says in how many."""
+    config = settings(port=43010)
+    assert device_map(config, check_batch(config, 2), 2) == [
+        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout at 127.0.0.1:43010",
+        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm at 127.0.0.1:43013",
+    ]
+    moving = dataclasses.replace(config, rebalance=True)
+    lines = device_map(moving, check_batch(moving, 4), 4)
+    assert lines[0] == "  may move to 1|3, 3|1"
+    assert lines[2].endswith("rollout at 127.0.0.1:43012 in 2 of 3 plans; genrm at 127.0.0.1:43013 in 1 of 3 plans")
+    without = dataclasses.replace(config, train_only=True, replay="r")
+    assert not any("at 127" in line for line in device_map(without, check_batch(without, 2), 2))
+
+
+# ---------------------------------------------------------------- --dry-run
+
+
+def command(*arguments, **environment):
+    """run.py as a user starts it; what it printed."""
+    ran = subprocess.run(
+        [sys.executable, "run.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
+    )
+    assert "Traceback" not in ran.stderr
+    return ran
+
+
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_a_dry_run_starts_nothing(tmp_path, ranks):
+    """Alone it speaks of two ranks, else of WORLD_SIZE; no process, no folder; exit status 0; every setting is there."""
+    out = tmp_path / "out"
+    world = {} if ranks is None else {"WORLD_SIZE": str(ranks)}
+    ran = command("--dry-run", "--out", out, "--lr", "0.25", "--port", 43020, **world)
+    assert ran.returncode == 0 and not ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks") and lines[-1] == "nothing was started"
+    assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == (ranks or 2)
+    named = set(re.findall(r"(?:^|\s)([a-z0-9-]+)(?=\s)", ran.stdout))
+    assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
+    assert "lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
+    assert not out.exists()
+
+
+def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
+    """Rank 0 does; torchrun ends well."""
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "43029", "run.py", "--dry-run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*torchrun, "--out", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("nothing was started") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path):
+    """The batch, the model's directory, how it is cut, and the address, each in one line."""
+    save_model(tmp_path / "model")
+    own = ["--model", tmp_path / "model", "--judge", tmp_path / "model"]
+    for arguments, named in (
+        (["--prompts-per-step", "15"], "--prompts-per-step 15"),
+        (["--model", tmp_path / "nowhere", "--judge", tmp_path / "model"], "nowhere"),
+        ([*own, "--pp", "2", "--tp", "4", "--mode", "full"], "--tp 4 does not divide"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
+    ):
+        ran = command("--dry-run", *arguments, WORLD_SIZE="8")
+        assert ran.returncode == 1 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_check_is_one_screen_and_says_yes():
+    """Here all is installed."""
+    ran = command("check", "--port", 43024)
+    assert ran.returncode == 0 and not ran.stderr, ran.stdout
+    lines = ran.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 120 and lines[-1] == "a run of 2 ranks can start"
+    for name in ("Python", "torch", "megatron-core", "sglang", "accelerator", "ports", "disk", "memory"):
+        assert any(line.startswith(f"  {name} ") for line in lines), name
+
+
+def test_check_names_a_taken_port(capsys):
+    """And no other."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 43026))
+        taken.listen()
+        assert preview.check(settings(port=43024)) == 1
+    printed = capsys.readouterr().out
+    assert "! ports" in printed and "43024-43027 on 127.0.0.1: 43026 taken" in printed and printed.endswith("missing: ports\n")
+
+
+def test_check_names_what_is_not_there(capsys, monkeypatch):
+    """A package that isn't installed, too little memory for the ranks."""
+
+    def version(name):
+        if name == "sglang":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(preview, "version", version)
+    monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
+    assert preview.check(settings(port=43024)) == 1
+    printed = capsys.readouterr().out
+    assert "! sglang         not installed (pinned: ==0.5.23)" in printed
+    assert printed.endswith("missing: sglang, memory\n")

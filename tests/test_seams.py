@@ -1,0 +1,161 @@
+"""Each half of the loop on its own: under fakes on a virtual clock, and the file between the two."""
+
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+from fakes import simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import controller
+import seams
+from rollout import Sample
+from seams import choose, read_replay, rollout_only, train_only
+
+LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 4), ("auto", 4, 1)]
+
+
+def rollout(out, mode, size, **more):
+    """Jobs and device log of a --rollout-only run whose replay is in `out`."""
+
+    def write_there(job):
+        job.report.out = out
+
+    return simulate(mode, size, loop=rollout_only, prepare_job=write_there, **more)
+
+
+def keys(samples):
+    return [(s.prompt_id, s.index) for s in samples]
+
+
+def without_advantages(samples):
+    """By key, the samples as they were before the algorithm came to them."""
+    return {(s.prompt_id, s.index): dataclasses.replace(s, advantages=None) for s in samples}
+
+
+# ---------------------------------------------------------------- serve and judge
+
+
+@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+def test_rollout_only_serves_what_a_run_would_train_on(tmp_path, mode, size, tp):
+    """Its first step is the first step of the whole loop, sample by sample; the actor is handed the devices but never trains."""
+    jobs, _ = rollout(tmp_path, mode, size, tp=tp)
+    whole, _ = simulate(mode, size, tp=tp)
+    steps = read_replay(tmp_path / "replay.jsonl")
+    assert len(steps) == jobs[0].config.steps
+    trained = [sample for job in whole if job.actor.is_head for sample in job.report.steps[0][2]]
+    assert without_advantages(steps[0]) == without_advantages(trained)
+    assert all(job.actor.version == 0 and not job.actor.batches for job in jobs)
+
+
+@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode, size, tp):
+    """All controllers' samples of a step, whoever served them; the tokens, logprobs and verdicts as they were."""
+    jobs, _ = rollout(tmp_path, mode, size, tp=tp)
+    for number, step in enumerate(read_replay(tmp_path / "replay.jsonl")):
+        kept = [sample for job in jobs for sample in job.report.steps[number][1].kept]
+        assert keys(step) == sorted(keys(kept)) and len(set(keys(step))) == len(step)
+        assert without_advantages(step) == without_advantages(kept)
+        assert {version for sample in step for version in sample.versions} == {0}
+
+
+# ---------------------------------------------------------------- train
+
+
+@pytest.mark.parametrize("size,tp", [(1, 1), (2, 1), (4, 2), (4, 4), (3, 1)])
+def test_train_only_trains_on_each_sample_once_and_asks_no_engine(tmp_path, size, tp):
+    """A step of the replay is a step of training, on any number of ranks; groups stay whole, so advantages are the group's."""
+    rollout(tmp_path, "partial", 2)
+    steps = read_replay(tmp_path / "replay.jsonl")
+    servers = []
+    loop = partial(train_only, steps=steps)
+    jobs, _ = simulate("full", size, tp=tp, loop=loop, prepare=servers.extend, partial_rollout=True, prompts_per_step=12)
+    heads = [job for job in jobs if job.actor.is_head]
+    for number, step in enumerate(steps):
+        trained = [sample for job in heads for sample in job.actor.batches[number]]
+        assert sorted(keys(trained)) == keys(step)
+        assert without_advantages(trained) == without_advantages(step)
+        for prompt_id in {s.prompt_id for s in step}:  # GRPO: a group's advantages cancel out
+            group = [s for s in trained if s.prompt_id == prompt_id]
+            assert sum(s.advantages[0] for s in group) == pytest.approx(0.0, abs=1e-5) and any(s.advantages[0] for s in group)
+    assert all(job.actor.version == len(steps) for job in jobs)
+    assert not any(server.server.requests for server in servers)
+
+
+def test_train_only_stops_at_steps_or_at_the_end_of_the_replay(tmp_path):
+    """Fewer steps when fewer are asked for; when the file has fewer, a line says so."""
+    rollout(tmp_path, "partial", 2, steps=3)
+    loop = partial(train_only, steps=read_replay(tmp_path / "replay.jsonl"))
+    (job, *_), _ = simulate("full", 1, loop=loop, steps=2, partial_rollout=True)
+    assert job.actor.version == 2 and not job.report.notes
+    (job, *_), _ = simulate("full", 1, loop=loop, steps=9, partial_rollout=True, replay="r.jsonl")
+    assert job.actor.version == 3 and job.report.notes == ["r.jsonl holds 3 steps, fewer than --steps 9: all are trained on"]
+
+
+def test_samples_of_weights_to_come_are_refused():
+    """They can't be on-policy nor stale: another checkpoint wrote them."""
+    sample = Sample(0, 0, [1], response=[2], logprobs=[-0.5], versions=[5], finish="stop", verdict=True, reward=1.0)
+    with pytest.raises(ValueError, match="--replay r: step 0 is of weights v5, newer than the actor's v0"):
+        simulate("full", 1, loop=partial(train_only, steps=[[sample]]), partial_rollout=True, replay="r")
+
+
+def test_the_settings_choose_the_loop(tmp_path):
+    """The whole one by default; a replay is read at once."""
+    rollout(tmp_path, "partial", 2, steps=1)
+    (job, *_), _ = simulate("full", 1)
+    config = job.config
+    config.rollout_only = config.train_only = False
+    assert choose(config) is controller.train
+    config.rollout_only = True
+    assert choose(config) is rollout_only
+    config.rollout_only, config.train_only, config.replay = False, True, str(tmp_path / "replay.jsonl")
+    assert choose(config).keywords == {"steps": read_replay(tmp_path / "replay.jsonl")}
+
+
+# ---------------------------------------------------------------- the file
+
+TOKENS = st.lists(st.integers(0, 2**31), max_size=5)
+LOGPROBS = st.lists(st.floats(-80, 0), max_size=5)
+SAMPLES = st.builds(
+    Sample, st.integers(0, 9), st.integers(0, 9), TOKENS, question=st.text(), answer_key=st.none() | st.text(), response=TOKENS,
+    logprobs=LOGPROBS, finish=st.sampled_from(["stop", "length"]), versions=TOKENS, critique=st.text(),
+    verdict=st.none() | st.booleans(), reward=st.none() | st.floats(0, 1),
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(SAMPLES, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps):
+    """Whatever text and numbers the samples hold: JSON keeps a float exactly, and a line end in a text isn't one in the file."""
+    path = tmp_path_factory.mktemp("replay") / "replay.jsonl"
+    rows = [{"step": number} | dataclasses.asdict(sample) for number, step in enumerate(steps) for sample in step]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_replay(path) == steps
+
+
+GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
+
+
+@pytest.mark.parametrize(
+    "text,named",
+    [
+        ("", "replay.jsonl: the file holds no sample"),
+        (GOOD + "\n{nope}\n", "replay.jsonl:2: not valid JSON"),
+        (GOOD + "\n" + GOOD[: len(GOOD) // 2], "replay.jsonl:2: not valid JSON"),  # the run was killed while it wrote
+        ('{"step": 0}\n', "replay.jsonl:1: expected the fields of a Sample"),
+        ("3\n", "replay.jsonl:1: expected the fields of a Sample"),
+        (GOOD.replace('"index"', '"number"'), "replay.jsonl:1: expected the fields of a Sample"),
+    ],
+)
+def test_a_bad_replay_is_named(tmp_path, text, named):
+    """File and line, in one sentence."""
+    (tmp_path / "replay.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=named):
+        read_replay(tmp_path / "replay.jsonl")
+
+
+def test_a_missing_replay_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--replay .*nowhere: no such file"):
+        seams.read_replay(tmp_path / "nowhere")
