@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout import Answer, Sample, Sampling
+from rollout import Answer, EngineLost, Sample, Sampling
 
 BACKOFF_S = 2.5  # before a call that was given up is made again: SGLang aborts a request 2 s after its client has left
 LONGEST_BACKOFF_S = 30.0
+LOOK_S = 0.05  # a call that waits for an engine looks so often
 
 
 @dataclass(frozen=True)
@@ -231,17 +232,27 @@ class Judge:
         return Judgement("\n".join(texts), combine(verdicts, calls.vote))
 
     async def _call(self, number: int, prompt: list[int], count: int, pool) -> list[Answer]:
-        """One request for `count` critiques, which share the prompt's KV cache; returns those that came in time."""
+        """One request for `count` critiques, which share the prompt's KV cache; returns those that came in time.
+
+        What an engine owes that is lost is asked of another. Waits while none is up.
+        """
         sampling = self.models[number].sampling
         clock, replies = asyncio.get_running_loop().time, []
         async with self._free:
-            start, engine = clock(), pool.route(number)
-            try:
-                async with asyncio.timeout(self.calls.timeout_s):
-                    async for reply in engine.generate([prompt] * count, sampling):
-                        self.latencies.append(clock() - start)
-                        replies.append(reply)
-            except TimeoutError:  # leaving the request has closed it, and its server will abort it
-                self.timeouts += 1
-                pool.avoid(engine)
+            while len(replies) < count:
+                if (engine := pool.route(number)) is None:
+                    await asyncio.sleep(LOOK_S)
+                    continue
+                start = clock()
+                try:
+                    async with asyncio.timeout(self.calls.timeout_s):
+                        async for reply in engine.generate([prompt] * (count - len(replies)), sampling):
+                            self.latencies.append(clock() - start)
+                            replies.append(reply)
+                except (TimeoutError, EngineLost) as error:
+                    if isinstance(error, EngineLost) and not engine.up:
+                        continue
+                    self.timeouts += 1  # leaving the request has closed it, and its server will abort it
+                    pool.avoid(engine)
+                    break
         return replies
