@@ -102,26 +102,28 @@ class Device:
 
 
 class FakeServer(SimpleNamespace):
-    """What all handles on one engine share: the server, and the one after it, if it dies.
+    """What all handles on one engine share: the server, and those that take its place.
 
     version: of the weights that it was pushed. pace: seconds a token. is_deaf: it hears no abort. starts: how many more times it can
     be started.
     """
 
-    def __init__(self, device, role):
-        super().__init__(device=device, role=role, version=None, awake=True, requests=0, aborts=[], asked=[], pace=SECONDS_PER_TOKEN)
+    def __init__(self, device, role, rank):
+        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, requests=0, aborts=[], asked=[], pace=SECONDS_PER_TOKEN)
         self.is_deaf, self.runs, self.hangs, self.starts = False, True, False, 10**6
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
     def die(self):
         """As by kill -9: its memory is free, and what it owed breaks."""
+        if not self.runs:
+            return
         self.runs = self.hangs = self.awake = False
         self.device.give(f"{self.role} weights", f"{self.role} cache")
         self._change()
 
     def hang(self):
         """As by SIGSTOP: nothing comes from it any more."""
-        self.hangs = True
+        self.hangs = self.runs
         self._change()
 
     def _change(self):
@@ -141,7 +143,7 @@ class FakeEngine:
 
     def __init__(self, role, rank, device, write, capacity=16, model=0):
         self.role, self.rank, self.capacity, self.awake, self.up = role, rank, capacity, True, True
-        self.server = FakeServer(device, role)
+        self.server = FakeServer(device, role, rank)
         self._write = write
         self.on_request, self.outstanding, self.model = None, 0, model
         self.name = f"{role} engine of rank {rank}"
@@ -254,8 +256,7 @@ class FakeEngine:
 
     async def kill(self):
         self.awake = False
-        if self.server.runs:
-            self.server.die()
+        self.server.die()
 
     def log_tail(self):
         return "; the end of its log"
@@ -322,10 +323,14 @@ class FakeReport:
 
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
-        self.carried, self.buffers = [], []
+        self.carried, self.buffers, self.cursors, self.restarts = [], [], [], []
 
     def note(self, text):
         self.notes.append(text)
+
+    def dump(self, samples):
+        self.dumped = samples
+        return "OUT/skipped_samples.jsonl"
 
     def accuracy(self, step, value, now):
         self.accuracies[step] = value
@@ -334,6 +339,8 @@ class FakeReport:
         held = [sample for group in served.carried for sample in group]
         self.carried.append({(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held})
         self.buffers.append(list(job.prompts.buffer))
+        self.cursors.append(job.prompts.cursor)
+        self.restarts.append(stats["faults/engine_restarts"])
         self.marks += job.timeline.marks
         self.steps.append((step, served, samples, job.timeline.take()))
 
@@ -368,12 +375,12 @@ def write_verdict(prompt, index, sampling):
 
 def simulate(
     mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
-    **settings,
+    events=(), **settings,
 ):
     """Run the real controllers on fakes; returns every rank's job and the log of device hand-overs.
 
     prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
-    those who want to see what became of a run that failed.
+    those who want to see what became of a run that failed. events: (seconds, function(servers, jobs)), called when it is time.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
     config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0) | settings)
@@ -405,6 +412,9 @@ def simulate(
         jobs.append(job)
         if prepare_job:
             prepare_job(job)
+
+    for seconds, event in events:
+        loop.call_at(seconds, event, [server.server for server in servers], jobs)
 
     async def all_ranks():
         await asyncio.gather(*(controller.train(job) for job in jobs))
