@@ -98,6 +98,7 @@ class Config:
     engine_timeout_s: float = 300.0  # for an engine to come up
     collective_timeout_s: float = 600.0  # for the slowest controller to arrive
     engine_probe_s: float = 30.0  # an awake engine without a sign of life for so long hangs: it is started again
+    deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off in the cuda preset, where it costs speed
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
@@ -155,7 +156,8 @@ class Config:
 PRESETS = {
     "tiny": {},
     "cuda": dict(dtype="bfloat16", max_logprob_diff=1.0, lr=1e-6, max_model_len=4096, max_new_tokens=2048, judge_max_new_tokens=1024)
-    | dict(max_running_requests=256, max_total_tokens=1 << 20, max_tokens_per_micro_batch=16384, prompts_per_step=64),
+    | dict(max_running_requests=256, max_total_tokens=1 << 20, max_tokens_per_micro_batch=16384, prompts_per_step=64)
+    | dict(deterministic=False),
 }
 
 

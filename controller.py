@@ -144,8 +144,8 @@ def check_skips(job: Job, stats: dict[str, float], mini_batches) -> None:
     if job.state.skips == job.config.max_skips:
         path = job.report.dump(flat(mini_batches) if job.actor.is_head else [])
         raise ValueError(
-            f"--max-skips {job.state.skips}: the loss or the gradient of so many updates in a row was not finite; the samples of the last "
-            f"one are in {path}"
+            f"--max-skips {job.state.skips}: the loss or the gradient of so many updates in a row was not finite; "
+            f"the samples of the last one are in {path}"
         )
 
 

@@ -50,8 +50,8 @@ class Prompts:
         return again + list(fresh)
 
     def put_back(self, draws: list[int]) -> None:
-        """Draw numbers whose answers weren't used: their prompts come first in the next step."""
-        self.buffer.extend(draws)
+        """Draw numbers whose answers weren't used: their prompts come first in the next step, before what waits already."""
+        self.buffer[:0] = draws
 
     def group(self, draw: int, answers: int) -> list[Sample]:
         """The group of one prompt: `answers` empty samples, with the draw number as `prompt_id`."""

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from rollout import WRITTEN, Sample
 
+MARGIN = 1.2  # a refill, over what should do by experience
 MOST_CUTS = 3  # times that a prompt may be cut off before a step waits for it
 
 
 @dataclass
 class Draws:
-    """The draws of one step and what is known of them: the same on every controller."""
+    """The draws of one step and what is known of them: the same on every controller.
+
+    In order, the batch is the first `wanted` informative draws in the order of drawing, among those of the waves that a step has which
+    knows each wave's rewards before it draws the next (`wave_ends`). So it doesn't depend on ranks, mode or timing, whatever was
+    drawn before it had to be. Else it is the first to end.
+    """
 
     wanted: int  # informative groups that the step is after
-    in_order: bool  # the first in drawing order make the batch, not the first to end
+    in_order: bool
     groups_per_kept: float = 1.0  # by experience: groups that it takes to keep one
+    over_dispatch: float = 1.0  # the first wave, over `wanted`
+    most_refills: int = 3  # waves after the first
     wave_of: dict[int, int] = field(default_factory=dict)  # draw -> wave, in drawing order
     informative: dict[int, bool] = field(default_factory=dict)  # ended draw -> whether its rewards differ
     unanswered: list[int] = field(default_factory=list)  # filtered draws since the last wave, which may be replaced
@@ -32,8 +41,8 @@ class Draws:
 
     @property
     def waves(self) -> int:
-        """Waves begun so far."""
-        return 1 + max(self.wave_of.values(), default=-1)
+        """Waves begun so far. In order, those that it takes, however they were drawn."""
+        return len(self.wave_ends()) if self.in_order else 1 + max(self.wave_of.values(), default=-1)
 
     @property
     def flying(self) -> int:
@@ -57,8 +66,9 @@ class Draws:
 
     @property
     def complete(self) -> bool:
-        """Whether the batch is full and nothing is waited for."""
-        return len(self.chosen()) == self.wanted and not self.late
+        """Whether the batch is full, or as full as it may become, and nothing is waited for."""
+        used_up = self.in_order and len(self.ended()) == self.wave_ends()[-1]
+        return (used_up or len(self.chosen()) == self.wanted) and not self.late
 
     def add(self, draws: list[int], wave: int, awaited: set[int] = frozenset()) -> None:
         """Draws were dealt."""
@@ -71,44 +81,66 @@ class Draws:
         self.informative |= ended
         self.unanswered += [draw for draw, informative in ended.items() if not informative]
 
-    def chosen(self) -> list[int]:
-        """The batch so far: the first `wanted` informative draws, of those that have ended. In order, it stops at one that hasn't.
+    def wave_ends(self) -> list[int]:
+        """How many draws there are by the end of each wave, where a wave replaces what the ones before it lack.
 
-        In order, the batch doesn't depend on ranks, mode or timing.
+        Draws that haven't ended count as filtered: an end that lies after one of those is only the most that may be drawn so far.
         """
-        ended = takewhile(self.informative.__contains__, self.wave_of) if self.in_order else self.wave_of
-        return list(islice(filter(self.informative.get, ended), self.wanted))
+        kept = [self.informative.get(draw, False) for draw in self.wave_of]
+        ends = [math.ceil(self.wanted * self.over_dispatch)]
+        while len(ends) <= self.most_refills and (lacking := self.wanted - sum(kept[: ends[-1]])) > 0:
+            ends.append(ends[-1] + self._refill(lacking))
+        return ends
+
+    def _refill(self, lacking: float) -> int:
+        """Draws that should make up for `lacking` groups."""
+        return math.ceil(lacking * MARGIN * self.groups_per_kept)
+
+    def ended(self) -> list[int]:
+        """Draws that the batch is chosen from. In order, they stop at one that hasn't ended, and where the waves end."""
+        if not self.in_order:
+            return [draw for draw in self.wave_of if draw in self.informative]
+        return list(takewhile(self.informative.__contains__, islice(self.wave_of, self.wave_ends()[-1])))
+
+    def chosen(self) -> list[int]:
+        """The batch so far: the first `wanted` informative draws, of those that have ended."""
+        return list(islice(filter(self.informative.get, self.ended()), self.wanted))
+
+    def used(self) -> list[int]:
+        """Draws that are trained on or filtered in this step. In order, they end with the batch's last."""
+        ended, chosen = self.ended(), self.chosen()
+        if self.in_order:
+            return ended[: ended.index(chosen[-1]) + 1] if len(chosen) == self.wanted else ended
+        batch = set(chosen)
+        return [draw for draw in ended if draw in batch or not self.informative[draw]]
 
     def come_again(self) -> list[int]:
-        """Draws whose prompts come first in the next step: cut off, or not needed. In order, all after the batch's last."""
-        chosen = self.chosen()
-        last = list(self.wave_of).index(chosen[-1]) if self.in_order and len(chosen) == self.wanted else len(self.wave_of)
-        batch = set(chosen)
-        rest = [(i, draw) for i, draw in enumerate(self.wave_of) if draw not in batch]
-        return [draw for i, draw in rest if i > last or self.informative.get(draw, True)]
+        """Draws whose prompts come first in the next step: cut off, or not needed."""
+        used = set(self.used())
+        return [draw for draw in self.wave_of if draw not in used]
 
-    def next_wave(self, limit: int) -> int | None:
-        """The number of the wave that would replace what was filtered since the last one; None at its limit, or if nothing lacks.
+    def next_wave(self) -> tuple[int, int] | None:
+        """The next wave, which replaces what was filtered: its number, and how many prompts. None at the limit, or if nothing lacks.
 
         It begins while others are still written and judged: when a group has been filtered, or when half of the groups are written
         and experience says that some will be. A replacement belongs to the wave after the group's own.
         """
-        if not self.wave_of:
-            return 0
-        if self.lacking <= 0 or not (self.unanswered or 2 * self.written >= len(self.wave_of)):
+        drawn, ends = len(self.wave_of), self.wave_ends()
+        if not drawn:
+            return 0, ends[0]
+        if self.lacking <= 0 or not (self.unanswered or 2 * self.written >= drawn):
             return None
+        size = self._refill(self.lacking)
+        if self.in_order:  # early, but no more than may be needed
+            return (bisect(ends, drawn), min(size, ends[-1] - drawn)) if drawn < ends[-1] else None
         wave = 1 + min((self.wave_of[draw] for draw in self.unanswered), default=max(self.wave_of.values()))
-        return wave if wave <= limit else None
-
-
-def wave_size(draws: Draws, scale: float) -> int:
-    """Prompts of the next wave: what is lacking times `scale`, rounded up."""
-    return math.ceil(draws.lacking * scale)
+        return (wave, size) if wave <= self.most_refills else None
 
 
 def moving_average(groups_per_kept: float, draws: Draws) -> float:
     """Groups that it takes to keep one, after a step; a step counts a tenth, and no step for more than 10 (WeChat-YATT)."""
-    return 0.9 * groups_per_kept + 0.1 * min(len(draws.informative) / max(1, draws.found), 10.0)
+    groups, kept = (len(draws.used()), len(draws.chosen())) if draws.in_order else (len(draws.informative), draws.found)
+    return 0.9 * groups_per_kept + 0.1 * min(groups / max(1, kept), 10.0)
 
 
 def is_informative(group: list[Sample]) -> bool:

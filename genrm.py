@@ -10,9 +10,9 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rollout import Answer, EngineLost, Sample, Sampling
+from rollout import Answer, EngineLost, Sample, Sampling, seed_of
 
 BACKOFF_S = 2.5  # before a call that was given up is made again: SGLang aborts a request 2 s after its client has left
 LONGEST_BACKOFF_S = 30.0
@@ -109,13 +109,14 @@ class JudgeModel:
 
 @dataclass(frozen=True)
 class Calls:
-    """How every judge is called: the settings `judgements` and `judge_*` of config.py, which says what they mean."""
+    """How every judge is called: the settings `judgements`, `judge_*` and `seed` of config.py, which says what they mean."""
 
     judgements: int = 1
     vote: bool = False
     timeout_s: float = math.inf
     retries: int = 1
     at_once: int = 1024
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,42 +218,50 @@ class Judge:
         model, calls = self.models[number], self.calls
         prompt = model.encode(model.format.prompt(question, answer))
         texts, verdicts = [], []
+        missing = dict.fromkeys(range(calls.judgements), 0)  # judgement -> critiques of it that couldn't be read
         for attempt in range(1 + calls.retries if len(prompt) <= model.max_prompt_tokens else 0):
-            missing = calls.judgements - len(verdicts)
-            replies = await self._call(number, prompt, missing, pool)
-            written = [model.decode(reply.tokens) for reply in replies]
-            read = [read_verdict(model.format, reply, text) for reply, text in zip(replies, written, strict=True)]
-            texts, verdicts = texts + written, verdicts + [verdict for verdict in read if verdict is not None]
-            if len(verdicts) == calls.judgements or (len(replies) == missing and model.sampling.temperature == 0):
+            asked = list(missing)
+            # not by the attempt: a late call that is made again gets the same critiques
+            seeds = [seed_of(calls.seed, question, answer, number, judgement, missing[judgement]) for judgement in asked]
+            replies = await self._call(number, prompt, seeds, pool)
+            for reply in replies:
+                texts.append(model.decode(reply.tokens))
+                if (verdict := read_verdict(model.format, reply, texts[-1])) is None:
+                    missing[asked[reply.index]] += 1
+                else:
+                    verdicts.append(verdict)
+                    del missing[asked[reply.index]]
+            if not missing or (len(replies) == len(asked) and model.sampling.temperature == 0):
                 break
-            if len(replies) < missing and attempt < calls.retries:  # given up: the engine gets time, twice as much each time
+            if len(replies) < len(asked) and attempt < calls.retries:  # given up: the engine gets time, twice as much each time
                 await asyncio.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
         self.parsed[number] += len(verdicts)
         self.failed[number] += not verdicts
         return Judgement("\n".join(texts), combine(verdicts, calls.vote))
 
-    async def _call(self, number: int, prompt: list[int], count: int, pool) -> list[Answer]:
-        """One request for `count` critiques, which share the prompt's KV cache; returns those that came in time.
+    async def _call(self, number: int, prompt: list[int], seeds: list[int], pool) -> list[Answer]:
+        """One request for a critique of each seed, which share the prompt's KV cache; returns those that came in time, in order.
 
         What an engine owes that is lost is asked of another. Waits while none is up.
         """
-        sampling = self.models[number].sampling
+        sampling, owed = self.models[number].sampling, list(range(len(seeds)))
         clock, replies = asyncio.get_running_loop().time, []
         async with self._free:
-            while len(replies) < count:
+            while owed:
                 if (engine := pool.route(number)) is None:
                     await asyncio.sleep(LOOK_S)
                     continue
-                start = clock()
+                start, asked = clock(), list(owed)
                 try:
                     async with asyncio.timeout(self.calls.timeout_s):
-                        async for reply in engine.generate([prompt] * (count - len(replies)), sampling):
+                        async for reply in engine.generate([prompt] * len(asked), sampling, seeds=[seeds[which] for which in asked]):
                             self.latencies.append(clock() - start)
-                            replies.append(reply)
+                            owed.remove(asked[reply.index])
+                            replies.append(replace(reply, index=asked[reply.index]))
                 except (TimeoutError, EngineLost) as error:
                     if isinstance(error, EngineLost) and not engine.up:
                         continue
                     self.timeouts += 1  # leaving the request has closed it, and its server will abort it
                     pool.avoid(engine)
                     break
-        return replies
+        return sorted(replies, key=lambda reply: reply.index)

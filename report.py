@@ -14,7 +14,6 @@ from statistics import fmean
 
 import figure
 import timeline as tl
-from rollout import WRITTEN
 
 TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
@@ -169,10 +168,12 @@ class Report:
 
 
 def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
-    """What one controller saw in a step: counts, lengths, seconds. `samples` are those it trained on; `served` those it had written."""
-    groups = served.filtered + served.carried
-    met = served.kept + served.dropped + [sample for group in groups for sample in group]
-    everything = [sample for sample in met if sample.finish in WRITTEN]
+    """What one controller saw in a step: counts, lengths, seconds. `samples` are those it trained on; `served` those it had written.
+
+    A carried group is counted as such alone; its answers are when it comes again: how many of it are whole by now is up to timing.
+    """
+    filtered = [sample for group in served.filtered for sample in group]
+    everything = served.kept + served.dropped + filtered
     keyed = [s for s in everything if s.answer_key is not None and s.verdict is not None]
     wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
     return {
@@ -184,7 +185,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "aborted": served.aborted,
         "tokens": served.tokens,
         "tokens_trained": sum(len(s.response) for s in served.kept),
-        "tokens_filtered": sum(len(s.response) for s in served.dropped + [s for group in served.filtered for s in group]),
+        "tokens_filtered": sum(len(s.response) for s in served.dropped + filtered),
         "tokens_carried": sum(len(s.response) for group in served.carried for s in group),
         "trained_lengths": [len(s.response) for s in served.kept],
         "filtered": len(served.filtered),
@@ -195,7 +196,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "answers_keyed": len(keyed),
         "answers_wrong": len(wrong),
         "wrong_accepted": sum(s.verdict for s in wrong),
-        "failed": sum(s.verdict is None for s in served.dropped + [s for group in served.filtered for s in group]),
+        "failed": sum(s.verdict is None for s in served.dropped + filtered),
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,

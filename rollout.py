@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -66,6 +67,11 @@ class Sampling:
     def room(self, sample: Sample) -> int:
         """Tokens that may still be added to the response of `sample`."""
         return self.max_new_tokens - len(sample.response)
+
+
+def seed_of(*what: int | str) -> int:
+    """The seed of an answer: 63 bits that follow from `what` names it, and from nothing else (pure)."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)
@@ -276,11 +282,15 @@ class Engine:
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompts: list[list[int]], sampling: Sampling, rooms: list[int] | None = None) -> AsyncIterator[Answer]:
+    async def generate(
+        self, prompts: list[list[int]], sampling: Sampling, rooms: list[int] | None = None, seeds: list[int] | None = None
+    ) -> AsyncIterator[Answer]:
         """An answer to each prompt, in one request, so that they share the KV cache of what they have in common; yielded when finished.
 
-        rooms: the most new tokens of each, default sampling.max_new_tokens. Survives two broken connections: what has been yielded is
-        not asked again. Raises EngineLost when it breaks again, or the server is down; ValueError when it refuses.
+        rooms: the most new tokens of each, default sampling.max_new_tokens. seeds: of each, 63 bits; with --deterministic, prompt and
+        seed alone say what is written. The noise of a token is by its place, so an answer that is cut off and continued comes out the
+        same. Survives two broken connections: what has been yielded is not asked again. Raises EngineLost when it breaks again, or the
+        server is down; ValueError when it refuses.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
         rooms = rooms or [sampling.max_new_tokens] * len(prompts)
@@ -288,7 +298,7 @@ class Engine:
         sent = asyncio.get_running_loop().time()
         self.outstanding += sum(owed.values())
         try:
-            stream = partial(self._stream, prompts, sampling, rooms)
+            stream = partial(self._stream, prompts, sampling, rooms, seeds)
             async for answer in server.retry_broken(lambda: stream(tuple(owed), sent), lambda: self.up):
                 self.outstanding -= owed.pop(answer.index)
                 if self.on_request is not None:
@@ -303,12 +313,13 @@ class Engine:
         self._aborted = True
         await self._post("/abort_request", abort_all=True)
 
-    async def _stream(self, prompts, sampling: Sampling, rooms, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
+    async def _stream(self, prompts, sampling: Sampling, rooms, seeds, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
         """One streamed request. By the server's stream interval, an answer sends two events: its first token, and its end."""
         if not indices:
             return  # the connection broke when all had come
         clock, first_tokens = asyncio.get_running_loop().time, {}
-        params = [asdict(sampling) | {"max_new_tokens": rooms[index]} for index in indices]
+        seeds = seeds or [None] * len(prompts)
+        params = [asdict(sampling) | {"max_new_tokens": rooms[index], "sampling_seed": seeds[index]} for index in indices]
         body = dict(input_ids=[prompts[index] for index in indices], sampling_params=params, return_logprob=True, stream=True)
         async with self._http().post(self.url + "/generate", json=body) as response:
             await self._check(response, "/generate")

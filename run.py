@@ -182,7 +182,8 @@ def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judg
             config.judge, tokenizers, config.judge_format, config.judge_weights, strict=True
         )
     ]
-    calls = genrm.Calls(config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once)
+    how = (config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once)
+    calls = genrm.Calls(*how, config.seed)
     return genrm.Judge(models, decode_response, calls)
 
 

@@ -132,6 +132,9 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config) -> lis
             flags["enable-weights-cpu-backup"] = None
     else:
         flags |= {"device": "cpu", "max-total-tokens": config.max_total_tokens, "disable-overlap-schedule": None}
+        flags["attention-backend"] = "torch_native"  # cpu/invariance.py's; deterministic mode would look for a GPU's
+    if config.deterministic:
+        flags["enable-deterministic-inference"] = None
     return [text for flag, value in flags.items() for text in (f"--{flag}", *([] if value is None else [str(value)]))]
 
 

@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 import placement
-from draws import Draws, is_informative, is_written, moving_average, wave_size
-from rollout import WRITTEN, Answer, EngineLost, Sample
+from draws import Draws, is_informative, is_written, moving_average
+from rollout import WRITTEN, Answer, EngineLost, Sample, seed_of
 
 MOST_LATE = 3  # engines that may be late with one group
 
@@ -122,9 +122,10 @@ async def have_written(job, sampling, group: list[Sample], take, is_closed=lambd
             continue
         prompts = [sample.prompt + sample.response for sample in unwritten]
         rooms = [sampling.room(sample) for sample in unwritten]
+        seeds = [seed_of(job.config.seed, sample.prompt_id, sample.index) for sample in unwritten]
         try:
             async with asyncio.timeout(job.config.request_timeout_s):
-                async for answer in engine.generate(prompts, sampling, rooms):
+                async for answer in engine.generate(prompts, sampling, rooms, seeds):
                     take(unwritten[answer.index], answer, engine.rank)
         except (TimeoutError, EngineLost) as error:
             if isinstance(error, EngineLost) and not engine.up:
@@ -228,13 +229,14 @@ async def serve(job, serve_wave) -> Served:
     """
     config = job.config
     job.judge.forget()
-    step = Step(job, Draws(config.prompts_per_step, config.over_dispatch == 1, job.state.groups_per_kept))
+    how = (config.over_dispatch == 1, job.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
+    step = Step(job, Draws(config.prompts_per_step, *how))
     draws = step.draws
     while not draws.complete and not job.stopping:
-        wave = draws.next_wave(config.max_refill_waves)
+        wave = draws.next_wave()
         if wave is None and not draws.flying:
             break
-        mine = [] if wave is None else draw_wave(job, draws, wave)
+        mine = [] if wave is None else draw_wave(job, draws, *wave)
         await serve_wave(step, mine)
         await meet(step)
     await cut_off(step)
@@ -246,12 +248,11 @@ async def serve(job, serve_wave) -> Served:
     return step.served
 
 
-def draw_wave(job, draws: Draws, wave: int) -> list[int]:
+def draw_wave(job, draws: Draws, wave: int, size: int) -> list[int]:
     """Deal the prompts of a wave; returns this controller's (the same call on every controller)."""
-    scale = job.config.over_dispatch if wave == 0 else 1.2 * job.state.groups_per_kept
-    drawn = job.prompts.take(wave_size(draws, scale))
+    drawn = job.prompts.take(size)
     owners = job.groups.deal(drawn, job.actor.dp_size)
-    if wave == draws.waves:
+    if wave not in draws.wave_of.values():
         job.timeline.mark("wave", f"wave {wave + 1}")
     draws.add(drawn, wave, set() if draws.in_order else job.groups.awaited(drawn))
     return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]

@@ -6,9 +6,8 @@ SGLang falls back to plain torch for every layer of a dense model when there is 
 filled in here, through SGLang's own hooks and without touching its files:
 
 - import stand-ins for triton, torchvision and sgl_kernel, which are imported at start and then never called;
-- the hash behind seeded sampling and the opt-ins of deterministic mode, which only ship as GPU kernels;
-- attention over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer, which is
-  half of the time of a small model;
+- the hash behind seeded sampling, which only ships as a GPU kernel;
+- attention over the whole batch, and sums that don't depend on what shares it (cpu/invariance.py);
 - Qwen3's forward, whose fallbacks for fused kernels spend more time in Python than in arithmetic. Other models keep theirs.
 
 With CUDA none of it is used and plain `sglang.launch_server` runs. Either way the server dies with the process that started it.
@@ -26,6 +25,8 @@ import time
 import types
 
 import torch
+
+from cpu import invariance
 
 # ---- the server and its children die with their parent ---------------------------------------------------------------
 
@@ -178,92 +179,6 @@ def register_murmur_hash():
     return library  # the operator lives as long as this object
 
 
-# ---- attention over the batch ----------------------------------------------------------------------------------------
-
-
-def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
-    """Requests whose padded lengths are equal, ready for one attention call per group and layer.
-
-    seq_lens [n] tokens of each request, the last new_lens [n] of which are queries (1 in decode). Returns
-
-        order     the query tokens, group by group, padding included
-        groups    a list of (KV slots [b, k], additive mask [b, 1, q, k])
-        back      [tokens], where in `order` each query token stands
-
-    `order` and `back` are None for one group of single queries, which are in that order already.
-
-    A request is padded to the next multiple of 16 of its own length, never to its longest neighbour: the order of the sums,
-    and so the last bits of a logit, would otherwise depend on which other requests share the batch.
-    """
-    members_of = {}
-    for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
-        members_of.setdefault((new if new == 1 else round_up(new), round_up(length)), []).append(i)
-    first_row = new_lens.cumsum(0) - new_lens
-    rows, groups = [], []
-    for (q, k), members in members_of.items():
-        members = torch.tensor(members)
-        new = new_lens[members, None]
-        position = torch.arange(q).minimum(new - 1)  # [b, q]: padding repeats the last query
-        slots = req_to_token[req_pool_indices[members], :k]
-        hidden = torch.arange(slots.shape[1]) > (seq_lens[members, None] - new + position)[:, None, :, None]
-        groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
-        rows.append((first_row[members, None] + position).flatten())
-    order = torch.cat(rows)
-    if len(groups) == 1 and len(order) == len(seq_lens):
-        return None, groups, None
-    back = torch.empty(int(new_lens.sum()), dtype=torch.int64)
-    back[order] = torch.arange(len(order))
-    return order, groups, back
-
-
-def round_up(length, multiple=16):
-    return -(-length // multiple) * multiple
-
-
-def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
-    """query [tokens, heads, dim]; k_cache, v_cache [slots, kv heads, dim]; plan from `group_by_length`. Returns query's shape."""
-    order, groups, back = plan
-
-    def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
-        return torch.nn.functional.embedding(slots, cache.flatten(1)).unflatten(-1, cache.shape[1:]).transpose(1, 2)
-
-    grouped = query if order is None else query.index_select(0, order)
-    queries = grouped.split([mask.shape[0] * mask.shape[2] for _, mask in groups])
-    outputs = []
-    for q, (slots, mask) in zip(queries, groups, strict=True):
-        q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, gather(k_cache, slots), gather(v_cache, slots), mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return outputs[0] if order is None else torch.cat(outputs).index_select(0, back)
-
-
-def batched_attention():
-    """SGLang's `torch_native` backend with one attention call per group of requests. A function: its base needs the stand-ins."""
-    from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
-    from sglang.srt.layers.radix_attention import AttentionType
-
-    class BatchedAttention(TorchNativeAttnBackend):
-        def init_forward_metadata(self, batch):
-            super().init_forward_metadata(batch)
-            new_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
-            table = self.req_to_token_pool.req_to_token
-            self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
-
-        def forward(self, q, k, v, layer, batch, save_kv_cache=True):
-            assert layer.attn_type == AttentionType.DECODER, "only decoder models can run without a GPU"
-            assert layer.sliding_window_size == -1, "sliding-window attention cannot run without a GPU"
-            pool = self.token_to_kv_pool
-            if save_kv_cache:
-                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-            query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            grouped = layer.tp_q_head_num != layer.tp_k_head_num
-            return attend(query, *pool.get_kv_buffer(layer.layer_id), self.plan, layer.scaling, grouped).flatten(1)
-
-    return BatchedAttention
-
-
 # ---- Qwen3 without fused kernels ---------------------------------------------------------------------------------------
 
 
@@ -325,14 +240,11 @@ def install():
 
 
 def run_scheduler_process(*args, **kwargs):
-    """The child process that owns the model: SGLang's own, with attention over the batch."""
-    from sglang.srt import batch_invariant_ops
-    from sglang.srt.layers.attention import attention_registry
+    """The child process that owns the model: SGLang's own, with our attention and the rest of cpu/invariance.py."""
     from sglang.srt.managers import scheduler
     from sglang.srt.models import qwen3
 
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # triton kernels; see group_by_length
-    attention_registry.register_attention_backend("torch_native")(batched_attention())
+    invariance.install()
     pace = os.environ.get("NANOYATT_PACE_MS")  # set by bench/modes.py alone
     qwen3.Qwen3Model.forward = at_pace(decoder_forward, pace) if pace else decoder_forward
     scheduler.run_scheduler_process(*args, **kwargs)
@@ -345,6 +257,8 @@ def main():
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
 
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     http_server.launch_server(server_args.prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process)
 
 

@@ -6,6 +6,7 @@ The clock jumps to the next event when every task waits, so a step of minutes ta
 import asyncio
 import random
 import selectors
+from dataclasses import replace
 from types import SimpleNamespace
 
 import controller
@@ -16,7 +17,7 @@ from config import Config
 from data import Prompt, Prompts
 from draws import Groups
 from pool import Pool
-from rollout import Answer, Sampling
+from rollout import Answer, Sampling, seed_of
 from server import EngineLost
 from timeline import Timeline
 
@@ -109,7 +110,8 @@ class FakeServer(SimpleNamespace):
     """
 
     def __init__(self, device, role, rank):
-        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, requests=0, aborts=[], asked=[], pace=SECONDS_PER_TOKEN)
+        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, pace=SECONDS_PER_TOKEN)
+        self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
         self.is_deaf, self.runs, self.hangs, self.starts = False, True, False, 10**6
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
@@ -153,7 +155,7 @@ class FakeEngine:
         other.server = self.server
         return other
 
-    async def generate(self, prompts, sampling, rooms=None):
+    async def generate(self, prompts, sampling, rooms=None, seeds=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         if not self.server.runs:
             await asyncio.sleep(1.0)
@@ -164,10 +166,14 @@ class FakeEngine:
         start, version = clock(), self.server.version
         self.server.requests += 1
         self.server.asked.append((start, version))
+        self.server.seeds += seeds
         aborted = asyncio.get_running_loop().create_future()
         self.server.aborts.append(aborted)
         rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
-        answers = [within(self._write(prompt, index, sampling), rooms[index]) for index, prompt in enumerate(prompts)]
+        answers = [
+            replace(within(self._write(prompt, number_of(prompt, seed, index), sampling), rooms[index]), index=index)
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
         answers.sort(key=lambda answer: len(answer.tokens))
         owed = [len(prompts[a.index]) + len(a.tokens) for a in answers]
         self.outstanding += sum(owed)
@@ -260,6 +266,12 @@ class FakeEngine:
 
     def log_tail(self):
         return "; the end of its log"
+
+
+def number_of(prompt, seed, index):
+    """Which answer of its group a seed stands for: a request may be for what another engine still owed."""
+    draw = int(to_text(prompt).split("+")[0])
+    return next((number for number in range(8) if seed == seed_of(0, draw, number)), index)
 
 
 def within(answer, room):

@@ -153,6 +153,7 @@ class Pool:
 
     def __init__(self, reply, delay=0.0):
         self.reply, self.delay, self.asked, self.routed, self.late, self.flying, self.most = reply, delay, [], [], 0, 0, 0
+        self.seeds = []  # of each call
 
     def route(self, model=0):
         self.routed.append(model)
@@ -162,10 +163,11 @@ class Pool:
         assert engine is self
         self.late += 1
 
-    async def generate(self, prompts, sampling):
+    async def generate(self, prompts, sampling, seeds):
         prompt = prompts[0]
         assert prompts == [prompt] * len(prompts)
         self.asked.append(prompt)
+        self.seeds.append(seeds)
         self.flying += 1
         self.most = max(self.most, self.flying)
         try:
@@ -329,10 +331,10 @@ class Slow(Pool):
         super().__init__(reply)
         self.delays, self.starts = delays, []
 
-    async def generate(self, prompts, sampling):
+    async def generate(self, prompts, sampling, seeds):
         self.delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         self.starts.append(asyncio.get_running_loop().time())
-        async for reply in super().generate(prompts, sampling):
+        async for reply in super().generate(prompts, sampling, seeds):
             yield reply
 
 
@@ -370,6 +372,31 @@ def test_what_came_in_time_counts():
     pool = Slow(numbered("Y", "Y", "never", "N", "Y"), 40.0, 1.0)
     judge_on_virtual_clock(judge, pool, [judged])
     assert (judged.reward, judge.timeouts, judge.parsed) == (0.75, 1, [4])
+
+
+def seeds_asked(reply, *delays, weights=(1.0,), **calls):
+    """What three judgements of one pair were asked for with, call by call."""
+    judge = make_judge(temperature=1.0, judgements=3, timeout_s=60.0, weights=weights, **calls)
+    pools = [Slow(reply, *delays) for _ in weights]
+    judge_on_virtual_clock(judge, Engines(*pools), [sample(">125")])
+    return [pool.seeds for pool in pools]
+
+
+def test_a_judgement_has_a_seed_of_its_own():
+    """Each of the three, of each judge; what can't be read is asked for with another. The same for whoever asks, given the run's."""
+    [[first, again]] = seeds_asked(numbered("Y", "?", "N", "Y"), 1.0)
+    assert len({*first, *again}) == 4 and len(again) == 1
+    assert seeds_asked(numbered("Y", "Y", "Y"), 1.0) == [[first]]
+    [[zero], [one]] = seeds_asked(accept, 1.0, weights=(0.5, 0.5))
+    assert zero == first and not {*zero} & {*one}
+    assert not {*seeds_asked(accept, 1.0, seed=1)[0][0]} & {*first}
+
+
+def test_a_late_judgement_keeps_its_seed():
+    """25 s each in a call of 60: the third is late and asked for once more, as the same one; the second can't be read."""
+    [[first, again]] = seeds_asked(numbered("Y", "?", "never", "N", "Y"), 25.0, 1.0)
+    [[_, read_again]] = seeds_asked(numbered("Y", "?", "Y", "N"), 1.0)
+    assert again == [read_again[0], first[2]]
 
 
 @pytest.mark.parametrize("at_once,seconds", [(1, 6.0), (2, 3.0), (4, 2.0), (100, 1.0)])

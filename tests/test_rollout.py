@@ -21,7 +21,7 @@ from tests.tiny_models import EOS, make_tiny_qwen3
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = SimpleNamespace(
     dtype="float32", max_total_tokens=16384, max_running_requests=64, max_model_len=1024, seed=1, mem_fraction=0.5,
-    rollout_tp=1, genrm_tp=1,
+    rollout_tp=1, genrm_tp=1, deterministic=True,
 )
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -386,7 +386,7 @@ def test_broken_connections_are_retried_without_asking_twice():
 def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode):
     import torch
 
-    from cpu.sglang import attend, group_by_length
+    from cpu.invariance import attend, group_by_length
 
     torch.manual_seed(0)
     prefix = torch.tensor(prefix)
@@ -415,7 +415,7 @@ def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode
 def test_batched_attention_does_not_depend_on_the_neighbours(request):
     import torch
 
-    from cpu.sglang import attend, group_by_length
+    from cpu.invariance import attend, group_by_length
 
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)  # as in the server: threads cut the sums of a lone request in other places
@@ -438,7 +438,7 @@ def test_a_connection_that_breaks_when_all_has_come_is_not_opened_again():
 
     async def ask_for_nothing():
         engine = Engine("rollout", 0, "http://127.0.0.1:1", 64)  # nobody listens there
-        return [answer async for answer in engine._stream([PROMPT], Sampling(1.0, 8), [8], (), 0.0)]
+        return [answer async for answer in engine._stream([PROMPT], Sampling(1.0, 8), [8], None, (), 0.0)]
 
     assert asyncio.run(ask_for_nothing()) == []
 

@@ -368,15 +368,15 @@ def facts_of(groups, wanted):
 
 
 def test_local_facts_on_a_hand_worked_step():
-    """Three groups: one kept, one filtered, one carried, for one was enough. Odd answers are wrong."""
+    """Three groups: one kept, one filtered, one carried, for one was enough; that one's answers don't count. Odd answers are wrong."""
     found = facts_of([group_of(6, 0.0, 0.0), group_of(4, 1.0, 0.0), group_of(5, 0.0, 1.0)], wanted=1)
     found["seconds"] = {name: value for name, value in found["seconds"].items() if value}
     assert found == {
-        "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0, 0.0, 1.0], "lengths": [1, 2, 1, 2, 1, 2],
-        "verdicts": [True, False, False, False, False, True],
+        "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0], "lengths": [1, 2, 1, 2],
+        "verdicts": [True, False, False, False],
         "truncated": 0, "aborted": 0, "filtered": 1, "groups": 2, "carried": 1, "waves": 2, "lacking": 0,
         "tokens": 100, "tokens_trained": 3, "tokens_filtered": 3, "tokens_carried": 3, "trained_lengths": [1, 2],
-        "answers_keyed": 6, "answers_wrong": 3, "wrong_accepted": 1, "failed": 0,
+        "answers_keyed": 4, "answers_wrong": 2, "wrong_accepted": 0, "failed": 0,
         "latencies": [0.5], "timeouts": 3, "dp_rank": 1, "work": 10 * (2 * 2 + 3),
         "seconds": {"serve": 4.0, "rollout": 3.0, "genrm": 1.0}, "request_seconds": {"rollout": 4.0, "genrm": 1.0},
     }  # fmt: skip
@@ -400,7 +400,7 @@ def test_failed_judgements_are_counted(rewards):
 def test_an_answer_that_nobody_judged_yet_is_no_failure():
     """Its group was cut off, or comes again: only what a judge failed on counts."""
     found = facts_of([group_of(4, 1.0, 0.0), group_of(5, None, None)], wanted=1)
-    assert (found["failed"], found["carried"], found["lengths"]) == (0, 1, [1, 2, 1, 2])
+    assert (found["failed"], found["carried"], found["lengths"]) == (0, 1, [1, 2])
 
 
 # ---------------------------------------------------------------- what rank 0 writes

@@ -1,0 +1,154 @@
+"""Batch invariance without CUDA: the bits of a token don't depend on which other requests share its batch.
+
+Nor on how much of a prompt was found in the KV cache, or on whether its tokens came by decode or by prefill: so the same prompt and
+seed give the same answer, whenever it is asked for. SGLang's own deterministic mode ships this as GPU kernels. What it takes here was
+measured for float32 with torch 2.13 and its MKL, on one thread; tests/test_determinism.py shows it with a real server.
+
+Attention is over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer, which is half of the
+time of a small model.
+"""
+
+import torch
+
+LEAST_ROWS = 4  # MKL multiplies a matrix of 1, 2 or 3 rows by other code, whose sums differ in the last bits
+UNSPLIT = 192  # MKL cuts a longer sum into parts of nearly equal length, which then depend on all of it
+
+
+def at_least_four_rows(multiply):
+    """`multiply(x, ...)` of x [rows, width], row by row the same bits however few rows there are. Padded with zeros."""
+
+    def padded(x, *args, **kwargs):
+        rows = x.shape[0]
+        if rows >= LEAST_ROWS:
+            return multiply(x, *args, **kwargs)
+        return multiply(torch.nn.functional.pad(x, (0, 0, 0, LEAST_ROWS - rows)), *args, **kwargs)[:rows]
+
+    return padded
+
+
+def row_by_row(sample):
+    """SGLang's Sampler._sample_from_probs, where a request's own rule alone says how it is sampled.
+
+    One greedy request, such as a health check's, would have the others of the batch sampled by other code too: over sorted
+    tokens, so that the same seed gave another token.
+    """
+
+    def sample_each(self, probs, rules, positions, is_simple):
+        if is_simple:
+            return sample(self, probs, rules, positions, True)
+        plain, _ = sample(self, probs, rules, positions, True)
+        ruled, capture = sample(self, probs, rules, positions, False)
+        has_rule = (rules.top_ks < probs.shape[1]) | (rules.top_ps < 1) | (rules.min_ps > 0)
+        return torch.where(has_rule, ruled, plain), capture
+
+    return sample_each
+
+
+# ---- attention over the batch ----------------------------------------------------------------------------------------
+
+
+def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
+    """Requests whose padded lengths are equal, ready for one attention call per group and layer.
+
+    seq_lens [n] tokens of each request, the last new_lens [n] of which are queries (1 in decode). Returns
+
+        order     the query tokens, group by group, padding included
+        groups    a list of (KV slots [b, k], additive mask [b, 1, q, k])
+        back      [tokens], where in `order` each query token stands
+
+    A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so the last bits of a
+    logit, would otherwise depend on which other requests share the batch.
+    """
+    members_of = {}
+    for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
+        members_of.setdefault((LEAST_ROWS if new == 1 else round_up(new), padded_keys(length)), []).append(i)
+    first_row = new_lens.cumsum(0) - new_lens
+    rows, groups = [], []
+    for (q, k), members in members_of.items():
+        members = torch.tensor(members)
+        new = new_lens[members, None]
+        position = torch.arange(q).minimum(new - 1)  # [b, q]: padding repeats the last query
+        slots = req_to_token[req_pool_indices[members], :k]
+        slots = torch.nn.functional.pad(slots, (0, k - slots.shape[1]))  # the table is as wide as the context
+        hidden = torch.arange(k) > (seq_lens[members, None] - new + position)[:, None, :, None]
+        groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
+        rows.append((first_row[members, None] + position).flatten())
+    order = torch.cat(rows)
+    back = torch.empty(int(new_lens.sum()), dtype=torch.int64)
+    back[order] = torch.arange(len(order))
+    return order, groups, back
+
+
+def padded_keys(length):
+    """The keys that a query of a request of this length is multiplied with: a multiple of 16, and of 512 where MKL cuts the sum.
+
+    A token's sum over the keys it sees has the same bits, whichever of these lengths it is padded to: that of its own decode
+    step, or that of the whole prompt in a prefill.
+    """
+    return round_up(length, 16) if length <= UNSPLIT else round_up(length, 512)
+
+
+def round_up(length, multiple=16):
+    return -(-length // multiple) * multiple
+
+
+def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
+    """query [tokens, heads, dim]; k_cache, v_cache [slots, kv heads, dim]; plan from `group_by_length`. Returns query's shape."""
+    order, groups, back = plan
+
+    def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
+        return torch.nn.functional.embedding(slots, cache.flatten(1)).unflatten(-1, cache.shape[1:]).transpose(1, 2)
+
+    queries = query.index_select(0, order).split([mask.shape[0] * mask.shape[2] for _, mask in groups])
+    outputs = []
+    for q, (slots, mask) in zip(queries, groups, strict=True):
+        q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, gather(k_cache, slots), gather(v_cache, slots), mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, back)
+
+
+def batched_attention():
+    """SGLang's `torch_native` backend with one attention call per group of requests. A function: its base needs the stand-ins."""
+    from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    class BatchedAttention(TorchNativeAttnBackend):
+        def init_forward_metadata(self, batch):
+            super().init_forward_metadata(batch)
+            new_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
+            table = self.req_to_token_pool.req_to_token
+            self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
+
+        def forward(self, q, k, v, layer, batch, save_kv_cache=True):
+            assert layer.attn_type == AttentionType.DECODER, "only decoder models can run without a GPU"
+            assert layer.sliding_window_size == -1, "sliding-window attention cannot run without a GPU"
+            pool = self.token_to_kv_pool
+            if save_kv_cache:
+                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+            query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            grouped = layer.tp_q_head_num != layer.tp_k_head_num
+            return attend(query, *pool.get_kv_buffer(layer.layer_id), self.plan, layer.scaling, grouped).flatten(1)
+
+    return BatchedAttention
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def install():
+    """In the process that owns the model, before it is loaded."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.layers import logits_processor, sampler
+    from sglang.srt.layers.attention import attention_registry
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # triton kernels: this is in their place
+    torch.nn.functional.linear = at_least_four_rows(torch.nn.functional.linear)
+    head = logits_processor.LogitsProcessor._compute_lm_head
+    logits_processor.LogitsProcessor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
+        lambda hidden: head(self, hidden, *args, **kwargs)
+    )(hidden)
+    sampler.Sampler._sample_from_probs = row_by_row(sampler.Sampler._sample_from_probs)
+    attention_registry.register_attention_backend("torch_native")(batched_attention())
