@@ -71,6 +71,7 @@ class Actor:
         self.device = models.device()
         self.cost = partial(models.forward_cost, hf)
         self.awake, self.version = True, 0
+        self._asleep_bytes = 0  # that the last sleep gave back
         self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
         self._build(hf)
 
@@ -114,18 +115,21 @@ class Actor:
         """
         assert self.awake, "the actor already sleeps"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
+            before = torch.cuda.memory_allocated()
             self.ddp.offload_grad_buffers()
             for buffer in self.ddp.buffers:
                 buffer.offload_to_cpu(move_params=True, move_grads=False)
             if self.config.dtype == "bfloat16":  # with float32 the optimizer's parameters are views of the weight buffer,
                 self.optimizer.offload_to_cpu()  # and moving them would cut that tie, so its state stays on the device
             torch.cuda.empty_cache()
+            self._asleep_bytes = before - torch.cuda.memory_allocated()
         self.awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`. Not collective."""
+        """Undo `sleep`. Not collective. ValueError if others hold the memory."""
         assert not self.awake, "the actor is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
+            models.check_room(self._asleep_bytes, "the actor")
             for buffer in self.ddp.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
             self.ddp.restore_grad_buffers()
@@ -140,7 +144,8 @@ class Actor:
 
         Every mini-batch is one optimizer step, for which all ranks bring the same number of micro-batches; one may be empty. Each
         sample needs `advantages`. Returns metrics that are the same on every rank; the table in the README says what they mean.
-        ValueError if the trainer and the engine disagree about log-probabilities.
+        An optimizer step whose loss or gradient isn't finite is skipped and counted. ValueError if the trainer and the engine disagree
+        about log-probabilities.
         """
         assert self.awake, "the actor sleeps: wake it before update"
         usable = set(range(self.version + 1)) if self.config.partial_rollout else {self.version}
@@ -175,17 +180,22 @@ class Actor:
         packed = [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
         loss = partial(policy_loss, known, self.algorithm, self.config)
         sums, maxima = self._reduce(self._forward_backward(packed, self.config.temperature, loss))
+        is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
         facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
         least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
         assert least["micro_batches"] == most["micro_batches"], "ranks have different numbers of micro-batches"
-        if compare_engine and not maxima["engine_logprob_diff_max"] <= self.config.max_logprob_diff:
+        if compare_engine and is_finite and not maxima["engine_logprob_diff_max"] <= self.config.max_logprob_diff:
             raise ValueError(
                 f"the trainer's log-probabilities differ from the engine's by up to {maxima['engine_logprob_diff_max']:.2e}, "
                 f"more than --max-logprob-diff {self.config.max_logprob_diff:.2e}"
             )
-        grad_norm = self._optimizer_step(lr) if sums["tokens"] > 0 else 0.0
+        grad_norm = self._optimizer_step(lr) if sums["tokens"] > 0 and is_finite else 0.0
+        skipped = {"not_finite": float(not (is_finite and math.isfinite(grad_norm)))}
+        if skipped["not_finite"]:  # the metrics of a skipped step: nothing that isn't a number
+            finite = [{name: value if math.isfinite(value) else 0.0 for name, value in part.items()} for part in (sums, maxima)]
+            sums, maxima, grad_norm = *finite, 0.0
         extremes = {"micro_batches": most["micro_batches"], "slowest": most["seconds"], "fastest": least["seconds"]}
-        return {**sums, **maxima, **extremes, "grad_norm": grad_norm}
+        return {**sums, **maxima, **extremes, **skipped, "grad_norm": grad_norm}
 
     def supervised(self, sequences: list[Sequence], lr: float) -> float:
         """One optimizer step of cross-entropy on the response tokens of (prompt, response) pairs. Collective over all ranks.
@@ -199,7 +209,7 @@ class Actor:
 
         packed = [[sequences[index] for index in chosen] for chosen in self._pack(sequences)]
         sums, _ = self._reduce(self._forward_backward(packed, 1.0, cross_entropy))
-        self._optimizer_step(lr)
+        assert math.isfinite(self._optimizer_step(lr)), "the gradient isn't finite"
         return sums["loss"] / sums["tokens"]
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
@@ -266,13 +276,18 @@ class Actor:
         finalize_model_grads(*args, **kwargs)
 
     def _optimizer_step(self, lr: float) -> float:
-        """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks."""
+        """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks.
+
+        If that isn't finite, weights and optimizer stay as they are.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
-        _, grad_norm, _ = self.optimizer.step()
         # not Megatron's own check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
-        assert math.isfinite(grad_norm), f"the gradient norm is {grad_norm}: the weights are lost, resume from a checkpoint"
+        self.optimizer.prepare_grads()
+        grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
         return grad_norm
 
     def _reduce(self, stats: list[dict[str, Tensor]]) -> tuple[dict[str, float], dict[str, float]]:

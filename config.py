@@ -14,11 +14,11 @@ from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
-AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep")
+AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("judge_retries", "max_empty_steps", "save_every", "save_hf_every")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
-ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max")
+ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max", "engine_probe_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
 LIMITS |= {"answers_per_prompt": (2, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
@@ -93,6 +93,7 @@ class Config:
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
     stale_weight_max: float = 2.0  # largest importance weight of a token that older weights wrote
     max_logprob_diff: float = 1e-3  # stop when trainer and engine disagree by more on one token; bfloat16 needs about 1
+    max_skips: int = 3  # stop when the loss or gradient of so many updates in a row isn't finite; such an update is skipped
     # ---- the engines
     max_model_len: int = 256  # context of an engine, prompt and answer
     max_running_requests: int = 128  # answers that one engine decodes at once
@@ -101,6 +102,7 @@ class Config:
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
     engine_timeout_s: float = 300.0  # for an engine to come up
     collective_timeout_s: float = 600.0  # for the slowest controller to arrive
+    engine_probe_s: float = 30.0  # an awake engine without a sign of life for so long hangs: it is started again
     deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off in the cuda preset, where it costs speed
     host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on; any but loopback opens them to a network
     # ---- checkpoints

@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import algorithms
+import exits
 import placement
 from balance import flat, plan_batch
 from checkpoint import Checkpoints
@@ -18,7 +19,7 @@ from draws import Groups
 from pool import Pool, RoleLoad
 from rebalance import HISTORY, Load, rebalance
 from rollout import Sample
-from serving import SERVE, have_written, serve
+from serving import SERVE, Step, cut_off, have_written, serve, until_settled
 
 
 @dataclass
@@ -30,6 +31,7 @@ class State:
     history: list[Load] = field(default_factory=list)  # what the newest steps measured: what moves the split
     hand_over_s: float = 0.0  # that the last wake-up and weight push took here: the one field in which controllers differ
     empty_steps: int = 0  # steps in a row without one informative group
+    skips: int = 0  # updates in a row whose loss or gradient wasn't finite
 
 
 @dataclass
@@ -52,10 +54,15 @@ class Job:
     report: object
     checkpoints: Checkpoints
     state: State = field(default_factory=State)
+    stop: exits.Stop = field(default_factory=exits.Stop)  # what this process was asked for
+    stopping: int = 0  # the signal that asked one of the controllers to stop, once all have heard
 
 
-async def train(job: Job) -> None:
-    """The training loop (collective: every rank calls). One turn is one column of the paper's figure."""
+async def train(job: Job) -> int:
+    """The training loop (collective: every rank calls). One turn is one column of the paper's figure.
+
+    Returns the signal that ended it early, else 0; the state in which the step began has been saved then.
+    """
     config, world, actor, rollout, genrm = job.config, job.world, job.actor, job.rollout, job.genrm
     await rollout.sleep()  # engines come up awake, and so does the actor
     await genrm.sleep()
@@ -68,6 +75,8 @@ async def train(job: Job) -> None:
         # ---- serve: answers are written and judged, and drawn again until the step has its groups
         with job.timeline.span("serve"):
             served = await serve(job, SERVE[job.plan.mode])
+        if job.stopping:
+            break
         algorithms.set_advantages(served.kept, config.algorithm)  # local: a group never leaves its controller
 
         # ---- all controllers meet: equal work for every data-parallel rank
@@ -77,6 +86,7 @@ async def train(job: Job) -> None:
         await placement.to_training(actor, rollout, genrm, world, job.timeline)
         with job.timeline.span("train"):
             stats = await world.run(actor.update, mini_batches)
+        check_skips(job, stats, mini_batches)
 
         # ---- everything sleeps but the actor: the split may move, and what is now is saved while the next step is served
         decision = await replan(job, served)
@@ -89,9 +99,19 @@ async def train(job: Job) -> None:
         await job.checkpoints.finish(job)  # after the report: what a checkpoint takes for done has its row in the files
         check_progress(job)
         del served, mini_batches  # not held while the next step is served
-    job.timeline.step = config.steps
-    await evaluate(job, config.steps)
-    await job.checkpoints.finish(job, wait=True)
+    else:
+        job.timeline.step = config.steps
+        await evaluate(job, config.steps)
+        await job.checkpoints.finish(job, wait=True)
+    if job.stopping:
+        await save_and_stop(job)
+    return job.stopping
+
+
+async def save_and_stop(job: Job) -> None:
+    """Save the state as it is between two steps (collective)."""
+    await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+    await job.checkpoints.save_now(job)
 
 
 async def replan(job: Job, served) -> dict[str, float | str]:
@@ -100,8 +120,9 @@ async def replan(job: Job, served) -> dict[str, float | str]:
     serving = next(span for span in spans if span.name == "serve")
     swaps = [span for span in spans if span.name == "switch" and serving.start <= span.start <= serving.end]
     seconds = [sum(span.end - span.start for span in part) for part in ([serving], swaps)]
-    facts = (job.rollout.take_load(), job.genrm.take_load(), *seconds, job.state.hand_over_s)
-    rollout, genrm, serve_s, swap_s, hand_over_s = zip(*await job.world.gather(facts), strict=True)
+    restarts = job.rollout.end_step() + job.genrm.end_step()
+    facts = (job.rollout.take_load(), job.genrm.take_load(), *seconds, job.state.hand_over_s, restarts)
+    rollout, genrm, serve_s, swap_s, hand_over_s, restarts = zip(*await job.world.gather(facts), strict=True)
     work = (RoleLoad.total(rollout), RoleLoad.total(genrm), served.waves)
     load = Load(job.plan, *work, max(serve_s), max(swap_s), max(hand_over_s))
     job.state.history = [*job.state.history, load][-HISTORY:]
@@ -109,12 +130,26 @@ async def replan(job: Job, served) -> dict[str, float | str]:
     decision = rebalance(job.state.history, job.plans, job.config.max_running_requests, steps_left)
     moves = decision.plan != job.plan
     metrics = {"split/predicted_s": decision.predicted_s, "split/moved": float(moves), "split/reason": decision.reason}
+    metrics["faults/engine_restarts"] = float(sum(restarts))
     if moves:
         job.report.note(f"step {job.timeline.step + 1}: {decision.reason}")
         job.timeline.mark("split", decision.plan.split)
         job.plan = decision.plan
         placement.take_plan(job.plan, job.rollout, job.genrm)
     return metrics
+
+
+def check_skips(job: Job, stats: dict[str, float], mini_batches) -> None:
+    """Raises ValueError after `max_skips` updates in a row that were skipped, and leaves this controller's samples in a file."""
+    job.state.skips = job.state.skips + 1 if stats["train/not_finite"] else 0
+    if job.state.skips:
+        job.report.note(f"step {job.timeline.step + 1}: the loss or the gradient isn't finite: the update is skipped")
+    if job.state.skips == job.config.max_skips:
+        path = job.report.dump(flat(mini_batches) if job.actor.is_head else [])
+        raise ValueError(
+            f"--max-skips {job.state.skips}: the loss or the gradient of so many updates in a row was not finite; "
+            f"the samples of the last one are in {path}"
+        )
 
 
 def note_step(job: Job, served) -> None:
@@ -161,8 +196,13 @@ async def evaluate(job: Job, step: int) -> None:
         return
     share = list(enumerate(held_out))[job.actor.dp_rank :: job.actor.dp_size] if job.actor.is_head else []
     mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key) for i, p in share]
+    asked = Step(job)
     with job.timeline.span("evaluate"):
-        await asyncio.gather(*(answer_greedily(job, sample) for sample in mine))
+        asked.tasks = {sample.prompt_id: asyncio.create_task(answer_greedily(asked, sample)) for sample in mine}
+        await until_settled(asked)
+    if job.stopping:
+        await cut_off(asked)
+        return
     right = [job.judge.final_answer(sample) == sample.answer_key for sample in mine]
     counts = await job.world.gather((sum(right), len(right)))
     job.rollout.take_load()
@@ -170,10 +210,10 @@ async def evaluate(job: Job, step: int) -> None:
     job.report.accuracy(step, sum(r for r, _ in counts) / sum(n for _, n in counts), job.timeline.now())
 
 
-async def answer_greedily(job: Job, sample: Sample) -> None:
+async def answer_greedily(asked: Step, sample: Sample) -> None:
     """One greedy answer."""
 
     def take(sample: Sample, answer, rank: int) -> None:
         sample.response, sample.finish = sample.response + answer.tokens, answer.finish
 
-    await have_written(job, job.greedy, [sample], take)
+    await have_written(asked.job, asked.job.greedy, [sample], take, lambda: asked.closed)

@@ -214,3 +214,11 @@ class Groups:
         self._owners = {draw: owner for draw, owner in self._owners.items() if draw in waiting}
         if self._keep_written:
             self._written |= {group[0].prompt_id: group for group in carried}
+
+    def undo(self, drawn: list[int], groups: list[list[Sample]]) -> None:
+        """The step didn't happen: `drawn` come again in their order, on every controller; `groups` are this one's of them."""
+        self._prompts.buffer[:0] = drawn
+        if self._keep_written:
+            self._written |= {group[0].prompt_id: group for group in groups}
+        else:
+            self._owners = {}

@@ -2,7 +2,10 @@
 
 torchrun answers a failed rank with a page of its own traceback, which would bury the line, and --max-restarts would try again what
 can't succeed. So ranks that leave take the launcher with them: nobody exits before everybody has cleaned up, then the rank with the
-lowest process id ends the launcher, which is the sign for all to go. A crash (any other exception) is left to torchrun.
+lowest process id ends the launcher, which is the sign for all to go. A crash (any other exception) is left to torchrun, and so is
+what SIGTERM ends: torchrun sends it to the other ranks when one has died, and may start all of them again.
+
+While the run trains, a first SIGINT or SIGTERM only asks for a stop: the controllers agree on it in their next meeting, save and end.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,6 +29,17 @@ import psutil
 PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0  # most errors reach every rank by itself; after this the others are told
 PATIENCE_S = 30.0  # for them to clean up
+LEAVE = signal.SIGUSR1  # from one rank to the others: it can't go on, and neither can they
+ECHO_S = 3.0  # torchrun passes a signal on that the ranks have got already: no second one
+
+
+@dataclass
+class Stop:
+    """What signals have asked of this process. They set it, the training loop reads `asked`."""
+
+    gently: bool = False  # whether there is a training loop that will stop by itself
+    asked: int = 0  # the first signal
+    time: float = 0.0  # when it came
 
 
 def prepare() -> None:
@@ -32,24 +47,43 @@ def prepare() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     launcher = psutil.Process(os.getppid())
     os.environ["NANOYATT_LAUNCHER"] = f"{launcher.pid} {launcher.create_time():.0f}"
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the event loop takes over
+    for number in (signal.SIGINT, LEAVE):  # until the event loop takes over
         signal.signal(number, lambda *_: give_up("interrupted", 130))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-async def until_told(work) -> None:
-    """Run the work; SIGINT and SIGTERM cancel it, so that every `finally` on the way out runs."""
+async def until_told(work, stop: Stop):
+    """Run the work and return its result. A signal is noted in `stop`, or cancels it, so that every `finally` on the way out runs."""
     task = asyncio.ensure_future(work)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await task
+
+    def hear(number: int) -> None:
+        now = time.monotonic()
+        is_echo = stop.asked and now - stop.time < ECHO_S
+        if number == LEAVE or not (is_echo or (stop.gently and not stop.asked)):
+            task.cancel()
+        if not stop.asked:
+            stop.asked, stop.time = number, now
+
+    for number in (signal.SIGINT, signal.SIGTERM, LEAVE):
+        asyncio.get_running_loop().add_signal_handler(number, hear, number)
+    return await task
+
+
+def leave(message: str, status: int, number: int) -> None:
+    """Leave as signal `number` wants it: SIGTERM ends ranks, any other the launcher, too. Engines must be closed already."""
+    if number != signal.SIGTERM:
+        give_up(message, status)
+    if os.environ["RANK"] == "0":
+        print(message, file=sys.stderr)
+    go(status)
 
 
 def give_up(message: str, status: int) -> None:
     """Leave with one line and a status, and have the other ranks of this machine leave too. Engines must be closed already."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, LEAVE):
         signal.signal(number, signal.SIG_IGN)  # torchrun passes Ctrl-C on a second time
     launcher, born = map(int, os.environ["NANOYATT_LAUNCHER"].split())
     leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}")  # a file in it for each rank that has cleaned up
@@ -59,7 +93,14 @@ def give_up(message: str, status: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             leave_together(psutil.Process(launcher), leaving)
     shutil.rmtree(leaving, ignore_errors=True)
-    os._exit(status)  # a thread may still wait in a collective for a rank that left
+    go(status)
+
+
+def go(status: int) -> None:
+    """End this process now: a thread may still wait in a collective for a rank that left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def is_first(leaving: Path) -> bool:
@@ -82,7 +123,7 @@ def leave_together(launcher: psutil.Process, leaving: Path) -> None:
         if busy and not told and time.monotonic() > start + GRACE_S:
             told = True
             for sibling in busy:
-                sibling.terminate()
+                sibling.send_signal(LEAVE)
         if not busy and all(os.getpid() < sibling.pid for sibling in alive):
             launcher.kill()
             break

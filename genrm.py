@@ -10,12 +10,13 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rollout import Answer, Sample, Sampling, seed_of
+from rollout import Answer, EngineLost, Sample, Sampling, seed_of
 
 BACKOFF_S = 2.5  # before a call that was given up is made again: SGLang aborts a request 2 s after its client has left
 LONGEST_BACKOFF_S = 30.0
+LOOK_S = 0.05  # a call that waits for an engine looks so often
 
 
 @dataclass(frozen=True)
@@ -239,17 +240,28 @@ class Judge:
         return Judgement("\n".join(texts), combine(verdicts, calls.vote))
 
     async def _call(self, number: int, prompt: list[int], seeds: list[int], pool) -> list[Answer]:
-        """One request for a critique of each seed, which share the prompt's KV cache; returns those that came in time, in order."""
-        sampling = self.models[number].sampling
+        """One request for a critique of each seed, which share the prompt's KV cache; returns those that came in time, in order.
+
+        What an engine owes that is lost is asked of another. Waits while none is up.
+        """
+        sampling, owed = self.models[number].sampling, list(range(len(seeds)))
         clock, replies = asyncio.get_running_loop().time, []
         async with self._free:
-            start, engine = clock(), pool.route(number)
-            try:
-                async with asyncio.timeout(self.calls.timeout_s):
-                    async for reply in engine.generate([prompt] * len(seeds), sampling, seeds=seeds):
-                        self.latencies.append(clock() - start)
-                        replies.append(reply)
-            except TimeoutError:  # leaving the request has closed it, and its server will abort it
-                self.timeouts += 1
-                pool.avoid(engine)
+            while owed:
+                if (engine := pool.route(number)) is None:
+                    await asyncio.sleep(LOOK_S)
+                    continue
+                start, asked = clock(), list(owed)
+                try:
+                    async with asyncio.timeout(self.calls.timeout_s):
+                        async for reply in engine.generate([prompt] * len(asked), sampling, seeds=[seeds[which] for which in asked]):
+                            self.latencies.append(clock() - start)
+                            owed.remove(asked[reply.index])
+                            replies.append(replace(reply, index=asked[reply.index]))
+                except (TimeoutError, EngineLost) as error:
+                    if isinstance(error, EngineLost) and not engine.up:
+                        continue
+                    self.timeouts += 1  # leaving the request has closed it, and its server will abort it
+                    pool.avoid(engine)
+                    break
         return sorted(replies, key=lambda reply: reply.index)

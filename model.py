@@ -364,3 +364,15 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 def device() -> torch.device:
     """Where this rank trains."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_room(needed: int, who: str) -> None:
+    """ValueError with who holds what if the GPU has no `needed` bytes left for `who` to wake. Not yet run on a GPU."""
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved()
+    if needed > free:
+        gib = [f"{size / 2**30:.1f}" for size in (needed, free, total, own, total - free - own)]
+        raise ValueError(
+            "{} needs {} GiB to wake, and {} of {} GiB are free: this rank holds {} GiB, engines and others {} GiB; "
+            "lower --mem-fraction, or spread the model over more ranks (--tp, --pp)".format(who, *gib)
+        )

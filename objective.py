@@ -95,7 +95,9 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
         "train/lr": lr,
         "train/tokens": total["tokens"],
         "train/micro_batches": total["micro_batches"],  # the same on every rank
-        "train/skipped": float(sum(step["tokens"] == 0 for step in steps)),  # optimizer steps that had no token to train on
+        # optimizer steps that had no token to train on, or whose loss or gradient wasn't finite
+        "train/skipped": float(sum(step["tokens"] == 0 or step["not_finite"] for step in steps)),
+        "train/not_finite": total["not_finite"],
         "train/engine_logprob_diff_max": steps[0]["engine_logprob_diff_max"],
         "train/seconds_spread": (total["slowest"] - total["fastest"]) / total["slowest"],
         "train/stale_token_frac": total["stale"] / tokens,

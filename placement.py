@@ -6,16 +6,20 @@ holds all of them. The hand-overs are the vertical rules of the paper's figure, 
     to training    every engine sleeps (weights and KV cache go)   then the actor wakes
     to serving     rollout weights come back, push, the actor sleeps, and only then does the KV cache come back
 
-Between the two everything sleeps: there a run may take another plan (see rebalance.py).
+Between the two everything sleeps: there a run may take another plan (see rebalance.py). When no rollout engine is left, both happen
+in the middle of serving, so that new ones get the weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from dataclasses import dataclass
 
 from pool import Pool
+
+PATIENCE_S = 0.05  # controllers that wait for the last judgements look so often
 
 
 @dataclass(frozen=True)
@@ -142,3 +146,15 @@ async def to_serving(actor, rollout: Pool, world, timeline) -> float:
         await world.barrier()
     await rollout.wake_kv_cache()
     return timeline.now() - start
+
+
+async def revive(actor, rollout: Pool, genrm: Pool, world, timeline) -> None:
+    """Every rollout engine was lost: those that were started again get the actor's weights (collective).
+
+    Answers that wait for an engine go on waiting. What is being judged is judged to its end; genrm sleeps afterwards.
+    """
+    genrm.hold()
+    while any(await world.gather(genrm.outstanding())):
+        await asyncio.sleep(PATIENCE_S)
+    await to_training(actor, rollout, genrm, world, timeline)
+    await to_serving(actor, rollout, world, timeline)

@@ -122,6 +122,19 @@ class Report:
         """A line for people, from rank 0."""
         self.progress.line(text)
 
+    def flush(self) -> None:
+        """Nothing that was reported may be lost when the process ends now."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def dump(self, samples: list) -> Path:
+        """Add whole samples to skipped_samples.jsonl, from any rank; returns its path."""
+        path = self.out / "skipped_samples.jsonl"
+        rows = "".join(json.dumps(vars(sample) | {"text": self.decode(sample.response), "media": None}) + "\n" for sample in samples)
+        with path.open("ab", buffering=0) as file:  # one write: ranks don't mix their lines
+            file.write(rows.encode())
+        return path
+
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
             return

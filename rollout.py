@@ -19,11 +19,14 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import orphans
 import server
+from server import EngineLost
 
+TICK_S = 0.5  # an owner looks so often whether its server has died
 WRITTEN = ("stop", "length")  # how a whole answer ends; one that ends in "abort" may be continued
 
 
@@ -102,6 +105,7 @@ class Engine:
     key: what every request must show.
     outstanding: tokens that the answers asked for through this handle may still come to, prompts included; requests are routed by it.
     awake: whether the server may be asked; `sleep` and `wake` set it here, and whoever holds another handle sets it there.
+    up: whether it answers, as far as known here: its owner tells the other controllers (see watch.py).
     on_request: called with (this engine, tokens of the prompt, answer) for every answer that finishes.
     """
 
@@ -109,9 +113,12 @@ class Engine:
         self.role, self.rank, self.url, self.capacity, self.model, self.key = role, rank, url, capacity, model, key
         self.name = f"{role} engine of rank {rank}"
         self.outstanding = 0
-        self.awake = True
+        self.awake = self.up = True
         self.on_request: Callable[[Engine, int, Answer], None] | None = None
         self._process: subprocess.Popen | None = None
+        self._command: list[str] = []
+        self._probe_s = 30.0  # without a sign of life, it hangs; also the deadline of every call but `generate`
+        self._events = 0  # of all streams: a busy server's signs of life
         self._log_path, self._private = Path(os.devnull), ""  # a folder of the server's that nobody else may read
         self._shapes: dict[str, list[int]] = {}
         self._tp = 1
@@ -136,15 +143,20 @@ class Engine:
         engine._shapes = server.checkpoint_shapes(model_dir)
         engine._log_path.parent.mkdir(parents=True, exist_ok=True)
         engine._private = tempfile.mkdtemp(prefix="nanoyatt-")
-        with engine._log_path.open("wb") as log:
+        engine._log_path.write_bytes(b"")
+        engine._probe_s = config.engine_probe_s
+        engine._command = [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config)]
+        engine._start()
+        return engine
+
+    def _start(self):
+        with self._log_path.open("ab") as log:  # what the server before this one said stays
             # Its own process group, so that `close` reaches the scheduler and the detokenizer too.
-            engine._process = subprocess.Popen(
-                [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config)],
-                cwd=Path(__file__).parent, env=server.server_environment(engine.key, f"{engine._private}/store"),
+            self._process = subprocess.Popen(
+                self._command, cwd=Path(__file__).parent, env=server.server_environment(self.key, f"{self._private}/store"),
                 stdout=log, stderr=log, start_new_session=True,
             )
-        orphans.note(engine._log_path.with_suffix(".pid"), engine._process.pid)
-        return engine
+        orphans.note(self._log_path.with_suffix(".pid"), self._process.pid)
 
     async def ready(self, deadline_s: float = 300.0):
         """Waits until the server generates. Raises ValueError with the end of its log if it died or was too slow."""
@@ -152,30 +164,67 @@ class Engine:
         deadline = clock() + deadline_s
         while not await self._is_healthy():
             if self._process is not None and self._process.poll() is not None:
-                raise ValueError(f"the {self.name} stopped while starting{self._log_tail()}")
+                raise ValueError(f"the {self.name} stopped while starting{self.log_tail()}")
             if clock() > deadline:
-                raise ValueError(f"the {self.name} was not ready within {deadline_s:.0f} s{self._log_tail()}")
+                raise ValueError(f"the {self.name} was not ready within {deadline_s:.0f} s{self.log_tail()}")
             await asyncio.sleep(0.2)
         if self._process is not None and (await self._model_info())["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
         await self._post("/freeze_gc")  # every sleep collects garbage: else 0.7 s each time, over all that SGLang has imported
 
+    async def until_down(self) -> str:
+        """Waits until the server is dead or hangs, and says which; for its owner, while it is awake.
+
+        It hangs if for so long neither a stream brought an event nor /health said yes; a busy server says yes with every batch.
+        """
+        silent_s, events, probe = 0.0, self._events, None
+        try:
+            while silent_s <= self._probe_s:
+                if self._process is None:
+                    return "was ended"
+                if (status := self._process.poll()) is not None:
+                    return f"died ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
+                if self._events != events or (probe is not None and probe.done() and probe.result()):
+                    silent_s, events = 0.0, self._events
+                if probe is None or probe.done():
+                    probe = asyncio.create_task(self._is_healthy(after_s=self._probe_s / 6))
+                await asyncio.sleep(TICK_S)
+                silent_s += TICK_S  # not by the clock: while this process was stopped or busy it couldn't listen
+            return f"gave no sign of life for {self._probe_s:g} s"
+        finally:
+            if probe is not None:
+                probe.cancel()
+
+    async def restart(self, deadline_s: float):
+        """A new server in the place of one that was killed: awake, with the weights of the model directory. Raises like `ready`."""
+        assert self._process is None, f"the {self.name} still runs"
+        self._start()
+        await self.ready(deadline_s)
+        self.awake = True
+
     async def close(self):
         """Ends the server and all of its processes, and waits until the port is free."""
         if self._session is not None:
             await self._session.close()
+        await self.kill()
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    async def kill(self):
+        """Ends the server and all of its processes. Requests that it owed break."""
         if self._process is None:
             return
-        self._process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
-        self._process.wait()
-        await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of the group, removes the semaphores and ends too
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        process, self._process, self.awake = self._process, None, False
+        process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
+        process.wait()
+        try:
+            await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of the group, removes the semaphores and ends too
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         self._log_path.with_suffix(".pid").unlink(missing_ok=True)
-        shutil.rmtree(self._private, ignore_errors=True)
-        self._process = None
 
-    def _log_tail(self) -> str:
+    def log_tail(self) -> str:
+        """The end of the server's log, to be added to a message."""
         lines = self._log_path.read_text(errors="replace").splitlines()[-15:]
         return "\n".join((f"; the end of {self._log_path}:", *lines))
 
@@ -250,7 +299,8 @@ class Engine:
 
         rooms: the most new tokens of each, default sampling.max_new_tokens. seeds: of each, 63 bits; with --deterministic, prompt and
         seed alone say what is written. The noise of a token is by its place, so an answer that is cut off and continued comes out the
-        same. Survives two broken connections: what has been yielded is not asked again. Raises ValueError when the server refuses.
+        same. Survives two broken connections: what has been yielded is not asked again. Raises EngineLost when it breaks again, or the
+        server is down; ValueError when it refuses.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
         rooms = rooms or [sampling.max_new_tokens] * len(prompts)
@@ -258,7 +308,8 @@ class Engine:
         sent = asyncio.get_running_loop().time()
         self.outstanding += sum(owed.values())
         try:
-            async for answer in server.retry_broken(lambda: self._stream(prompts, sampling, rooms, seeds, tuple(owed), sent)):
+            stream = partial(self._stream, prompts, sampling, rooms, seeds)
+            async for answer in server.retry_broken(lambda: stream(tuple(owed), sent), lambda: self.up):
                 self.outstanding -= owed.pop(answer.index)
                 if self.on_request is not None:
                     self.on_request(self, len(prompts[answer.index]), answer)
@@ -283,6 +334,7 @@ class Engine:
         async with self._http().post(self.url + "/generate", json=body) as response:
             await self._check(response, "/generate")
             async for event in server.server_sent_events(response):
+                self._events += 1
                 if "error" in event:
                     raise ValueError(f"the {self.name} refused: {event['error']['message']}")
                 index = indices[event["index"]]
@@ -302,22 +354,33 @@ class Engine:
             self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
         return self._session
 
-    async def _is_healthy(self) -> bool:
+    async def _is_healthy(self, after_s: float = 0.0) -> bool:
+        await asyncio.sleep(after_s)
+        try:
+            await self._get("/health")  # generates one token
+        except (EngineLost, ValueError):
+            return False
+        return True
+
+    async def _model_info(self) -> dict:
+        return await self._get("/model_info")
+
+    async def _get(self, path: str):
+        return await self._call(self._http().get, path)
+
+    async def _post(self, path: str, **body):
+        return await self._call(partial(self._http().post, json=body), path)
+
+    async def _call(self, method, path: str):
+        """The reply's JSON, if it has any. Raises EngineLost when none comes in time, ValueError when the server refuses."""
         import aiohttp
 
         try:
-            async with self._http().get(self.url + "/health") as response:  # generates one token
-                return response.status == 200
-        except aiohttp.ClientConnectionError:
-            return False
-
-    async def _model_info(self) -> dict:
-        async with self._http().get(self.url + "/model_info") as response:
-            return await response.json()
-
-    async def _post(self, path: str, **body):
-        async with self._http().post(self.url + path, json=body) as response:
-            await self._check(response, path)
+            async with method(self.url + path, timeout=aiohttp.ClientTimeout(total=self._probe_s)) as response:
+                await self._check(response, path)
+                return await response.json() if response.content_type == "application/json" else None
+        except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise EngineLost(f"didn't answer {path}: {error!r}") from error
 
     async def _check(self, response, path: str):
         """SGLang says with the status whether a call succeeded, and why not in the text."""

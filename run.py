@@ -15,6 +15,8 @@ import functools
 import json
 import os
 import secrets
+import shlex
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,15 +55,18 @@ def describe(config: Config, plans: list[placement.Plan], world_size: int) -> st
 # ---------------------------------------------------------------- one rank's program
 
 
-async def run(config: Config, plans: list[placement.Plan]) -> None:
-    """Bring the parts up, train, and end every process that was started (collective: every rank)."""
+async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> tuple[int, str]:
+    """Bring the parts up, train, and end every process that was started (collective: every rank).
+
+    Returns the signal that stopped it before the asked steps were done, 0 if none did, and what to say then.
+    """
     from report import Progress
 
     # off the event loop, which must hear signals while ranks wait; not asyncio.to_thread, whose threads are waited for at the end
     world = await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), join_ranks, config)
     world.enter_device()
     progress = Progress(config.steps, world.rank == 0)
-    engines: list = []
+    engines, pools = [], []
     ticking = asyncio.create_task(progress.tick())
     try:
         if not config.model:
@@ -74,18 +79,34 @@ async def run(config: Config, plans: list[placement.Plan]) -> None:
         await together(world, end_orphans, config, world.rank, progress)
         out, found = await prepare_out(config, world, progress.line)
         job = await build(config, plans, world, out, found, inputs, progress, engines)
-        await loop(job)
+        pools += (job.rollout, job.genrm)
+        job.stop, stop.gently = stop, True
+        stopped = await loop(job)
+        stop.gently = False
         await world.barrier()
+        if stopped:
+            job.report.flush()
+            return stopped, how_to_go_on(job)
         job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
         progress.close()
         if world.rank == 0:
             print(f"wrote {out}/: metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/", flush=True)
+        return 0, ""
     finally:
         ticking.cancel()
         progress.close()
+        for pool in pools:
+            pool.close()
         await asyncio.gather(*(engine.close() for engine in engines))
         world.close()
         doors.close()
+
+
+def how_to_go_on(job: controller.Job) -> str:
+    """What a run that was stopped says at its end."""
+    launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+    saved = f"go on with: {launch} {shlex.join(sys.argv)}" if job.checkpoints.newest == job.state.step else "nothing was saved"
+    return f"stopped after {job.state.step} of {job.config.steps} steps; {saved}"
 
 
 def join_ranks(config: Config):
@@ -142,8 +163,13 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     progress.line(describe(config, plans, world.size))
     actor = await world.run(build_actor, config)
     await together(world, ready, engines, config.engine_timeout_s)
-    timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", progress.phase)
-    pools = await connect(engines, world, timeline)
+
+    def on_open(name: str, step: int) -> None:
+        world.phase = f"{name} of step {step + 1}"
+        progress.phase(name, step)
+
+    timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", on_open)
+    pools = await connect(engines, world, timeline, config.engine_timeout_s)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
@@ -210,7 +236,7 @@ async def ready(engines: list, deadline_s: float) -> None:
     await asyncio.gather(*(engine.ready(deadline_s) for engine in engines))
 
 
-async def connect(engines: list, world, timeline) -> dict[str, Pool]:
+async def connect(engines: list, world, timeline, deadline_s: float) -> dict[str, Pool]:
     """A handle on every engine of the run, by role (collective). Handles on other ranks' engines are appended to `engines`."""
     from rollout import Engine
 
@@ -219,7 +245,7 @@ async def connect(engines: list, world, timeline) -> dict[str, Pool]:
     remote = [Engine(*address) for here in addresses for address in here if address[:2] not in own]
     engines += remote
     fleet = sorted((*own.values(), *remote), key=lambda engine: engine.rank)
-    return {role: Pool([e for e in fleet if e.role == role], world, timeline) for role in ("rollout", "genrm")}
+    return {role: Pool([e for e in fleet if e.role == role], world, timeline, deadline_s) for role in ("rollout", "genrm")}
 
 
 def load_prompts(config: Config):
@@ -254,8 +280,12 @@ def resolved(config: Config) -> dict:
 
 
 def main(arguments: list[str]) -> None:
-    """One rank: exit status 0 when the asked steps are done, else 1 after one line on stderr (130 after Ctrl-C)."""
+    """One rank: exit status 0 when the asked steps are done or a stop was asked for, else 1 after one line on stderr.
+
+    A stop that came before training or was asked for twice: 130 after Ctrl-C, 143 after SIGTERM.
+    """
     exits.prepare()
+    stop = exits.Stop()
     try:
         if arguments[:1] == ["check"]:
             import preview
@@ -269,11 +299,13 @@ def main(arguments: list[str]) -> None:
         if "RANK" not in os.environ:
             raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
         plans = check_batch(config, int(os.environ["WORLD_SIZE"]))
-        asyncio.run(exits.until_told(run(config, plans)))
+        stopped_by, line = asyncio.run(exits.until_told(run(config, plans, stop), stop))
     except ValueError as error:
         exits.give_up(f"error: {printable(str(error))}", 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        exits.give_up("interrupted", 130)
+        exits.leave("interrupted", 143 if stop.asked == signal.SIGTERM else 130, stop.asked)
+    if stopped_by:
+        exits.leave(line, 0, stopped_by)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from serving import SERVE, Served, serve
 FIELDS = {field.name for field in dataclasses.fields(Sample)}
 
 
-def choose(config) -> Callable[[Job], Awaitable[None]]:
+def choose(config) -> Callable[[Job], Awaitable[int]]:
     """The loop that the settings ask for. A replay is read here, before anything is moved or started: ValueError if it can't be."""
     if config.train_only:
         return functools.partial(train_only, steps=read_replay(Path(config.replay)))
@@ -38,8 +38,11 @@ def choose(config) -> Callable[[Job], Awaitable[None]]:
 # ---------------------------------------------------------------- serve and judge
 
 
-async def rollout_only(job: Job) -> None:
-    """The loop without the update: engines and hand-overs as ever, but the weights stay (collective: every rank calls)."""
+async def rollout_only(job: Job) -> int:
+    """The loop without the update: engines and hand-overs as ever, but the weights stay (collective: every rank calls).
+
+    Returns the signal that ended it early, else 0.
+    """
     config, world, actor, rollout, genrm = job.config, job.world, job.actor, job.rollout, job.genrm
     await rollout.sleep()
     await genrm.sleep()
@@ -50,14 +53,17 @@ async def rollout_only(job: Job) -> None:
         await controller.evaluate(job, step)
         with job.timeline.span("serve"):
             served = await serve(job, SERVE[job.plan.mode])
+        if job.stopping:
+            break
         await keep(job, step, served.kept)
         await placement.to_training(actor, rollout, genrm, world, job.timeline)
         decision = await controller.replan(job, served)
         job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
-        job.state.step = step + 1
+        controller.note_step(job, served)
         await job.report.step(step, served, served.kept, decision, job)
-        controller.check_progress(job, served)
+        controller.check_progress(job)
     job.report.note(f"to train on what was served: --train-only --replay {job.report.out}/replay.jsonl")
+    return job.stopping
 
 
 async def keep(job: Job, step: int, samples: list[Sample]) -> None:
@@ -72,7 +78,7 @@ async def keep(job: Job, step: int, samples: list[Sample]) -> None:
 # ---------------------------------------------------------------- train
 
 
-async def train_only(job: Job, steps: list[list[Sample]]) -> None:
+async def train_only(job: Job, steps: list[list[Sample]]) -> int:
     """The loop without serving: one update on each step of a replay (collective: every rank calls, with all samples).
 
     From the second step on the weights are newer than those that wrote the samples, whose tokens are then trained on as stale ones.
@@ -94,6 +100,7 @@ async def train_only(job: Job, steps: list[list[Sample]]) -> None:
         await job.report.step(step, served, flat(mini_batches), stats, job)
     if len(steps) < config.steps:
         job.report.note(f"{config.replay} holds {len(steps)} steps, fewer than --steps {config.steps}: all are trained on")
+    return 0
 
 
 def share(samples: list[Sample], actor) -> list[Sample]:

@@ -17,6 +17,10 @@ from types import SimpleNamespace
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 
 
+class EngineLost(ConnectionError):
+    """A server doesn't answer: it died, it hangs, or it can't be reached. What it owed is asked of another."""
+
+
 # ---- what goes over the wire -----------------------------------------------------------------------------------------
 
 
@@ -30,8 +34,11 @@ async def server_sent_events(response) -> AsyncIterator[dict]:
                 yield json.loads(event.removeprefix(b"data: "))
 
 
-async def retry_broken(stream: Callable[[], AsyncIterator]) -> AsyncIterator:
-    """Passes on what `stream()` yields; opens it again when the connection breaks, twice at most."""
+async def retry_broken(stream: Callable[[], AsyncIterator], is_up: Callable[[], bool] = lambda: True) -> AsyncIterator:
+    """Passes on what `stream()` yields; opens it again when the connection breaks, twice at most, while the server `is_up`.
+
+    Raises EngineLost after that.
+    """
     import aiohttp
 
     for delay_s in (1.0, 5.0, None):
@@ -39,10 +46,12 @@ async def retry_broken(stream: Callable[[], AsyncIterator]) -> AsyncIterator:
             async for item in stream():
                 yield item
             return
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-            if delay_s is None:
-                raise
-        await asyncio.sleep(delay_s)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            broken = error
+        if delay_s is not None and is_up():
+            await asyncio.sleep(delay_s)
+        if delay_s is None or not is_up():  # a new server in its place may have other weights
+            raise EngineLost(f"the connection broke: {broken!r}") from broken
 
 
 def buckets(named_tensors: Iterable) -> Iterable[list]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import placement
 from draws import Draws, is_informative, is_written, moving_average
-from rollout import WRITTEN, Answer, Sample, seed_of
+from rollout import WRITTEN, Answer, EngineLost, Sample, seed_of
 
 MOST_LATE = 3  # engines that may be late with one group
 
@@ -33,7 +34,7 @@ class Served:
 class Step:
     """One controller's part of a serving phase: its groups, and the tasks that have them written and judged."""
 
-    def __init__(self, job, draws: Draws):
+    def __init__(self, job, draws: Draws | None = None):
         self.job, self.draws, self.served = job, draws, Served()
         self.groups: dict[int, list[Sample]] = {}
         self.tasks: dict[int, asyncio.Task] = {}  # of groups that haven't ended
@@ -76,10 +77,12 @@ async def serve_in_turns(step: Step, mine: list[int]) -> None:
     step.start(mine, write)
     step.go_on(cut, write)
     await enough_written(step)
+    if job.stopping:
+        return
     await job.rollout.sleep()
     await job.genrm.wake()
     step.go_on([draw for draw in mine + cut if is_written(step.groups[draw])], have_judged)
-    await step.settle()
+    await until_settled(step)
 
 
 async def serve_side_by_side(step: Step, mine: list[int]) -> None:
@@ -110,11 +113,13 @@ async def have_written(job, sampling, group: list[Sample], take, is_closed=lambd
     """Have one engine write the answers of a group: they share the prompt's KV cache. `take(sample, answer, rank)` is told of each.
 
     Answers that were cut off are continued: their tokens so far are part of the prompt. An engine that is late is asked no more, and
-    what it owes is asked of another. Raises ValueError when MOST_LATE were late.
+    what it owes is asked of another; likewise one that is lost. Waits while none is up. Raises ValueError when MOST_LATE were late.
     """
     late = 0
     while (unwritten := [sample for sample in group if sample.finish not in WRITTEN]) and not is_closed():
-        engine = job.rollout.route()
+        if (engine := job.rollout.route()) is None:
+            await asyncio.sleep(job.config.meet_every_s)  # in the next meeting they may hear of one
+            continue
         prompts = [sample.prompt + sample.response for sample in unwritten]
         rooms = [sampling.room(sample) for sample in unwritten]
         seeds = [seed_of(job.config.seed, sample.prompt_id, sample.index) for sample in unwritten]
@@ -122,7 +127,9 @@ async def have_written(job, sampling, group: list[Sample], take, is_closed=lambd
             async with asyncio.timeout(job.config.request_timeout_s):
                 async for answer in engine.generate(prompts, sampling, rooms, seeds):
                     take(unwritten[answer.index], answer, engine.rank)
-        except TimeoutError:
+        except (TimeoutError, EngineLost) as error:
+            if isinstance(error, EngineLost) and not engine.up:
+                continue
             job.rollout.avoid(engine)
             late += 1
             if late == MOST_LATE:
@@ -180,15 +187,21 @@ async def enough_written(step: Step) -> None:
     """
     job, draws = step.job, step.draws
     if draws.in_order:
-        await step.settle()
+        await until_settled(step)
         return
     wanted = min((draws.wanted - draws.found) * job.state.groups_per_kept, draws.flying)
     written, late = 0, len(draws.late)
-    while written < wanted or late:
+    while (written < wanted or late) and not job.stopping:
         ended = await step.settle(job.config.meet_every_s)
-        news = await job.world.gather((len(ended), len(draws.late & step.tasks.keys())))
+        news = await told(job, (len(ended), len(draws.late & step.tasks.keys())))
         written, late = written + sum(count for count, _ in news), sum(count for _, count in news)
     await cut_off(step)
+
+
+async def until_settled(step: Step) -> None:
+    """Wait for the tasks of every controller, or until a stop is asked for (collective)."""
+    while any(await told(step.job, len(step.tasks))) and not step.job.stopping:
+        await step.settle(step.job.config.meet_every_s)
 
 
 async def cut_off(step: Step) -> None:
@@ -212,13 +225,14 @@ async def serve(job, serve_wave) -> Served:
     that were filtered, scaled by the moving average of groups drawn per group kept and by 1.2. By default the first
     `prompts_per_step` informative groups in the order of drawing are kept, over all controllers together; with `over_dispatch` above
     1 the first to end. The prompts of the others go back to the buffer, with `partial_rollout` with all that was written for them.
+    When a stop is asked for, everything is cut off and nothing of the step counts.
     """
     config = job.config
     job.judge.forget()
     how = (config.over_dispatch == 1, job.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
     step = Step(job, Draws(config.prompts_per_step, *how))
     draws = step.draws
-    while not draws.complete:
+    while not draws.complete and not job.stopping:
         wave = draws.next_wave()
         if wave is None and not draws.flying:
             break
@@ -226,6 +240,9 @@ async def serve(job, serve_wave) -> Served:
         await serve_wave(step, mine)
         await meet(step)
     await cut_off(step)
+    if job.stopping:
+        job.groups.undo(list(draws.wave_of), list(step.groups.values()))
+        return step.served
     job.state.groups_per_kept = moving_average(job.state.groups_per_kept, draws)
     sort_out(step)
     return step.served
@@ -242,17 +259,31 @@ def draw_wave(job, draws: Draws, wave: int, size: int) -> list[int]:
 
 
 async def meet(step: Step) -> None:
-    """All controllers tell which of their groups ended, and how, and what they await from whom (collective)."""
+    """All controllers tell which of their groups ended, and how (collective)."""
     job = step.job
     ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
     written = sum(map(is_written, step.groups.values()))
-    news = (ended, written, list(job.judge.failed), list(job.judge.parsed), job.rollout.outstanding(), job.genrm.outstanding())
-    endings, written, failed, parsed, rollout, genrm = zip(*await job.world.gather(news), strict=True)
+    facts = (ended, written, list(job.judge.failed), list(job.judge.parsed))
+    endings, written, failed, parsed = zip(*await told(job, facts), strict=True)
     step.draws.written = sum(written)
     step.draws.learn({draw: informative for ending in endings for draw, informative in ending.items()})
-    job.rollout.hear(rollout)
-    job.genrm.hear(genrm)
     check_judge(job.config, failed, parsed)
+
+
+async def told(job, facts) -> list:
+    """One meeting of the controllers: each one's `facts` (collective). They also hear what is awaited from whom, which engines are up,
+    and whether one was asked to stop; and bring rollout back if all of its engines were lost.
+    """
+    news = (facts, job.rollout.news(), job.genrm.news(), job.stop.asked)
+    facts, rollout, genrm, asked = zip(*await job.world.gather(news), strict=True)
+    for pool, heard in ((job.rollout, rollout), (job.genrm, genrm)):
+        pool.hear(heard)
+        while pool.notes:
+            job.report.note(pool.notes.pop(0))
+    job.stopping = max(job.stopping, *asked)
+    if job.rollout.stranded and not job.stopping:
+        await placement.revive(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+    return list(facts)
 
 
 def sort_out(step: Step) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+
+LAST_WORD_S = 2.0  # between the first rank that gives up and the last
 
 
 class World:
@@ -18,6 +21,9 @@ class World:
 
     Every method but `run` is collective: all ranks call it, in the same order. They are coroutines, so that a controller that waits
     for the others still serves its event loop. Everything blocking runs on ONE thread: collectives keep their order that way.
+
+    phase: what this rank is doing, in words, for the others if it should hang. Each rank notes in the launcher's store how many
+    collectives it has come to and in which phase; when one fails, the error names the ranks that didn't come.
     """
 
     def __init__(self, device: str, timeout_s: float):
@@ -27,6 +33,8 @@ class World:
         self._dist, self._torch = dist, torch
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._store, self._timeout_s = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store()), timeout_s
+        self._arrivals, self.phase = 0, "starting"
         self.device = device
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="collective", initializer=self.enter_device)
@@ -38,23 +46,51 @@ class World:
 
     async def run(self, function, *args) -> Any:
         """Run a blocking function (a training call, a file) off the event loop, after what was asked before it. Not collective."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._explained, function, args)
 
     async def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank (collective). For counts, lengths, flags: never for payloads."""
         values = [None] * self.size
-        await self.run(lambda: self._dist.all_gather_object(values, value, group=self._group))
+        await self.run(self._meet, lambda: self._dist.all_gather_object(values, value, group=self._group))
         return values
 
     async def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source`, on every rank (collective)."""
         box = [value]
-        await self.run(lambda: self._dist.broadcast_object_list(box, src=source, group=self._group))
+        await self.run(self._meet, lambda: self._dist.broadcast_object_list(box, src=source, group=self._group))
         return box[0]
 
     async def barrier(self) -> None:
         """Returns once every rank has called it (collective)."""
-        await self.run(lambda: self._dist.barrier(group=self._group))
+        await self.run(self._meet, lambda: self._dist.barrier(group=self._group))
+
+    def _meet(self, collective) -> None:
+        self._note()
+        collective()
+
+    def _note(self) -> None:
+        self._arrivals += 1
+        self._store.set(str(self.rank), f"{self._arrivals} {self.phase}")
+
+    def _explained(self, function, args) -> Any:
+        """Call; if a collective in it fails because of another rank, the error says which, where that can be told."""
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            if "imed out" in str(error):  # gloo's word; also of Megatron's collectives, in training
+                self._note()  # all who wait give up at about the same time: who doesn't is the one that they waited for
+                time.sleep(LAST_WORD_S)
+            late = self._late()
+            if not late:
+                raise
+            raise RuntimeError(f"rank {self.rank} waited in vain, for {self._timeout_s:g} s at most: {late}") from error
+
+    def _late(self) -> str:
+        """The ranks that have come to fewer collectives than this one, and the phase in which each came to its last."""
+        noted = {rank: self._store.get(str(rank)).decode().split(" ", 1) for rank in range(self.size) if self._store.check([str(rank)])}
+        seen = {rank: noted.get(rank, ("0", "starting")) for rank in range(self.size)}
+        late = {rank: phase for rank, (count, phase) in seen.items() if int(count) < self._arrivals}
+        return ", ".join(f"rank {rank} didn't come, last seen in phase: {phase}" for rank, phase in late.items())
 
     async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
         """Point to point: `outgoing[r]` goes to rank r, and what ranks sent here comes back by sender (collective).
@@ -65,7 +101,7 @@ class World:
         payloads = {rank: pickle.dumps(value) for rank, value in outgoing.items() if rank != self.rank}
         sizes = await self.gather({rank: len(payload) for rank, payload in payloads.items()})
         incoming = {sender: sent[self.rank] for sender, sent in enumerate(sizes) if self.rank in sent}
-        received = await self.run(self._send_and_receive, payloads, incoming)
+        received = await self.run(self._send_and_receive, payloads, incoming)  # right after all have met
         if self.rank in outgoing:
             received[self.rank] = outgoing[self.rank]
         return received

@@ -6,6 +6,7 @@ The clock jumps to the next event when every task waits, so a step of minutes ta
 import asyncio
 import random
 import selectors
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,14 @@ from config import Config
 from data import Prompt, Prompts
 from draws import Groups
 from pool import Pool
-from rollout import Answer, Sampling
+from rollout import Answer, Sampling, seed_of
+from server import EngineLost
 from timeline import Timeline
 
 SECONDS_PER_TOKEN = 0.01
+PROBE_S = 30.0  # until a server that hangs is found out
+RESTART_S = 10.0
+LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are a deadlock, too
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
@@ -44,6 +49,7 @@ class _Jump(selectors.SelectSelector):
         if timeout is None:
             raise RuntimeError("deadlock: every task waits for another")
         self._loop.now += timeout
+        assert self._loop.now < LONGEST_RUN_S, "the run never ends"
         return super().select(0)
 
 
@@ -98,14 +104,50 @@ class Device:
             self.holders.discard(holder)
 
 
+class FakeServer(SimpleNamespace):
+    """What all handles on one engine share: the server, and those that take its place.
+
+    version: of the weights that it was pushed. pace: seconds a token. is_deaf: it hears no abort. starts: how many more times it can
+    be started.
+    """
+
+    def __init__(self, device, role, rank):
+        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, pace=SECONDS_PER_TOKEN)
+        self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
+        self.is_deaf, self.runs, self.hangs, self.starts = False, True, False, 10**6
+        self.changed = asyncio.Event()  # set when it dies, hangs or is killed
+
+    def die(self):
+        """As by kill -9: its memory is free, and what it owed breaks."""
+        if not self.runs:
+            return
+        self.runs = self.hangs = self.awake = False
+        self.device.give(f"{self.role} weights", f"{self.role} cache")
+        self._change()
+
+    def hang(self):
+        """As by SIGSTOP: nothing comes from it any more."""
+        self.hangs = self.runs
+        self._change()
+
+    def _change(self):
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def answer(self):
+        """Returns if it runs; what waits for one that hangs gives up in the end."""
+        if self.runs and self.hangs:
+            await asyncio.wait([asyncio.ensure_future(self.changed.wait())], timeout=PROBE_S)
+        if not self.runs or self.hangs:
+            raise EngineLost("didn't answer")
+
+
 class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
     def __init__(self, role, rank, device, write, capacity=16, model=0):
-        self.role, self.rank, self.capacity, self.awake = role, rank, capacity, True
-        self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[], asked=[])
-        self.server.pace, self.server.is_deaf = SECONDS_PER_TOKEN, False  # a deaf one hears no abort
-        self.server.seeds = []
+        self.role, self.rank, self.capacity, self.awake, self.up = role, rank, capacity, True, True
+        self.server = FakeServer(device, role, rank)
         self._write = write
         self.on_request, self.outstanding, self.model = None, 0, model
         self.name = f"{role} engine of rank {rank}"
@@ -117,6 +159,9 @@ class FakeEngine:
 
     async def generate(self, prompts, sampling, rooms=None, seeds=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
+        if not self.server.runs:
+            await asyncio.sleep(1.0)
+            raise EngineLost("the connection broke")
         assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
         assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"
         clock = asyncio.get_running_loop().time
@@ -127,14 +172,17 @@ class FakeEngine:
         aborted = asyncio.get_running_loop().create_future()
         self.server.aborts.append(aborted)
         rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
-        answers = [within(self._write(prompt, index, sampling), rooms[index]) for index, prompt in enumerate(prompts)]
+        answers = [
+            replace(within(self._write(prompt, number_of(prompt, seed, index), sampling), rooms[index]), index=index)
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
         answers.sort(key=lambda answer: len(answer.tokens))
         owed = [len(prompts[a.index]) + len(a.tokens) for a in answers]
         self.outstanding += sum(owed)
         try:
             for answer in answers:
                 due = start + pace * len(answer.tokens)
-                await asyncio.wait([aborted], timeout=due - clock())
+                await self._until(due, aborted)
                 tokens, finish = answer.tokens, answer.finish
                 if aborted.done() and (so_far := int((clock() - start) / pace)) < len(tokens):
                     tokens, finish = tokens[:so_far], "abort"
@@ -148,29 +196,84 @@ class FakeEngine:
             self.outstanding -= sum(owed)
             self.server.aborts.remove(aborted)
 
+    async def _until(self, due, aborted):
+        """Wait until an answer is due, or aborted. Nothing comes of a server that hangs, until it is killed, which breaks it."""
+        clock, server = asyncio.get_running_loop().time, self.server
+        while True:
+            changed = asyncio.ensure_future(server.changed.wait())
+            timeout = None if server.hangs else due - clock()
+            try:
+                done, _ = await asyncio.wait([aborted, changed], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if not server.runs:
+                raise EngineLost("the connection broke")
+            if not server.hangs and changed not in done:
+                return
+            if server.hangs:
+                aborted = asyncio.get_running_loop().create_future()  # it hears no abort
+
     async def abort(self):
+        await self.server.answer()
         assert self.server.awake, "told to abort while it slept"
         for aborted in () if self.server.is_deaf else self.server.aborts:
             if not aborted.done():
                 aborted.set_result(None)
 
     async def wake_weights(self):
+        await self.server.answer()
         self.server.device.take(f"{self.role} weights")
 
     async def wake_kv_cache(self):
         await asyncio.sleep(0.1)
+        await self.server.answer()
         self.server.device.take(f"{self.role} cache")
         self.awake = self.server.awake = True
 
     async def sleep(self):
+        await self.server.answer()
         assert not self.server.aborts, "put to sleep while answers were in flight"
         await asyncio.sleep(0.1)
+        await self.server.answer()
         self.awake = self.server.awake = False
         self.server.device.give(f"{self.role} weights", f"{self.role} cache")
 
     async def load_weights(self, named_weights, version):
+        await self.server.answer()
         assert f"{self.role} weights" in self.server.device.holders
         self.server.version = version
+
+    async def until_down(self):
+        while self.server.runs:
+            if self.server.hangs:
+                await asyncio.sleep(PROBE_S)
+                return "gave no sign of life"
+            await self.server.changed.wait()
+        return "died"
+
+    async def restart(self, deadline_s):
+        assert not self.server.runs, "started while it runs"
+        await asyncio.sleep(RESTART_S)
+        self.server.starts -= 1
+        if self.server.starts < 0:
+            raise ValueError("its log")
+        self.server.device.take(f"{self.role} weights")
+        self.server.device.take(f"{self.role} cache")
+        self.server.runs = self.server.awake = self.awake = True
+        self.server.version = None
+
+    async def kill(self):
+        self.awake = False
+        self.server.die()
+
+    def log_tail(self):
+        return "; the end of its log"
+
+
+def number_of(prompt, seed, index):
+    """Which answer of its group a seed stands for: a request may be for what another engine still owed."""
+    draw = int(to_text(prompt).split("+")[0])
+    return next((number for number in range(8) if seed == seed_of(0, draw, number)), index)
 
 
 def within(answer, room):
@@ -236,7 +339,25 @@ class FakeActor:
         await asyncio.sleep(0.5)
         self.batches.append(samples)
         self.version += 1
-        return {"train/loss": 0.0}
+        return {"train/loss": 0.0, "train/not_finite": 0.0}
+
+
+class FakeCheckpoints:
+    """Counts saves, and looks whether the actor is awake and nothing is in flight."""
+
+    def __init__(self):
+        self.saved = []
+
+    async def save(self, job):
+        pass
+
+    async def finish(self, job, wait=False):
+        pass
+
+    async def save_now(self, job):
+        await job.world.barrier()
+        assert job.actor.awake and not job.rollout.awake and not job.genrm.awake, "saved while an engine was awake"
+        self.saved.append((job.state.step, job.prompts.cursor, list(job.prompts.buffer)))
 
 
 class LateWriter:
@@ -260,10 +381,14 @@ class FakeReport:
 
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
-        self.carried, self.buffers = [], []
+        self.carried, self.buffers, self.cursors, self.restarts = [], [], [], []
 
     def note(self, text):
         self.notes.append(text)
+
+    def dump(self, samples):
+        self.dumped = samples
+        return "OUT/skipped_samples.jsonl"
 
     def accuracy(self, step, value, now):
         self.accuracies[step] = value
@@ -272,6 +397,8 @@ class FakeReport:
         held = [sample for group in served.carried for sample in group]
         self.carried.append({(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held})
         self.buffers.append(list(job.prompts.buffer))
+        self.cursors.append(job.prompts.cursor)
+        self.restarts.append(stats["faults/engine_restarts"])
         self.marks += job.timeline.marks
         self.steps.append((step, served, samples, job.timeline.take()))
 
@@ -306,12 +433,13 @@ def write_verdict(prompt, index, sampling):
 
 def simulate(
     mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
-    out=Path(), resumed=None, loop=controller.train, **settings,
+    out=Path(), resumed=None, loop=controller.train, events=(), **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns every rank's job and the log of device hand-overs.
 
     prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
     those who want to see what became of a run that failed. With `save_every`, checkpoints go to `out`; `resumed` is one to go on from.
+    events: (seconds, function(servers, jobs)), called when it is time.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
     config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0, save_every=0) | settings)
@@ -338,13 +466,15 @@ def simulate(
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
         groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
-        checkpoints = Checkpoints(config, world, out, writer=LateWriter)
+        checkpoints = Checkpoints(config, world, out, writer=LateWriter) if config.save_every else FakeCheckpoints()
         outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
         job = controller.Job(config, world, plans, plans[0], *roles, *outside)
         jobs.append(job)
         if prepare_job:
             prepare_job(job)
 
+    for seconds, event in events:
+        clock.call_at(seconds, event, [server.server for server in servers], jobs)
     async def one_rank(job):
         if resumed:
             await restore(job, resumed)

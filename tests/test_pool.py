@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pool import Pool, RoleLoad
+from watch import News
 
 
 def pool_of(*outstanding, rank=0, models=None):
     """A pool of engines that await so many tokens, as the controller of `rank` sees it."""
     models = models or [0] * len(outstanding)
     engines = [
-        SimpleNamespace(rank=r, outstanding=tokens, model=model, capacity=4, awake=True, on_request=None)
+        SimpleNamespace(rank=r, outstanding=tokens, model=model, capacity=4, awake=True, on_request=None, up=True, role="rollout")
         for r, (tokens, model) in enumerate(zip(outstanding, models, strict=True))
     ]
     return Pool(engines, SimpleNamespace(rank=rank, size=len(engines)), SimpleNamespace())
@@ -38,14 +39,14 @@ def test_route(outstanding, others, rank, asked):
     pool = pool_of(*outstanding, rank=rank)
     controllers = [{}] * 6
     controllers[(rank + 1) % 6] = others
-    pool.hear(controllers)
+    pool.hear([News(awaited, "up") for awaited in controllers])
     assert pool.route().rank == asked
 
 
 def test_its_own_tokens_are_not_counted_twice():
     """What this controller told the others is in the handle already."""
     pool = pool_of(4, 6, rank=1)
-    pool.hear([{0: 1, 1: 0}, {0: 4, 1: 6}])
+    pool.hear([News({0: 1, 1: 0}, "up"), News({0: 4, 1: 6}, "up")])
     assert pool.route().rank == 0 and pool.outstanding() == {0: 4, 1: 6}
 
 
@@ -55,7 +56,7 @@ def test_route_is_the_least_of_those_that_may_be_asked(engines, data):
     own, others, models, late = zip(*engines, strict=True)
     model, rank = data.draw(st.sampled_from(models)), data.draw(st.integers(0, 7))
     pool = pool_of(*own, rank=rank, models=models)
-    pool.hear([{}] * rank + [{}] + [dict(enumerate(others))])
+    pool.hear([News({}, "up")] * 8 + [News(dict(enumerate(others)), "up")])
     for engine, is_late in zip(pool.engines, late, strict=True):
         if is_late:
             pool.avoid(engine)

@@ -1,0 +1,227 @@
+"""Faults in a run: engines that die or hang, stops, updates that aren't finite. Under fakes on a virtual clock."""
+
+
+import pytest
+from fakes import PROBE_S, RESTART_S, FakeActor, simulate
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_serving import check_prompts, check_tokens, served_by, to_text
+
+LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 4)]
+
+
+def strike(verb, role, rank):
+    """An event: `die` or `hang` of the engines of a role, on one rank or on all (None)."""
+
+    def event(servers, jobs):
+        for server in servers:
+            if server.role == role and rank in (None, server.rank):
+                {"die": server.die, "hang": server.hang}[verb]()
+
+    return event
+
+
+def trained(jobs, step):
+    """What a step trained on: prompts, answers, rewards."""
+    return sorted((s.prompt_id, s.index, to_text(s.response), s.reward) for each in served_by(jobs, step) for s in each.kept)
+
+
+UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
+
+
+def check_as_unbroken(jobs):
+    """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token is accounted for."""
+    check_prompts(jobs)
+    check_tokens(jobs)
+    unbroken, _ = simulate("full", 1, **UNBROKEN)
+    for step in range(UNBROKEN["steps"]):
+        assert trained(jobs, step) == trained(unbroken, step) and len(trained(jobs, step)) == 8 * 4
+    assert all(job.report.accuracies == unbroken[0].report.accuracies for job in jobs)
+    assert all(job.report.restarts == jobs[0].report.restarts for job in jobs)
+
+
+def seconds_of(jobs, step, name="serve"):
+    """Start and end of a step's span on rank 0."""
+    return next(span for span in jobs[0].report.steps[step][3] if span.name == name)[2:4]
+
+
+# ---------------------------------------------------------------- engines
+
+FAULTS = st.tuples(
+    st.floats(0.1, 30), st.sampled_from(["die", "hang"]), st.sampled_from(["rollout", "genrm"]), st.sampled_from([None, 0, 1, 2, 3])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2))
+def test_a_run_with_faults_trains_on_the_same_samples(layout, faults):
+    """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts."""
+    mode, size = layout
+    events = [(seconds, strike(verb, role, rank)) for seconds, verb, role, rank in faults]
+    jobs, _ = simulate(mode, size, events=events, **UNBROKEN)
+    check_as_unbroken(jobs)
+
+
+def middle_of_serving(mode, size, step):
+    """A moment at which answers are written in a run without faults."""
+    jobs, _ = simulate(mode, size, **UNBROKEN)
+    start, _ = seconds_of(jobs, step)
+    return start + 0.35
+
+
+@pytest.mark.parametrize("mode,size", LAYOUTS)
+@pytest.mark.parametrize("verb,after_s", [("die", 0), ("hang", PROBE_S)])
+def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s):
+    """What it owed is written by others, if there are any; it is started again and asked again in the next step."""
+    moment = middle_of_serving(mode, size, 1)
+    jobs, _ = simulate(mode, size, events=[(moment, strike(verb, "rollout", 0))], **UNBROKEN)
+    check_as_unbroken(jobs)
+    assert sum(jobs[0].report.restarts) == 1
+    (note,) = [note for note in jobs[0].report.notes if "is started again" in note]
+    assert note == f"the rollout engine of rank 0 {'died' if verb == 'die' else 'gave no sign of life'}: it is started again"
+    (engine,) = [engine for engine in jobs[0].rollout.all_engines if engine.rank == 0]
+    back = moment + after_s + RESTART_S
+    asked = [(sent, version) for sent, version in engine.server.asked if sent > moment + after_s]
+    assert asked and asked[0][0] >= back and {version for _, version in asked} == {*range(asked[0][1], 5)}
+    if [mode, size] not in (["full", 1], ["partial", 2]):  # others were there: it sat out until all were pushed weights
+        assert asked[0][1] > 1
+
+
+@pytest.mark.parametrize("mode,size", LAYOUTS)
+def test_all_rollout_engines_die(mode, size):
+    """In the middle of a step they come back with the weights of that step, and it is finished."""
+    moment = middle_of_serving(mode, size, 1)
+    jobs, log = simulate(mode, size, events=[(moment, strike("die", "rollout", None))], **UNBROKEN)
+    check_as_unbroken(jobs)
+    engines = {engine.rank for engine in jobs[0].rollout.engines}
+    assert jobs[0].report.restarts == [0, len(engines), 0, 0]
+    assert log.count((0, "take", "actor")) == 1 + 4 + 1  # it woke once more, to push
+    for engine in jobs[0].rollout.engines:
+        asked = [version for sent, version in engine.server.asked if sent > moment]
+        assert asked[0] == 1 and sorted(asked) == asked
+
+
+@pytest.mark.parametrize("mode,size", LAYOUTS)
+@pytest.mark.parametrize("role", ["rollout", "genrm"])
+@pytest.mark.parametrize("verb", ["die", "hang"])
+def test_an_engine_lost_asleep(mode, size, role, verb):
+    """It is found when it is to wake, and started again then."""
+    jobs, _ = simulate(mode, size, **UNBROKEN)
+    training, _ = seconds_of(jobs, 1, "train")
+    rank = size - 1 if role == "genrm" else 0
+    jobs, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
+    check_as_unbroken(jobs)
+    assert sum(jobs[0].report.restarts) == 1
+    assert sum(f"the {role} engine of rank {rank} didn't answer: it is started again" == note for note in jobs[0].report.notes) == 1
+
+
+def test_a_judge_is_welcome_at_once():
+    """One of two genrm engines dies: it is asked again in the same step, for its weights come from disk."""
+    slow = dict(UNBROKEN, prompts_per_step=64, rollout_ranks=2)
+
+    def slowly(servers):
+        for server in servers:
+            server.server.pace = 0.2
+
+    unbroken, _ = simulate("partial", 4, **slow, prepare=slowly)
+    start, end = seconds_of(unbroken, 0)
+    jobs, _ = simulate("partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))])
+    assert [trained(jobs, step) for step in range(4)] == [trained(unbroken, step) for step in range(4)]
+    (engine,) = [engine for engine in jobs[0].genrm.all_engines if engine.rank == 3]
+    assert any(start + 5 + RESTART_S <= sent < end for sent, _ in engine.server.asked)
+
+
+@pytest.mark.parametrize("mode,size", LAYOUTS)
+@pytest.mark.parametrize("role", ["rollout", "genrm"])
+def test_an_engine_that_never_starts_again_stops_every_rank(mode, size, role):
+    """It fails a second and a third time as it starts; its log's end is shown."""
+    moment, rank = middle_of_serving(mode, size, 1), size - 1 if role == "genrm" else 0
+
+    def for_good(servers, jobs):
+        for server in servers:
+            server.starts = 0
+        strike("die", role, rank)(servers, jobs)
+
+    message = f"the {role} engine of rank {rank} failed 3 times in a row: it didn't start again: its log; the end of its log"
+    jobs = []
+    with pytest.raises(ValueError, match=message):
+        simulate(mode, size, events=[(moment, for_good)], jobs=jobs, **UNBROKEN)
+    assert [len(job.report.steps) for job in jobs] == [1] * size
+
+
+def test_failures_are_forgiven_when_a_step_is_done():
+    """One death in each of five steps."""
+    events = [(middle_of_serving("partial", 4, 0) + 12 * number, strike("die", "rollout", 0)) for number in range(12)]
+    jobs, _ = simulate("partial", 4, events=events, prepare=slow, **UNBROKEN)
+    assert sum(jobs[0].report.restarts) > 3
+    check_prompts(jobs)
+
+
+def slow(servers):
+    for server in servers:
+        server.server.pace = 0.15 if server.role == "rollout" else 0.01
+
+
+# ---------------------------------------------------------------- stops
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.booleans(), st.integers(0, 3))
+@example(("partial", 2), 0.0, 1.0, False, 0)
+def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, partial_rollout, rank):
+    """Asked of any rank at any time: all end at the same step, save once, and the prompts to come are those of an unbroken run."""
+    mode, size = layout
+    options = dict(UNBROKEN, over_dispatch=over_dispatch, partial_rollout=partial_rollout)
+
+    def ask(servers, jobs):
+        jobs[rank % size].stop.asked = 15
+
+    jobs, _ = simulate(mode, size, events=[(seconds, ask)], **options)
+    unbroken, _ = simulate(mode, size, **options)
+    (done,) = {job.state.step for job in jobs}
+    assert [job.stopping for job in jobs] == ([15] * size if done < 4 or jobs[0].stopping else [0] * size)
+    if not jobs[0].stopping:
+        return
+    for job in jobs:
+        ((step, cursor, buffer),) = job.checkpoints.saved
+        assert step == done == job.actor.version == len(job.report.steps)
+        to_come = (buffer + list(range(cursor, 100)))[:50]
+        report = unbroken[0].report
+        before = report.buffers[done - 1] + list(range(report.cursors[done - 1], 100)) if done else list(range(100))
+        assert to_come == before[:50]
+    if over_dispatch == 1:
+        assert all(trained(jobs, step) == trained(unbroken, step) for step in range(done))
+
+
+def test_a_stop_while_every_engine_is_down():
+    """Nobody waits for answers that will not be needed."""
+    moment = middle_of_serving("partial", 2, 1)
+
+    def ask(servers, jobs):
+        jobs[1].stop.asked = 2
+
+    jobs, _ = simulate("partial", 2, events=[(moment, strike("die", "rollout", None)), (moment + 2, ask)], **UNBROKEN)
+    assert [job.checkpoints.saved[0][0] for job in jobs] == [1, 1]
+
+
+# ---------------------------------------------------------------- updates that aren't finite
+
+
+@pytest.mark.parametrize("skipped,steps_done", [({1, 2}, 4), ({0, 2, 3}, 4), ({1, 2, 3}, 3)])
+def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped, steps_done):
+    """Three of them, with the samples of the last one in a file; fewer only cost their update."""
+    update = FakeActor.update
+
+    async def sometimes(self, mini_batches):
+        version = self.version
+        return await update(self, mini_batches) | {"train/not_finite": float(version in skipped)}
+
+    monkeypatch.setattr(FakeActor, "update", sometimes)
+    jobs = []
+    if steps_done == 4:
+        simulate("partial", 2, jobs=jobs, **UNBROKEN)
+    else:
+        with pytest.raises(ValueError, match=r"--max-skips 3: .* in OUT/skipped_samples\.jsonl"):
+            simulate("partial", 2, jobs=jobs, **UNBROKEN)
+        assert all(job.report.dumped == job.actor.batches[-1] for job in jobs)
+    assert [len(job.report.steps) for job in jobs] == [steps_done] * 2
