@@ -64,10 +64,7 @@ async def train(job: Job) -> int:
     Returns the signal that ended it early, else 0; the state in which the step began has been saved then.
     """
     config, world, actor, rollout, genrm = job.config, job.world, job.actor, job.rollout, job.genrm
-    await rollout.sleep()  # engines come up awake, and so does the actor
-    await genrm.sleep()
-    placement.take_plan(job.plan, rollout, genrm)
-    job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+    await begin(job)
     for step in range(job.state.step, config.steps):
         job.timeline.step = step
         await evaluate(job, step)
@@ -99,19 +96,27 @@ async def train(job: Job) -> int:
         await job.checkpoints.finish(job)  # after the report: what a checkpoint takes for done has its row in the files
         check_progress(job)
         del served, mini_batches  # not held while the next step is served
-    else:
-        job.timeline.step = config.steps
-        await evaluate(job, config.steps)
-        await job.checkpoints.finish(job, wait=True)
+    return await end(job)
+
+
+async def begin(job: Job) -> None:
+    """Engines come up awake, and so does the actor: hand the devices to serving (collective)."""
+    await job.rollout.sleep()
+    await job.genrm.sleep()
+    placement.take_plan(job.plan, job.rollout, job.genrm)
+    job.state.hand_over_s = await placement.to_serving(job.actor, job.rollout, job.world, job.timeline)
+
+
+async def end(job: Job) -> int:
+    """All steps are done; or a stop was asked for, and the state as it is between two steps is saved (collective). Returns the signal."""
     if job.stopping:
-        await save_and_stop(job)
+        await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+        await job.checkpoints.save_now(job)
+    else:
+        job.timeline.step = job.config.steps
+        await evaluate(job, job.config.steps)
+        await job.checkpoints.finish(job, wait=True)
     return job.stopping
-
-
-async def save_and_stop(job: Job) -> None:
-    """Save the state as it is between two steps (collective)."""
-    await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
-    await job.checkpoints.save_now(job)
 
 
 async def replan(job: Job, served) -> dict[str, float | str]:

@@ -122,13 +122,13 @@ class Draws:
     def next_wave(self) -> tuple[int, int] | None:
         """The next wave, which replaces what was filtered: its number, and how many prompts. None at the limit, or if nothing lacks.
 
-        It begins while others are still written and judged: when a group has been filtered, or when half of the groups are written
+        It begins while others are still written and judged: when a group has been filtered, or when a quarter of the groups is written
         and experience says that some will be. A replacement belongs to the wave after the group's own.
         """
         drawn, ends = len(self.wave_of), self.wave_ends()
         if not drawn:
             return 0, ends[0]
-        if self.lacking <= 0 or not (self.unanswered or 2 * self.written >= drawn):
+        if self.lacking <= 0 or not (self.unanswered or 4 * self.written >= drawn):
             return None
         size = self._refill(self.lacking)
         if self.in_order:  # early, but no more than may be needed

@@ -69,16 +69,7 @@ async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> 
     engines, pools = [], []
     ticking = asyncio.create_task(progress.tick())
     try:
-        if not config.model:
-            import warmstart
-
-            model, judge = await warmstart.prepare(config, world, progress)
-            config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
-        inputs = await world.run(load_prompts, config)  # checked before anything is moved or started
-        loop = await world.run(seams.choose, config)
-        await together(world, end_orphans, config, world.rank, progress)
-        out, found = await prepare_out(config, world, progress.line)
-        job = await build(config, plans, world, out, found, inputs, progress, engines)
+        loop, job = await prepare_job(config, plans, world, progress, engines)
         pools += (job.rollout, job.genrm)
         job.stop, stop.gently = stop, True
         stopped = await loop(job)
@@ -88,9 +79,8 @@ async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> 
             job.report.flush()
             return stopped, how_to_go_on(job)
         job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
-        progress.close()
-        if world.rank == 0:
-            print(f"wrote {out}/: metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/", flush=True)
+        what = "metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/, checkpoints/"
+        progress.line(f"wrote {job.report.out}/: {what}")
         return 0, ""
     finally:
         ticking.cancel()
@@ -100,6 +90,20 @@ async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> 
         await asyncio.gather(*(engine.close() for engine in engines))
         world.close()
         doors.close()
+
+
+async def prepare_job(config: Config, plans: list[placement.Plan], world, progress, engines: list):
+    """The loop that is asked for, and the job that it runs on (collective). What can be wrong is found before anything is started."""
+    if not config.model:
+        import warmstart
+
+        model, judge = await warmstart.prepare(config, world, progress)
+        config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
+    inputs = await world.run(load_prompts, config)
+    loop = await world.run(seams.choose, config)
+    await together(world, end_orphans, config, world.rank, progress)
+    out, found = await prepare_out(config, world, progress.line)
+    return loop, await build(config, plans, world, out, found, inputs, progress, engines)
 
 
 def how_to_go_on(job: controller.Job) -> str:

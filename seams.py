@@ -44,10 +44,7 @@ async def rollout_only(job: Job) -> int:
     Returns the signal that ended it early, else 0.
     """
     config, world, actor, rollout, genrm = job.config, job.world, job.actor, job.rollout, job.genrm
-    await rollout.sleep()
-    await genrm.sleep()
-    placement.take_plan(job.plan, rollout, genrm)
-    job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+    await controller.begin(job)
     for step in range(job.state.step, config.steps):
         job.timeline.step = step
         await controller.evaluate(job, step)

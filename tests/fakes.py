@@ -398,7 +398,7 @@ class FakeReport:
         self.carried.append({(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held})
         self.buffers.append(list(job.prompts.buffer))
         self.cursors.append(job.prompts.cursor)
-        self.restarts.append(stats["faults/engine_restarts"])
+        self.restarts.append(stats.get("faults/engine_restarts", 0.0))
         self.marks += job.timeline.marks
         self.steps.append((step, served, samples, job.timeline.take()))
 
