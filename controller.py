@@ -108,7 +108,7 @@ async def begin(job: Job) -> None:
 
 
 async def end(job: Job) -> int:
-    """All steps are done; or a stop was asked for, and the state as it is between two steps is saved (collective). Returns the signal."""
+    """All steps are done; or a stop was asked for, and what is between two steps is saved (collective). Returns the signal."""
     if job.stopping:
         await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
         await job.checkpoints.save_now(job)

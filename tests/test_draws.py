@@ -77,11 +77,11 @@ def test_in_order_no_more_is_drawn_than_may_be_needed(in_order, size):
 @pytest.mark.parametrize(
     "written,ended,wave",
     [
-        (1, {}, None),  # most are still being written
-        (2, {}, (1, 5)),  # half are: of four that fly two will be kept, two lack
+        (0, {}, None),  # all are still being written
+        (1, {}, (1, 5)),  # a quarter is written: of four that fly two will be kept, two lack
         (4, {0: True, 1: True}, (1, 3)),  # one of the two that fly will be kept, one lacks
         (4, {0: True, 1: True, 2: True, 3: True}, None),  # nothing lacks
-        (1, {0: False}, (1, 6)),  # a filtered group is reason enough: of three that fly 1.5 will be kept, 2.5 lack
+        (0, {0: False}, (1, 6)),  # a filtered group is reason enough: of three that fly 1.5 will be kept, 2.5 lack
     ],
 )
 def test_experience_says_what_will_be_filtered(written, ended, wave):
