@@ -298,9 +298,9 @@ class Engine:
         """An answer to each prompt, in one request, so that they share the KV cache of what they have in common; yielded when finished.
 
         rooms: the most new tokens of each, default sampling.max_new_tokens. seeds: of each, 63 bits; with --deterministic, prompt and
-        seed alone say what is written. The noise of a token is by its place, so an answer that is cut off and continued comes out the
-        same. Survives two broken connections: what has been yielded is not asked again. Raises EngineLost when it breaks again, or the
-        server is down; ValueError when it refuses.
+        seed alone say what is written (without seeds, SGLang takes one for all). A token's noise is by its place, so that an answer
+        which is cut off and continued comes out the same. Survives two broken connections: what has been yielded is not asked again.
+        Raises EngineLost when it breaks again, or the server is down; ValueError when it refuses.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
         rooms = rooms or [sampling.max_new_tokens] * len(prompts)

@@ -24,7 +24,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(tmp_path):
     from rollout import Engine, Sampling
 
     model_dir = tiny_models.make_tiny_qwen3(tmp_path / "model")
-    config = SimpleNamespace(**dataclasses.asdict(Config()) | {"mem_fraction": 0.5})
+    config = SimpleNamespace(**dataclasses.asdict(Config()) | {"mem_fraction": 0.5, "deterministic": False})
 
     async def cycle():
         engine = Engine.launch("rollout", 0, 32000, model_dir, config, str(tmp_path / "log"))

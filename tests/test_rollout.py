@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -105,7 +106,7 @@ def largest_difference(a, b):
 
 
 async def collect(engine, prompt, n, sampling, rooms=None):
-    return [answer async for answer in engine.generate([prompt] * n, sampling, rooms)]
+    return [answer async for answer in engine.generate([prompt] * n, sampling, rooms, list(range(n)))]
 
 
 # ---- what comes back -------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_an_early_answer_arrives_early(engine, run):
     engine.on_request = lambda *request: told.append(request)
 
     async def ask():
-        async for answer in engine.generate([PROMPT] * 16, Sampling(1.0, 400)):
+        async for answer in engine.generate([PROMPT] * 16, Sampling(1.0, 400), seeds=list(range(16))):
             seen.append((len(answer.tokens), asyncio.get_running_loop().time(), engine.outstanding))
 
     run(ask())
@@ -212,6 +213,118 @@ def test_a_refused_request_says_why(engine, run):
     with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
         run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
     assert engine.outstanding == 0
+
+
+# ---- one prompt and one seed, one answer, to the last bit --------------------------------------------------------------
+
+# tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond them, and across their end
+TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
+
+
+def tokens_of(seed, length):
+    rng = random.Random(seed)
+    return [rng.randrange(2, 64) for _ in range(length)]
+
+
+async def flush(engine):
+    await engine._post("/flush_cache?timeout=30")
+
+
+async def ask_target(engine, target, prompt=None, room=None):
+    """The answer to a target's prompt, or to another that begins so, under its own seed; it never ends early."""
+    length, tokens, temperature = target
+    prompts, sampling = [prompt or tokens_of(length, length)], Sampling(temperature, tokens, ignore_eos=True)
+    [answer] = [answer async for answer in engine.generate(prompts, sampling, [room or tokens], [1000 + length])]
+    return answer
+
+
+async def ask_others(engine, count, seed):
+    """Random requests of every kind, a quarter of which begin as a target's prompt does."""
+    rng = random.Random(seed)
+
+    async def one():
+        begin = tokens_of(*[rng.choice(TARGETS)[0]] * 2) if rng.random() < 0.25 else []
+        prompt = begin[: rng.randint(0, len(begin))] + tokens_of(rng.random(), rng.randint(1, 200))
+        sampling = Sampling(rng.choice([0.0, 0.7, 1.0, 1.3]), rng.randint(1, 150), top_p=rng.choice([1.0, 1.0, 0.9]))
+        await asyncio.sleep(0.3 * rng.random())
+        return [answer async for answer in engine.generate([prompt], sampling, None, [rng.randrange(2**63)])]
+
+    await asyncio.gather(*(one() for _ in range(count)))
+
+
+@pytest.fixture(scope="module")
+def alone(run, shared_engine):
+    """What each target is answered by an engine that has nothing else to do and nothing in its cache: (tokens, logprobs)."""
+
+    async def ask_each():
+        answers = []
+        for target in TARGETS:
+            await flush(shared_engine)
+            answers.append(await ask_target(shared_engine, target))
+        return [(answer.tokens, answer.logprobs) for answer in answers]
+
+    answers = run(ask_each())
+    assert [len(tokens) for tokens, _ in answers] == [tokens for _, tokens, _ in TARGETS]
+    return answers
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 7, 40])
+@pytest.mark.parametrize("cache", ["kept", "flushed"])
+def test_an_answer_does_not_depend_on_its_neighbours(engine, run, alone, others, cache):
+    """Alone, beside 1, 2, 7 and 40 others, greedy ones among them, and beside the other targets; after a flush, and with hits."""
+
+    async def ask_all():
+        await flush(engine)
+        if cache == "kept":
+            await ask_others(engine, 10, "before")
+        answers = await asyncio.gather(*(ask_target(engine, target) for target in TARGETS), ask_others(engine, others, others))
+        return [(answer.tokens, answer.logprobs) for answer in answers[:-1]]
+
+    assert run(ask_all()) == alone
+
+
+def test_an_answer_does_not_depend_on_what_was_cached(engine, run, alone):
+    """After a flush nothing of the prompt is found; asked again, all but its last token is."""
+
+    async def ask_each():
+        for number, target in enumerate(TARGETS):
+            await flush(engine)
+            anew = await ask_target(engine, target)
+            again = await ask_target(engine, target)
+            assert (anew.cached_tokens, again.cached_tokens) == (0, target[0] - 1)
+            assert (again.tokens, again.logprobs) == (anew.tokens, anew.logprobs) == alone[number], target
+
+    run(ask_each())
+
+
+@pytest.mark.parametrize("cut", [1, 3, 15, 38])
+@pytest.mark.parametrize("cache", ["kept", "flushed"])
+def test_a_continued_answer_is_as_if_it_was_never_cut(engine, run, alone, cut, cache):
+    """Its first tokens came by decode steps; they are found in the cache, or computed again in one prefill. The rest is the same."""
+
+    async def ask_each():
+        for number, target in enumerate(TARGETS[:4]):
+            begun = await ask_target(engine, target, room=cut)
+            if cache == "flushed":
+                await flush(engine)
+            rest = await ask_target(engine, target, tokens_of(target[0], target[0]) + begun.tokens, target[1] - cut)
+            assert (begun.tokens + rest.tokens, begun.logprobs + rest.logprobs) == alone[number], target
+            assert (rest.cached_tokens > 0) == (cache == "kept")
+
+    run(ask_each())
+
+
+def test_another_seed_writes_another_answer(engine, run):
+    """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
+
+    async def ask(seeds):
+        sampling = Sampling(1.0, 30, ignore_eos=True)
+        answers = [answer async for answer in engine.generate([PROMPT] * len(seeds), sampling, None, seeds)]
+        return [answer.tokens for answer in sorted(answers, key=lambda answer: answer.index)]
+
+    one, other, same, upper = run(ask([1, 2, 1, 1 + 2**62]))
+    assert one == same and len({*map(tuple, (one, other, upper))}) == 3
+    assert run(ask([1 + 2**62, 2])) == [upper, other]
 
 
 # ---- weights and memory ----------------------------------------------------------------------------------------------
