@@ -104,7 +104,7 @@ class FakeEngine:
     def __init__(self, role, rank, device, write, capacity=16, model=0):
         self.role, self.rank, self.capacity, self.awake = role, rank, capacity, True
         self.server = SimpleNamespace(version=None, awake=True, device=device, requests=0, aborts=[], asked=[])
-        self.server.pace, self.server.is_deaf = SECONDS_PER_TOKEN, False  # a deaf one hears no abort
+        self.server.pace, self.server.swap_s, self.server.is_deaf = SECONDS_PER_TOKEN, 0.1, False  # a deaf one hears no abort
         self._write = write
         self.on_request, self.outstanding, self.model = None, 0, model
         self.name = f"{role} engine of rank {rank}"
@@ -156,13 +156,13 @@ class FakeEngine:
         self.server.device.take(f"{self.role} weights")
 
     async def wake_kv_cache(self):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.server.swap_s)
         self.server.device.take(f"{self.role} cache")
         self.awake = self.server.awake = True
 
     async def sleep(self):
         assert not self.server.aborts, "put to sleep while answers were in flight"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.server.swap_s)
         self.awake = self.server.awake = False
         self.server.device.give(f"{self.role} weights", f"{self.role} cache")
 
