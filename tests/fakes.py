@@ -107,12 +107,12 @@ class Device:
 class FakeServer(SimpleNamespace):
     """What all handles on one engine share: the server, and those that take its place.
 
-    version: of the weights that it was pushed. pace: seconds a token. is_deaf: it hears no abort. starts: how many more times it can
-    be started.
+    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many times it can
+    be started again.
     """
 
     def __init__(self, device, role, rank):
-        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, pace=SECONDS_PER_TOKEN)
+        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, pace=SECONDS_PER_TOKEN, swap_s=0.1)
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
         self.is_deaf, self.runs, self.hangs, self.starts = False, True, False, 10**6
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
@@ -225,7 +225,7 @@ class FakeEngine:
         self.server.device.take(f"{self.role} weights")
 
     async def wake_kv_cache(self):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.server.swap_s)
         await self.server.answer()
         self.server.device.take(f"{self.role} cache")
         self.awake = self.server.awake = True
@@ -233,7 +233,7 @@ class FakeEngine:
     async def sleep(self):
         await self.server.answer()
         assert not self.server.aborts, "put to sleep while answers were in flight"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.server.swap_s)
         await self.server.answer()
         self.awake = self.server.awake = False
         self.server.device.give(f"{self.role} weights", f"{self.role} cache")
