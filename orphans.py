@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
 
+PATIENCE_S = 10.0  # for a killed server to be gone
 SAME_S = 1.0  # two readings of when a process began may differ by so much: the clock between them may have been set
 
 
@@ -39,7 +41,11 @@ def end_orphans(out: Path) -> list[str]:
         server = living(facts["pid"], facts["born"])
         if server is not None and os.getpgid(server.pid) == server.pid:  # launched as the leader of a group of its own
             os.killpg(server.pid, signal.SIGKILL)
-            server.wait(10)  # it holds the port
+            gone_by = time.monotonic() + PATIENCE_S
+            while living(facts["pid"], facts["born"]):  # it holds the port; not Process.wait, which waits for a zombie's parent, too
+                if time.monotonic() > gone_by:
+                    raise ValueError(f"process {server.pid}, a server that an earlier run left, doesn't end: {path}")
+                time.sleep(0.02)
             lines.append(f"ended process {server.pid}, a server that an earlier run left: {path.stem}")
         path.unlink()
     return lines

@@ -194,7 +194,7 @@ def test_a_server_whose_owner_is_gone_is_ended_with_its_group(left, tmp_path):
     child = psutil.Process(server.pid).children()[0]
     changed(path, owner_born=0.0)  # the owner's process id is another's by now
     assert orphans.end_orphans(tmp_path) == [f"ended process {server.pid}, a server that an earlier run left: genrm-1"]
-    assert not psutil.pid_exists(server.pid) and not path.exists()
+    assert server.wait(5) == -signal.SIGKILL and not path.exists()
     psutil.wait_procs([child], 5)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     assert orphans.end_orphans(tmp_path) == []
