@@ -22,7 +22,7 @@ from server import EngineLost
 from timeline import Timeline
 
 SECONDS_PER_TOKEN = 0.01
-PROBE_S = 30.0  # until a server that hangs is found out
+PROBE_S = 10.0  # until a server that hangs is found out
 RESTART_S = 10.0
 LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are a deadlock, too
 
@@ -437,7 +437,8 @@ def simulate(
         left = asyncio.all_tasks(loop)  # engines are watched to the end; and what is left of a run that failed
         for task in left:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()
     return jobs, log
 

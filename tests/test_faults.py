@@ -1,6 +1,8 @@
 """Faults in a run: engines that die or hang, stops, updates that aren't finite. Under fakes on a virtual clock."""
 
 
+import functools
+
 import pytest
 from fakes import PROBE_S, RESTART_S, FakeActor, simulate
 from hypothesis import example, given, settings
@@ -29,11 +31,17 @@ def trained(jobs, step):
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
 
 
+@functools.cache
+def without_faults(mode, size):
+    """The jobs of a run that nothing happens to."""
+    return simulate(mode, size, **UNBROKEN)[0]
+
+
 def check_as_unbroken(jobs):
     """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token is accounted for."""
     check_prompts(jobs)
     check_tokens(jobs)
-    unbroken, _ = simulate("full", 1, **UNBROKEN)
+    unbroken = without_faults("full", 1)
     for step in range(UNBROKEN["steps"]):
         assert trained(jobs, step) == trained(unbroken, step) and len(trained(jobs, step)) == 8 * 4
     assert all(job.report.accuracies == unbroken[0].report.accuracies for job in jobs)
@@ -64,8 +72,7 @@ def test_a_run_with_faults_trains_on_the_same_samples(layout, faults):
 
 def middle_of_serving(mode, size, step):
     """A moment at which answers are written in a run without faults."""
-    jobs, _ = simulate(mode, size, **UNBROKEN)
-    start, _ = seconds_of(jobs, step)
+    start, _ = seconds_of(without_faults(mode, size), step)
     return start + 0.35
 
 
@@ -106,8 +113,7 @@ def test_all_rollout_engines_die(mode, size):
 @pytest.mark.parametrize("verb", ["die", "hang"])
 def test_an_engine_lost_asleep(mode, size, role, verb):
     """It is found when it is to wake, and started again then."""
-    jobs, _ = simulate(mode, size, **UNBROKEN)
-    training, _ = seconds_of(jobs, 1, "train")
+    training, _ = seconds_of(without_faults(mode, size), 1, "train")
     rank = size - 1 if role == "genrm" else 0
     jobs, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
     check_as_unbroken(jobs)
