@@ -158,8 +158,7 @@ class FakeEngine:
     async def generate(self, prompts, sampling, rooms=None, seeds=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         if not self.server.runs:
-            await asyncio.sleep(1.0)
-            raise EngineLost("the connection broke")
+            await self._try_again()
         assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
         assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"
         clock = asyncio.get_running_loop().time
@@ -194,6 +193,15 @@ class FakeEngine:
             self.outstanding -= sum(owed)
             self.server.aborts.remove(aborted)
 
+    async def _try_again(self):
+        """The connection broke: opened again after 1 s and then 5 s, unless the engine is known to be down by then."""
+        for delay_s in (1.0, 5.0):
+            await asyncio.sleep(delay_s)
+            assert not self.up or not self.server.runs, "a new server was asked before all knew that the old one was down"
+            if not self.up:
+                break
+        raise EngineLost("the connection broke")
+
     async def _until(self, due, aborted):
         """Wait until an answer is due, or aborted. Nothing comes of a server that hangs, until it is killed, which breaks it."""
         clock, server = asyncio.get_running_loop().time, self.server
@@ -205,7 +213,7 @@ class FakeEngine:
             finally:
                 changed.cancel()
             if not server.runs:
-                raise EngineLost("the connection broke")
+                await self._try_again()
             if not server.hangs and changed not in done:
                 return
             if server.hangs:
