@@ -63,10 +63,7 @@ async def train(job: Job) -> int:
     Returns the signal that ended it early, else 0; the state in which the step began has been saved then.
     """
     config, world, actor, rollout, genrm = job.config, job.world, job.actor, job.rollout, job.genrm
-    await rollout.sleep()  # engines come up awake, and so does the actor
-    await genrm.sleep()
-    placement.take_plan(job.plan, rollout, genrm)
-    job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+    await begin(job)
     for step in range(job.state.step, config.steps):
         job.timeline.step = step
         await evaluate(job, step)
@@ -96,19 +93,27 @@ async def train(job: Job) -> int:
         await job.report.step(step, served, flat(mini_batches), stats | decision, job)
         check_progress(job, served)
         del served, mini_batches  # not held while the next step is served
-    else:
-        job.timeline.step = config.steps
-        await evaluate(job, config.steps)
-    if job.stopping:
-        await save_and_stop(job)
+    await finish(job)
     return job.stopping
 
 
-async def save_and_stop(job: Job) -> None:
-    """Save the state as it is between two steps (collective)."""
-    await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
-    if job.checkpoints is not None:
-        await job.checkpoints.save_now(job)
+async def begin(job: Job) -> None:
+    """From how everything comes up, awake, to the first plan (collective)."""
+    await job.rollout.sleep()
+    await job.genrm.sleep()
+    placement.take_plan(job.plan, job.rollout, job.genrm)
+    job.state.hand_over_s = await placement.to_serving(job.actor, job.rollout, job.world, job.timeline)
+
+
+async def finish(job: Job) -> None:
+    """The last evaluation; or, when a stop was asked for, save the state in which the step began (collective)."""
+    if not job.stopping:
+        job.timeline.step = job.config.steps
+        await evaluate(job, job.config.steps)
+    if job.stopping:
+        await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+        if job.checkpoints is not None:
+            await job.checkpoints.save_now(job)
 
 
 async def replan(job: Job, served) -> dict[str, float | str]:
