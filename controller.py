@@ -108,14 +108,14 @@ async def begin(job: Job) -> None:
 
 
 async def end(job: Job) -> int:
-    """All steps are done; or a stop was asked for, and what is between two steps is saved (collective). Returns the signal."""
+    """After the last step, evaluate; where a stop was asked for, save what is between two steps (collective). Returns the signal."""
+    if not job.stopping:
+        job.timeline.step = job.config.steps
+        await evaluate(job, job.config.steps)
     if job.stopping:
         await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
         await job.checkpoints.save_now(job)
-    else:
-        job.timeline.step = job.config.steps
-        await evaluate(job, job.config.steps)
-        await job.checkpoints.finish(job, wait=True)
+    await job.checkpoints.finish(job, wait=True)
     return job.stopping
 
 

@@ -75,13 +75,7 @@ async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> 
         stopped = await loop(job)
         stop.gently = False
         await world.barrier()
-        if stopped:
-            job.report.flush()
-            return stopped, how_to_go_on(job)
-        job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
-        what = "metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/, checkpoints/"
-        progress.line(f"wrote {job.report.out}/: {what}")
-        return 0, ""
+        return stopped, how_to_go_on(job) if stopped else conclude(job, progress)
     finally:
         ticking.cancel()
         progress.close()
@@ -106,8 +100,20 @@ async def prepare_job(config: Config, plans: list[placement.Plan], world, progre
     return loop, await build(config, plans, world, out, found, inputs, progress, engines)
 
 
+def conclude(job: controller.Job, progress) -> str:
+    """The asked steps are done: the pictures. What is to be said has been said."""
+    config, world = job.config, job.world
+    job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
+    progress.close()
+    if world.rank == 0:
+        files = "metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/, checkpoints/"
+        print(f"wrote {config.out}/: {files}", flush=True)
+    return ""
+
+
 def how_to_go_on(job: controller.Job) -> str:
     """What a run that was stopped says at its end."""
+    job.report.flush()
     launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
     saved = f"go on with: {launch} {shlex.join(sys.argv)}" if job.checkpoints.newest == job.state.step else "nothing was saved"
     return f"stopped after {job.state.step} of {job.config.steps} steps; {saved}"

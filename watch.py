@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from server import EngineLost
 
-MOST_FAILURES = 3  # of one engine without a finished step between
+MOST_FAILURES = 3  # of one engine, without a step between at whose end it ran
 
 
 class News(NamedTuple):
@@ -32,7 +32,8 @@ class Watch:
         """deadline_s: for a server to come up."""
         self.engine, self._deadline_s = engine, deadline_s
         self.runs, self.fresh = True, False
-        self.failures = self.restarts = 0  # since a step was finished
+        self.failures = 0  # in a row
+        self.restarts = 0  # in this step
         self.trouble = self.error = ""
         self._task: asyncio.Task | None = None
         self._everyone_knows, self._leaving = asyncio.Event(), False
@@ -73,8 +74,8 @@ class Watch:
             self._task.result()  # an error of our own
 
     def end_step(self) -> int:
-        """A step is finished: failures are forgiven. Returns how many servers were started again in it."""
-        restarts, self.restarts, self.failures = self.restarts, 0, 0
+        """A step is finished: an engine that runs is forgiven its failures. Returns how many servers were started again in it."""
+        restarts, self.restarts, self.failures = self.restarts, 0, 0 if self.runs else self.failures
         return restarts
 
     async def guard(self, call) -> None:

@@ -24,7 +24,7 @@ from server import EngineLost
 from timeline import Timeline
 
 SECONDS_PER_TOKEN = 0.01
-PROBE_S = 30.0  # until a server that hangs is found out
+PROBE_S = 10.0  # until a server that hangs is found out
 RESTART_S = 10.0
 LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are a deadlock, too
 
@@ -107,8 +107,8 @@ class Device:
 class FakeServer(SimpleNamespace):
     """What all handles on one engine share: the server, and those that take its place.
 
-    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many times it can
-    be started again.
+    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it hears no abort.
+    starts: how many more times it can be started.
     """
 
     def __init__(self, device, role, rank):
@@ -160,8 +160,7 @@ class FakeEngine:
     async def generate(self, prompts, sampling, rooms=None, seeds=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         if not self.server.runs:
-            await asyncio.sleep(1.0)
-            raise EngineLost("the connection broke")
+            await self._try_again()
         assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
         assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"
         clock = asyncio.get_running_loop().time
@@ -196,6 +195,15 @@ class FakeEngine:
             self.outstanding -= sum(owed)
             self.server.aborts.remove(aborted)
 
+    async def _try_again(self):
+        """The connection broke: opened again after 1 s and then 5 s, unless the engine is known to be down by then."""
+        for delay_s in (1.0, 5.0):
+            await asyncio.sleep(delay_s)
+            assert not self.up or not self.server.runs, "a new server was asked before all knew that the old one was down"
+            if not self.up:
+                break
+        raise EngineLost("the connection broke")
+
     async def _until(self, due, aborted):
         """Wait until an answer is due, or aborted. Nothing comes of a server that hangs, until it is killed, which breaks it."""
         clock, server = asyncio.get_running_loop().time, self.server
@@ -207,7 +215,7 @@ class FakeEngine:
             finally:
                 changed.cancel()
             if not server.runs:
-                raise EngineLost("the connection broke")
+                await self._try_again()
             if not server.hangs and changed not in done:
                 return
             if server.hangs:
@@ -475,6 +483,7 @@ def simulate(
 
     for seconds, event in events:
         clock.call_at(seconds, event, [server.server for server in servers], jobs)
+
     async def one_rank(job):
         if resumed:
             await restore(job, resumed)
@@ -486,8 +495,11 @@ def simulate(
     try:
         clock.run_until_complete(all_ranks())
     finally:
-        for task in asyncio.all_tasks(clock):  # of a run that failed
+        left = asyncio.all_tasks(clock)  # engines are watched to the end; and what is left of a run that failed
+        for task in left:
             task.cancel()
+        if left:
+            clock.run_until_complete(asyncio.wait(left))
         clock.close()
     return jobs, log
 

