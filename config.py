@@ -161,6 +161,11 @@ class Config:
                 f"{MOST_LATE} late engines, --request-timeout-s {self.request_timeout_s:g} each, may take longer than the other "
                 f"controllers wait, --collective-timeout-s {self.collective_timeout_s:g}"
             )
+        if self.engine_timeout_s >= self.collective_timeout_s:
+            raise ValueError(
+                f"--engine-timeout-s {self.engine_timeout_s:g}, also for one that is started again, is longer than the other "
+                f"controllers wait, --collective-timeout-s {self.collective_timeout_s:g}"
+            )
         if self.rebalance and self.mode == "full":
             raise ValueError("--rebalance moves ranks between rollout and genrm: in --mode full both hold all ranks")
         if self.judgements > 1 and self.judge_temperature == 0:

@@ -99,6 +99,7 @@ VALUES = {
 # these are checked against others
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
 CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
+CHECKED |= {"engine_timeout_s"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
 FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
 
@@ -170,6 +171,7 @@ BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf"
         (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only starts no"),
         (["--train-only"], "--train-only needs --replay FILE"),
         (["--replay", "r"], "--train-only needs --replay FILE, what a --rollout-only run wrote, and nothing else reads that"),
+        (["--engine-timeout-s", "600"], "longer than the other controllers wait, --collective-timeout-s 600"),
         (["--collective-timeout-s", "300"], "may take longer than the other controllers wait, --collective-timeout-s 300"),
         (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0: a greedy judge repeats itself"),
         *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1 is needed") for name in AT_LEAST_1],
