@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """The policy's part of a checkpoint, in Megatron-Core's own format: any other number of ranks, --tp or --pp can load it.
 
 A save comes in three parts, so that training waits for the first alone. `take` (all ranks) plans who writes what. What it returns to
@@ -14,6 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from cpu.megatron import install
+
+install()
+
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
