@@ -532,6 +532,18 @@ def flip(path: Path, at: int, bits: int) -> None:
         file.write(bytes([byte ^ bits]))
 
 
+@given(columns=st.integers(1, 7), start=st.integers(0, 40), length=st.integers(0, 40))
+def test_a_stretch_of_a_matrix_is_up_to_three_rectangles(columns, start, length):
+    """Which are the stretch, element for element and in order; 6 of 3 columns from 2 on by hand: a tail, a row, a head."""
+    import shards
+
+    found = list(shards.rectangles(start, start + length, columns))
+    elements = [(row + r) * columns + column + c for row, column, rows, wide in found for r in range(rows) for c in range(wide)]
+    assert elements == list(range(start, start + length)) and len(found) <= 3
+    assert all(column + wide <= columns for _, column, _, wide in found)
+    assert list(shards.rectangles(2, 8, 3)) == [(0, 2, 1, 1), (1, 0, 1, 3), (2, 0, 1, 2)]
+
+
 class Evil:
     def __reduce__(self):
         return (os.system, (f"touch {self.path}",))
