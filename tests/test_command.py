@@ -45,15 +45,16 @@ class Run:
     port: int
     arguments: list[str] = field(default_factory=list)
     ranks: int = 2
+    launch: tuple[str, ...] = ()  # for torchrun itself
     needles: tuple[str, ...] = ()  # what its one line on stderr must name
     status: int | None = None
     left: list[str] = field(default_factory=list)  # command lines of what outlived it
     bystander_spared: bool = False  # whether it killed nobody else's process
 
     def start(self):
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json", Path(sys.executable).with_name("torchrun")]
-        command += ["--nproc-per-node", str(self.ranks), "--master-port", str(self.port + 9)]
+        command += ["--nproc-per-node", str(self.ranks), "--master-port", str(self.port + 9), *self.launch]
         command += ["run.py", "--out", str(self.folder / "out"), "--port", str(self.port), *self.arguments]
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -302,11 +303,20 @@ def test_a_taken_port_is_named(run):
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_ctrl_c(run):
-    """No traceback and nothing left within half a minute, whenever it is pressed. Lines that torchrun logs itself begin with W."""
+def test_ctrl_c(run, name):
+    """No traceback and nothing left within half a minute, whenever it is pressed. Lines that torchrun logs itself begin with W.
+
+    While it trains, it saves first.
+    """
     assert run.status != 0 and "Traceback" not in run.stderr + run.stdout, run.stderr
     ours = [line for line in run.stderr.splitlines() if not (line.startswith("W") and "torch/distributed/elastic" in line)]
-    assert ours == ["interrupted"]
+    if name == "serving":
+        (line,) = ours
+        assert line.startswith("stopped after ") and "of 100000 steps; go on with: torchrun --nproc-per-node 2 run.py --out" in line
+        done = int(line.split()[2])
+        assert (run.folder / "out" / "checkpoints" / f"step_{done}" / "manifest.json").is_file()
+    else:
+        assert ours == ["interrupted"]
     run.check_nothing_is_left()
 
 

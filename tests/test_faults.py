@@ -1,13 +1,18 @@
-"""Faults in a run: engines that die or hang, stops, updates that aren't finite. Under fakes on a virtual clock."""
+"""Faults in a run: engines that die or hang, stops, updates that aren't finite. On a virtual clock, then on real servers."""
 
 
 import asyncio
 import functools
+import json
+import shutil
+import signal
 
 import pytest
+from columns import timing_free
 from fakes import PROBE_S, RESTART_S, FakeActor, simulate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_command import Run
 from test_serving import check_prompts, check_tokens, served_by, to_text
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 4)]
@@ -249,3 +254,113 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped,
             simulate("partial", 2, jobs=jobs, **UNBROKEN)
         assert all(job.report.dumped == job.actor.batches[-1] for job in jobs)
     assert [len(job.report.steps) for job in jobs] == [steps_done] * 2
+
+
+# ---------------------------------------------------------------- real runs
+
+SHORT = ["--steps", "5", "--prompts-per-step", "6", "--eval-every", "3", "--engine-probe-s", "8", "--save-every", "2"]
+
+
+def real_run(folder, port, *arguments, launch=()):
+    return Run(folder, port, [*SHORT, *arguments], launch=launch)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What every other run of this seed must come to."""
+    run = real_run(tmp_path_factory.mktemp("undisturbed") / "run", 44000).start().finish()
+    assert run.status == 0, run.stderr + run.stdout
+    return run
+
+
+def what_it_came_to(run):
+    """Of every step: the metrics that don't depend on timing."""
+    return [timing_free(json.loads(line)) for line in (run.folder / "out" / "metrics.jsonl").open()]
+
+
+def samples_of(run):
+    return [json.loads(line) for line in (run.folder / "out" / "samples.jsonl").open()]
+
+
+def check_as(run, undisturbed):
+    assert run.status == 0, run.stderr + run.stdout
+    run.check_nothing_is_left()
+    assert what_it_came_to(run) == what_it_came_to(undisturbed) and samples_of(run) == samples_of(undisturbed)
+
+
+def rows_done(count):
+    """A condition for wait_for: so many steps are done."""
+
+    def condition(run):
+        metrics = run.folder / "out" / "metrics.jsonl"
+        return metrics.is_file() and metrics.read_text().count("\n") >= count
+
+    return condition
+
+
+def ranks_of(run):
+    return [process for process, command in run.processes() if " run.py " in command and "torchrun" not in command]
+
+
+def engine_of(run, role, name):
+    """The processes called `name` of the only server of a role."""
+    everything = list(run.processes())
+    port = f"--port {run.port + 2 * (role == 'genrm') + (role == 'genrm')} "  # rollout on rank 0, genrm on rank 1
+    (server,) = [process for process, command in everything if "cpu.sglang" in command and port in command]
+    return [process for process, command in everything if name in command and server.pid in (process.pid, process.ppid())]
+
+
+def test_a_real_run_loses_both_its_engines(tmp_path, undisturbed):
+    """kill -9 of the rollout server's scheduler in one step, SIGSTOP of the genrm server in another: the same numbers in the end."""
+    run = real_run(tmp_path / "run", 44020).start()
+    try:
+        run.wait_for(rows_done(1))
+        (scheduler,) = engine_of(run, "rollout", "sglang::scheduler")
+        scheduler.kill()
+        run.wait_for(rows_done(3))
+        (server,) = engine_of(run, "genrm", "cpu.sglang")
+        server.suspend()
+    finally:
+        run.finish(600)
+    check_as(run, undisturbed)
+    assert "the rollout engine of rank 0" in run.stdout and "the genrm engine of rank 1" in run.stdout
+    rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
+    assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 2
+
+
+@pytest.mark.parametrize("number,port", [(signal.SIGTERM, 44040), (signal.SIGINT, 44060)])
+def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed, number, port):
+    """SIGTERM to the ranks, or Ctrl-C to all: what is done is saved, and the command in the last line goes on to the same numbers."""
+    run = real_run(tmp_path / "run", port).start()
+    try:
+        run.wait_for(rows_done(2))
+        if number == signal.SIGINT:
+            run.press_ctrl_c()
+        else:
+            for rank in ranks_of(run):
+                rank.send_signal(number)
+    finally:
+        run.finish(60)
+    assert "Traceback" not in run.stderr + run.stdout
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("stopped after")]
+    assert "of 5 steps; go on with: torchrun --nproc-per-node 2 run.py --out" in line
+    assert (run.status == 0) == (number == signal.SIGTERM)  # Ctrl-C is for torchrun, too, which has a status of its own
+    run.check_nothing_is_left()
+    done = len((run.folder / "out" / "metrics.jsonl").read_text().splitlines())
+    again = real_run(tmp_path / "again", port)
+    shutil.copytree(run.folder / "out", again.folder / "out")
+    again.start().finish()
+    assert f"step_{done}, after {done} steps" in again.stdout
+    check_as(again, undisturbed)
+
+
+def test_a_rank_that_dies_is_started_again_by_torchrun(tmp_path, undisturbed):
+    """kill -9 of one rank after a save: torchrun starts all ranks again, and the run goes on by itself."""
+    run = real_run(tmp_path / "run", 44080, launch=("--max-restarts", "1")).start()
+    try:
+        run.wait_for(lambda run: (run.folder / "out" / "checkpoints" / "step_2").is_dir())
+        ranks_of(run)[1].kill()
+    finally:
+        run.finish(600)
+    check_as(run, undisturbed)
+    assert "step_2, after 2 steps" in run.stdout or "step_4, after 4 steps" in run.stdout
