@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import logging
 import multiprocessing
@@ -25,6 +26,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -97,7 +99,8 @@ def struck(function):
     return call
 
 
-PLACES = [(checkpoint, "write_whole"), (checkpoint, "put_away"), (checkpoint, "sync_folder"), (resume, "write_whole"), (resume, "put_away")]
+PLACES = [(checkpoint, name) for name in ("write_whole", "put_away", "sync_folder")]
+PLACES += [(resume, name) for name in ("write_whole", "put_away")]
 
 
 class LateWriter:
@@ -136,11 +139,12 @@ class Report(FakeReport):
 
     async def step(self, step, served, samples, stats, job):
         await super().step(step, served, samples, stats, job)
-        fates = {"kept": served.kept + served.dropped, "filtered": sum(served.filtered, []), "carried": sum(served.carried, [])}
+        fates = {"kept": served.kept + served.dropped, "filtered": chain(*served.filtered), "carried": chain(*served.carried)}
+        fates["held"] = chain(*job.groups.carried)  # more than carried: also what a stop cut off and this step didn't need
         mine = {fate: [(s.prompt_id, s.index, to_text(s.response), s.versions, s.reward) for s in of] for fate, of in fates.items()}
         mine["batch"] = [(s.prompt_id, s.index) for s in samples]
         facts = await job.world.gather(mine)
-        row = {fate: sorted(sum((fact[fate] for fact in facts), [])) for fate in mine}
+        row = {fate: sorted(chain(*(fact[fate] for fact in facts))) for fate in mine}
         self.write({"step": step, "lacking": served.lacking, **row, **job.prompts.state()})
 
     def write(self, row):
@@ -192,23 +196,23 @@ def check_history(config, rows, jobs):
         for draw, answers in sum(fates.values(), Counter()).items():
             assert answers == config.answers_per_prompt, f"step {row['step']}: prompt {draw} has {answers} answers"
         used += Counter([*fates["kept"], *fates["filtered"]])
-        assert used + Counter(row["buffer"]) == Counter(range(row["cursor"])), f"step {row['step']}: a prompt was lost, or is there twice"
+        accounted = used + Counter(row["buffer"])
+        assert accounted == Counter(range(row["cursor"])), f"step {row['step']}: a prompt was lost, or is there twice"
         assert set(fates["carried"]) <= set(row["buffer"])
         assert len(fates["kept"]) + row["lacking"] == config.prompts_per_step
         judged = [[draw, index] for draw, index, _, _, reward in row["kept"] if reward is not None]
         assert row["batch"] == judged, f"step {row['step']}: the batch isn't what was kept"
-        check_answers(config, row, begun)
+        check_answers(row, begun)
     assert {job.actor.version for job in jobs} == {job.state.step for job in jobs} == {config.steps}
 
 
-def check_answers(config, row, begun):
+def check_answers(row, begun):
     """Written by the weights of their step, or carried: then they begin as they were when they were cut off."""
     for draw, index, text, versions, _ in row["kept"] + row["filtered"] + row["carried"]:
         old_text, old_versions = begun.pop((draw, index), ("", []))
         assert text.startswith(old_text) and versions[: len(old_versions)] == old_versions, "what was written was lost"
         assert len(text) == len(versions) and set(versions[len(old_versions) :]) <= {row["step"]}, "written by other weights"
-    if config.partial_rollout:
-        begun |= {(draw, index): (text, versions) for draw, index, text, versions, _ in row["carried"]}
+    begun |= {(draw, index): (text, versions) for draw, index, text, versions, _ in row["held"]}
 
 
 # ---------------------------------------------------------------- one seed
@@ -220,6 +224,7 @@ def draw_settings(rng):
         steps=rng.choice([2, 3]), prompts_per_step=rng.choice([2, 3]), answers_per_prompt=2, eval_every=100,
         over_dispatch=rng.choice([1.0, 1.0, 1.5]), partial_rollout=rng.random() < 0.5, rebalance=rng.random() < 0.3,
         max_refill_waves=rng.choice([1, 30]), save_every=rng.choice([1, 1, 2]), keep=rng.choice([1, 2]),
+        meet_every_s=rng.choice([0.1, 0.4]),
     )  # fmt: skip
 
 
@@ -255,7 +260,7 @@ def draw_end(rng, disk):
 
 
 def flip_a_byte(rng, out):
-    """In any file of a checkpoint, or in the tracker; returns its step, 0 for the tracker's."""
+    """In any file of a checkpoint, or in the tracker; returns what is damaged: the checkpoint's step, or TRACKER."""
     files = sorted(path for path in out.glob("checkpoints/*/**/*") if path.is_file() and path.stat().st_size)
     files = files * 3 + sorted(out.glob("checkpoints/latest.json"))
     if not files:
@@ -265,7 +270,9 @@ def flip_a_byte(rng, out):
     content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
     path.write_bytes(content)
     name = path.relative_to(out / "checkpoints").parts[0]
-    return [int(name.removeprefix("step_"))] if name.startswith("step_") and durable.PARTIAL not in name else [0] * (name == "latest.json")
+    if name == checkpoint.TRACKER:
+        return [name]
+    return [step] if (step := durable.step_of(out / "checkpoints" / name)) is not None else []
 
 
 class Trial:
@@ -339,7 +346,7 @@ class Trial:
         """What may have happened when the run is started again."""
         told = [job.checkpoints.newest for job in self.jobs if job.checkpoints.newest is not None]
         self.best = max(told, default=self.best)
-        if self.rng.random() < 0.2:
+        if self.rng.random() < 0.12:
             self.damaged |= set(flip_a_byte(self.rng, self.out))
         if self.rng.random() < 0.4:
             self.layout = self.rng.choice(LAYOUTS)
@@ -396,6 +403,7 @@ def try_seed(seed, folder):
 def try_seeds(seeds):
     """(seed, how it ended, what broke) of each. Tasks that end with a crashed run leave no lines behind."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    gc.freeze()  # else it looks through all that torch has imported, again and again
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
         return [(seed, *try_seed(seed, Path(folder))) for seed in seeds]
 
