@@ -45,6 +45,7 @@ class Run:
     port: int
     arguments: list[str] = field(default_factory=list)
     ranks: int = 2
+    launch: tuple[str, ...] = ()  # more flags of torchrun
     needles: tuple[str, ...] = ()  # what its one line on stderr must name
     status: int | None = None
     left: list[str] = field(default_factory=list)  # command lines of what outlived it
@@ -54,7 +55,7 @@ class Run:
         self.folder.mkdir(parents=True)
         command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json", Path(sys.executable).with_name("torchrun")]
         command += ["--nproc-per-node", str(self.ranks), "--master-port", str(self.port + 9)]
-        command += ["run.py", "--out", str(self.folder / "out"), "--port", str(self.port), *self.arguments]
+        command += [*self.launch, "run.py", "--out", str(self.folder / "out"), "--port", str(self.port), *self.arguments]
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self.guard = psutil.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True)
