@@ -175,7 +175,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     await together(world, ready, engines, config.engine_timeout_s)
 
     def on_open(name: str, step: int) -> None:
-        world.phase = f"{name} of step {step + 1}"
+        world.doing(f"{name} of step {step + 1}")
         progress.phase(name, step)
 
     timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", on_open)

@@ -22,8 +22,8 @@ class World:
     Every method but `run` is collective: all ranks call it, in the same order. They are coroutines, so that a controller that waits
     for the others still serves its event loop. Everything blocking runs on ONE thread: collectives keep their order that way.
 
-    phase: what this rank is doing, in words, for the others if it should hang. Each rank notes in the launcher's store how many
-    collectives it has come to and in which phase; when one fails, the error names the ranks that didn't come.
+    Each rank notes in the launcher's store how many collectives it has come to and what it is doing; when one fails, the error names
+    the ranks that didn't come.
     """
 
     def __init__(self, device: str, timeout_s: float):
@@ -34,7 +34,7 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._store, self._timeout_s = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store()), timeout_s
-        self._arrivals, self.phase = 0, "starting"
+        self._arrivals, self._phase = 0, "starting"
         self.device = device
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="collective", initializer=self.enter_device)
@@ -68,9 +68,17 @@ class World:
         self._note()
         collective()
 
+    def doing(self, phase: str) -> None:
+        """Say what this rank is doing now, for the others, if it should hang. Not collective."""
+        self._phase = phase
+        self._thread.submit(self._tell)
+
     def _note(self) -> None:
         self._arrivals += 1
-        self._store.set(str(self.rank), f"{self._arrivals} {self.phase}")
+        self._tell()
+
+    def _tell(self) -> None:
+        self._store.set(str(self.rank), f"{self._arrivals} {self._phase}")
 
     def _explained(self, function, args) -> Any:
         """Call; if a collective in it fails because of another rank, the error says which, where that can be told."""
@@ -86,7 +94,7 @@ class World:
             raise RuntimeError(f"rank {self.rank} waited in vain, for {self._timeout_s:g} s at most: {late}") from error
 
     def _late(self) -> str:
-        """The ranks that have come to fewer collectives than this one, and the phase in which each came to its last."""
+        """The ranks that have come to fewer collectives than this one, and what each was doing last."""
         noted = {rank: self._store.get(str(rank)).decode().split(" ", 1) for rank in range(self.size) if self._store.check([str(rank)])}
         seen = {rank: noted.get(rank, ("0", "starting")) for rank in range(self.size)}
         late = {rank: phase for rank, (count, phase) in seen.items() if int(count) < self._arrivals}

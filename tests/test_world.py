@@ -1,0 +1,106 @@
+"""World: the collectives of two real ranks over gloo, and what they say of a rank that doesn't come."""
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import world
+from world import World
+
+
+def in_two_ranks(tmp_path, program, timeout_s):
+    """Run `program(world)` in two forked ranks; returns what each printed, an exception's text at the end."""
+    pids = []
+    for rank in (0, 1):
+        pid = os.fork()
+        if pid == 0:
+            sys.stdout = sys.stderr = (tmp_path / str(rank)).open("w")
+            world.LAST_WORD_S = 0.5
+            try:
+                dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+                asyncio.run(program(World("cpu", timeout_s)))
+            except RuntimeError as error:
+                print(error)
+            except BaseException:  # a forked rank must not go on as pytest
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
+
+
+async def meet(world):
+    print(await world.gather(world.rank * 10), await world.broadcast("from 1" if world.rank else "from 0", 1))
+    print(await world.exchange({1 - world.rank: b"to the other", world.rank: b"to myself"}))
+    await world.barrier()
+
+
+def test_collectives(tmp_path):
+    """Every rank hears everyone, in rank order; parcels go point to point."""
+    assert in_two_ranks(tmp_path, meet, 30.0) == [
+        "[0, 10] from 1\n{1: b'to the other', 0: b'to myself'}\n",
+        "[0, 10] from 1\n{0: b'to the other', 1: b'to myself'}\n",
+    ]
+
+
+async def one_hangs(world):
+    await world.barrier()
+    world.doing("train of step 4")
+    await world.barrier()
+    world.doing("serve of step 5")
+    if world.rank == 1:
+        time.sleep(6.0)  # its event loop, too: as if it were stopped
+        return
+    await world.gather(None)
+
+
+async def one_dies(world):
+    world.doing("train of step 4")
+    await world.barrier()
+    if world.rank == 1:
+        os._exit(1)
+    await world.gather(None)
+
+
+async def one_hangs_in_training(world):
+    """The collectives inside of an update are none of World's."""
+    world.doing("train of step 4")
+    await world.barrier()
+    if world.rank == 1:
+        time.sleep(6.0)
+        return
+
+    def update():
+        raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+    await world.run(update)
+
+
+@pytest.mark.parametrize(
+    "program,phase", [(one_hangs, "serve of step 5"), (one_dies, "train of step 4"), (one_hangs_in_training, "train of step 4")]
+)
+def test_who_did_not_come(tmp_path, program, phase):
+    """The error names the rank, and the phase in which it was last seen."""
+    said, _ = in_two_ranks(tmp_path, program, 2.0)
+    assert said == f"rank 0 waited in vain, for 2 s at most: rank 1 didn't come, last seen in phase: {phase}\n"
+
+
+async def an_error_of_its_own(world):
+    def update():
+        raise RuntimeError("shapes don't fit")
+
+    await world.barrier()
+    await world.run(update)
+
+
+def test_an_error_of_its_own_is_nobody_elses(tmp_path):
+    """It is raised as it is."""
+    assert in_two_ranks(tmp_path, an_error_of_its_own, 2.0) == ["shapes don't fit\n"] * 2
