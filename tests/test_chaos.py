@@ -221,16 +221,17 @@ def check_answers(row, begun):
 def draw_settings(rng):
     """Of a run, all its lives."""
     return dict(
-        steps=rng.choice([2, 2, 3]), prompts_per_step=rng.choice([2, 2, 3]), answers_per_prompt=2, eval_every=100,
+        steps=rng.choice([2, 2, 3]), prompts_per_step=rng.choice([2, 3]), answers_per_prompt=2, eval_every=100,
         over_dispatch=rng.choice([1.0, 1.0, 1.5]), partial_rollout=rng.random() < 0.5, rebalance=rng.random() < 0.3,
         max_refill_waves=rng.choice([1, 3]), save_every=rng.choice([1, 1, 2]), keep=rng.choice([1, 2]),
-        meet_every_s=rng.choice([0.2, 0.8]),
+        meet_every_s=rng.choice([0.1, 0.5]),
     )  # fmt: skip
 
 
 def draw_fault(rng):
     """(seconds, event): something happens to the engines of a role, to one or all, or to one request of theirs."""
-    role, number, verb = rng.choice(["rollout", "genrm"]), rng.choice([None, 0, 1, 2]), rng.choice(["die", "hang", "slow", "drop"])
+    role, number = rng.choice(["rollout", "genrm"]), rng.choice([None, None, 0, 1, 2])
+    verb = rng.choice(["die", "die", "hang", "slow", "drop"])
 
     def event(servers, jobs):
         of_role = [server for server in servers if server.role == role]
@@ -438,9 +439,25 @@ def twice():
     return patch.object(Prompts, "load_state", load_state)
 
 
-def asleep():
-    """While weights are brought to new engines, others are still asked."""
-    return patch.object(Pool, "hold", lambda self: None)
+def lost():
+    """An engine that is down is still asked."""
+    real = Pool.hear
+
+    def hear(self, news):
+        real(self, news)
+        for engine in self.engines:
+            engine.up = True
+
+    return patch.object(Pool, "hear", hear)
+
+
+def awake():
+    """An engine that is being started when the others are put to sleep comes up all the same."""
+
+    async def pause(self):
+        self._task, self._leaving = None, True
+
+    return patch.object(Watch, "pause", pause)
 
 
 def old_weights():
@@ -482,7 +499,7 @@ def uncounted():
     return patch.object(Groups, "undo", lambda self, drawn, groups: None)
 
 
-PLANTED = [forgotten, twice, asleep, old_weights, too_early, mixed, uncounted]
+PLANTED = [forgotten, twice, lost, awake, old_weights, too_early, mixed, uncounted]
 MOST_SEEDS = 400
 
 
