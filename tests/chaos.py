@@ -425,7 +425,7 @@ def exact(modes, steps, port, extra):
     for mode in modes:
         save = max(1, steps // 10)
         arguments = ["--mode", mode, "--save-every", str(save), "--save-hf-every", str(steps), "--lr-decay-to", "1", *extra]
-        arguments += ["--rebalance", "true"] if mode == "partial" else []
+        arguments += ["--rebalance"] if mode == "partial" else []
         runs = PLACE / f"exact-{mode}"
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir(parents=True)

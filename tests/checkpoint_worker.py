@@ -34,7 +34,7 @@ LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on fro
 
 def job_of(world: World, actor, notes: list) -> SimpleNamespace:
     """As much of a Job as a checkpoint looks at."""
-    config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2)
+    config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2, collective_timeout_s=600.0)
     prompts, plans = Prompts(FakeSource()), placement.full_colocation(world.size, 1, 1)
     judge = SimpleNamespace(failed=[0], parsed=[0])
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)

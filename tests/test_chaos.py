@@ -49,7 +49,7 @@ from watch import Watch
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
 HELD_OUT = 2  # prompts of an evaluation
-MOST_LIVES = 4  # before the last one, in which no run is ended
+MOST_LIVES = 3  # before the last one, in which no run is ended
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
 CLEAR_STOPS = ("failed 3 times in a row", "later than --request-timeout-s")  # of a run, which may be started again
 LOST_TRACKS = ("none of its", "is missing or was changed")  # of a start, after which a person has to decide
@@ -104,11 +104,11 @@ PLACES += [(resume, name) for name in ("write_whole", "put_away")]
 
 
 class LateWriter:
-    """A forked process that writes its part later, as it found things when it was forked, or fails to."""
+    """A forked process that writes its part later, as it found things when it was forked; or fails, or is too late."""
 
     def __init__(self, rng, work):
         self._work, self._result = work, None
-        self._timer = asyncio.get_running_loop().call_later(rng.choice([0.0, 0.3, 2.0, 8.0]) * rng.random(), self._write)
+        self._timer = asyncio.get_running_loop().call_later(rng.choice([0.0, 0.3, 2.0, 8.0, 400.0]) * rng.random(), self._write)
 
     def _write(self):
         if not THE_DISK[0].dead:
@@ -221,16 +221,17 @@ def check_answers(row, begun):
 def draw_settings(rng):
     """Of a run, all its lives."""
     return dict(
-        steps=rng.choice([2, 3]), prompts_per_step=rng.choice([2, 3]), answers_per_prompt=2, eval_every=100,
+        steps=rng.choice([2, 2, 3]), prompts_per_step=rng.choice([2, 3]), answers_per_prompt=2, eval_every=100,
         over_dispatch=rng.choice([1.0, 1.0, 1.5]), partial_rollout=rng.random() < 0.5, rebalance=rng.random() < 0.3,
-        max_refill_waves=rng.choice([1, 30]), save_every=rng.choice([1, 1, 2]), keep=rng.choice([1, 2]),
-        meet_every_s=rng.choice([0.1, 0.4]),
+        max_refill_waves=rng.choice([1, 3]), save_every=rng.choice([1, 1, 2]), keep=rng.choice([1, 2]),
+        meet_every_s=rng.choice([0.1, 0.5]),
     )  # fmt: skip
 
 
 def draw_fault(rng):
     """(seconds, event): something happens to the engines of a role, to one or all, or to one request of theirs."""
-    role, number, verb = rng.choice(["rollout", "genrm"]), rng.choice([None, 0, 1, 2]), rng.choice(["die", "hang", "slow", "drop"])
+    role, number = rng.choice(["rollout", "genrm"]), rng.choice([None, None, 0, 1, 2])
+    verb = rng.choice(["die", "die", "hang", "slow", "drop"])
 
     def event(servers, jobs):
         of_role = [server for server in servers if server.role == role]
@@ -336,9 +337,10 @@ class Trial:
         mode, size = self.layout
         writer = functools.partial(LateWriter, self.rng)
         how = dict(events=events, prepare_job=prepare_job, jobs=self.jobs, look=check_moment, writer=writer)
+        how |= dict(collective_timeout_s=5.0)  # for writers; nothing else here reads it
         simulate(mode, size, out=self.out, resumed=found and found.folder, model=self.config.model, **how, **self.settings)
         done = not self.jobs[0].stopping
-        if not done and not THE_DISK[0].errors:
+        if not done and not THE_DISK[0].errors and not any("CHECKPOINT FAILED" in note for note in self.jobs[0].report.notes):
             assert self.jobs[0].checkpoints.newest == self.jobs[0].state.step, "a stop wasn't saved"
         return done
 
@@ -411,7 +413,7 @@ def try_seeds(seeds):
 # ---------------------------------------------------------------- what pytest runs
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(3))
 def test_no_seed_breaks_an_invariant(block):
     """A sample; the docstring above has the command for more."""
     results = try_seeds(range(100 * block, 100 * (block + 1)))
@@ -437,9 +439,25 @@ def twice():
     return patch.object(Prompts, "load_state", load_state)
 
 
-def asleep():
-    """While weights are brought to new engines, others are still asked."""
-    return patch.object(Pool, "hold", lambda self: None)
+def lost():
+    """An engine that is down is still asked."""
+    real = Pool.hear
+
+    def hear(self, news):
+        real(self, news)
+        for engine in self.engines:
+            engine.up = True
+
+    return patch.object(Pool, "hear", hear)
+
+
+def awake():
+    """An engine that is being started when the others are put to sleep comes up all the same."""
+
+    async def pause(self):
+        self._task, self._leaving = None, True
+
+    return patch.object(Watch, "pause", pause)
 
 
 def old_weights():
@@ -481,7 +499,7 @@ def uncounted():
     return patch.object(Groups, "undo", lambda self, drawn, groups: None)
 
 
-PLANTED = [forgotten, twice, asleep, old_weights, too_early, mixed, uncounted]
+PLANTED = [forgotten, twice, lost, awake, old_weights, too_early, mixed, uncounted]
 MOST_SEEDS = 400
 
 

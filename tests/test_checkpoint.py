@@ -348,6 +348,23 @@ class Failing(FakeActor):
         return write_too_much, complete
 
 
+def test_a_writer_that_hangs_is_not_waited_for_for_ever(tmp_path):
+    """Its disk doesn't answer: the save is given up, and later ones work again."""
+
+    class Hanging(LateWriter):
+        started = 0
+
+        def __init__(self, work):
+            super().__init__(work)
+            Hanging.started += 1
+            self.patience = 10**9 if Hanging.started == 2 else 0  # one rank's, in the first save
+
+    jobs, _ = simulate("partial", 2, steps=3, save_every=1, keep=9, out=tmp_path, writer=Hanging, collective_timeout_s=2.0)
+    (note,) = [note for note in jobs[0].report.notes if "CHECKPOINT" in note]
+    assert note.startswith("CHECKPOINT FAILED: step 1 could not be saved: not written after 2 s; no checkpoint yet")
+    assert saved_steps(tmp_path) == [3, 2] and len(jobs[0].report.steps) == 3
+
+
 def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     """The rank that fails says why, the checkpoint before stays, what was begun goes, and later saves work again."""
 
