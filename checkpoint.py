@@ -191,14 +191,20 @@ class Checkpoints:
         return self.newest == job.state.step
 
     async def finish(self, job, wait: bool = False) -> None:
-        """Complete what all ranks have written, if they have; `wait` until they have. A failure is told, and the run goes on."""
+        """Complete what all ranks have written, if they have; `wait` until they have. A failure is told, and the run goes on.
+
+        A writer that hangs (its disk does) has failed when it was waited for as long as for a controller.
+        """
+        waited_s = 0.0  # counted, not measured: the same on every rank
         while self._saving:
             results = await self.world.gather(self._saving.writer.result() and self._saving.writer.result()[1])
-            if any(results) or None not in results:  # one failed, or all are done
+            late = "" if waited_s < self.config.collective_timeout_s or None not in results else f"not written after {waited_s:.0f} s"
+            if any(results) or late or None not in results:  # one failed, or all are done
                 saving, self._saving = self._saving, None
-                await self._end(job, saving, next(filter(None, results), ""))
+                await self._end(job, saving, next(filter(None, results), late))
             elif wait:
                 await asyncio.sleep(POLL_S)
+                waited_s += POLL_S
             else:
                 break
 

@@ -113,14 +113,15 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
+        values = vars(self)
         for name, (low, high) in LIMITS.items():
-            value = dataclasses.asdict(self)[name]
+            value = values[name]
             if not low <= value <= high:  # NaN is refused, too
                 needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
                 raise ValueError(f"--{dashed(name)} {value}: {needed} is needed")
         algorithms.get_algorithm(self.algorithm)
         for name in ("max_new_tokens", "judge_max_new_tokens"):
-            if (value := dataclasses.asdict(self)[name]) >= self.max_model_len:
+            if (value := values[name]) >= self.max_model_len:
                 raise ValueError(f"--{dashed(name)} {value} leaves prompts no room in --max-model-len {self.max_model_len}")
         if self.max_tokens_per_micro_batch < self.max_model_len:
             raise ValueError(

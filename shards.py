@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """The policy's part of a checkpoint, in Megatron-Core's own format: any other number of ranks, --tp or --pp can load it.
 
 A save comes in three parts, so that training waits for the first alone. `take` (all ranks) plans who writes what. What it returns to
@@ -6,6 +7,7 @@ write is called in a process forked from each rank, whose memory stays as it was
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import pickle
@@ -14,10 +16,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from cpu.megatron import install
+
+install()
+
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy, register_default_strategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
@@ -28,7 +37,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the default type is broken in Megatron-Core 0.16.1
 BACKEND = ("torch_dist", 1)  # name and version of the format
@@ -44,16 +57,16 @@ KNOWN = {  # what the pickle `.metadata` may name: descriptions of tensors, and 
 }
 
 
-def state(actor, loading: bool = False) -> dict:
-    """What a checkpoint holds of an actor, as sharded tensors. Collective over all ranks.
-
-    `loading`: the state is the template for a load instead of what to save.
-    """
-    data_parallel = mpu.get_data_parallel_group(with_context_parallel=True)
-    metadata = SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": data_parallel}
-    model = actor.gpt.sharded_state_dict(metadata=metadata)
-    optimizer = actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+def template(actor) -> dict:
+    """What a checkpoint holds of an actor, as Megatron's sharded tensors, to load into. Collective over all ranks."""
+    model = actor.gpt.sharded_state_dict(metadata=metadata())
+    optimizer = actor.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
     return {"version": actor.version, "model": model, "optimizer": optimizer}
+
+
+def metadata() -> dict:
+    """How Megatron shards: replicas are counted over all ranks that hold the same weights."""
+    return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- saving
@@ -76,6 +89,27 @@ class Writer(FileSystemWriter):
         self.planned = (plan, planner)
 
 
+class Planner(MCoreSavePlanner):
+    """Megatron's own, and rectangles of other tensors: place -> (shape of the whole tensor, rectangle)."""
+
+    def __init__(self, rectangles: dict[MetadataIndex, tuple[torch.Size, Tensor]]):
+        super().__init__(flatten_state_dict=False, dedup_replicated_tensors=False)
+        self.rectangles = rectangles
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for place, (whole, part) in self.rectangles.items():
+            chunk = ChunkStorageMetadata(place.offset, part.size())
+            facts = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), whole)
+            items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=facts))
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex):
+        return self.rectangles[index][1] if index in self.rectangles else super().lookup_object(index)
+
+
 class PlanOnly(TorchDistSaveShardedStrategy):
     """Megatron's planning of a save, and none of its writing.
 
@@ -83,29 +117,36 @@ class PlanOnly(TorchDistSaveShardedStrategy):
     exit code 1 for success; its last steps write on rank 0 between collectives.
     """
 
+    def __init__(self, rectangles: dict):
+        super().__init__(*BACKEND)
+        self.planner = Planner(rectangles)
+
     def async_save(self, sharded_state_dict, checkpoint_dir) -> AsyncRequest:
         sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         for part in itertools.chain(*sharded.values()):
             if isinstance(part, ShardedTensor):
                 part.data = part.data.to("cpu")  # itself on CPU; a forked process can't read a GPU
         self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)  # 0: no CUDA streams in the forked process
-        planner = MCoreSavePlanner(flatten_state_dict=False, dedup_replicated_tensors=False)
-        (_, self.metadata, _), *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(sharded, False), self.writer, planner=planner)
+        state = mcore_to_pyt_state_dict(sharded, False)
+        (_, self.metadata, _), *_ = save_state_dict_async_plan(state, self.writer, planner=self.planner)
         return AsyncRequest(None, (), [])
 
 
 def take(actor, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-    """Plan a save of the actor into `folder`, which exists and is empty. Collective over all ranks; nothing is written yet.
+    """Plan a save of the actor into `folder`, which exists and is empty. Collective over all ranks; nothing is written or copied yet.
 
     Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`, which rank 0 calls with
-    every rank's. `write` holds copies of the optimizer's state: let go of it once the process is forked.
+    every rank's.
     """
-    common, strategy = CommonLater("torch", 1), PlanOnly(*BACKEND)
+    model = actor.gpt.sharded_state_dict(metadata=metadata())
+    common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(actor, model))
+    state = {"version": actor.version, "model": model, "optimizer": actor.optimizer.state_dict()}
+    state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
     default = get_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1)
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)  # `save` takes no other by argument
-    dist_checkpointing.save(state(actor), str(folder), strategy, async_sharded_save=True, content_metadata=dict(SHARDING))
+    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(SHARDING))
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, default)
-    writer, metadata = strategy.writer, strategy.metadata
+    writer, metadata_of_all = strategy.writer, strategy.metadata
     planned, writer.planned = writer.planned, None
 
     def write() -> list:
@@ -114,10 +155,65 @@ def take(actor, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]]
         return writer.write_data(*planned).wait()
 
     def complete(written: list[list]) -> None:
-        writer.finish(metadata, written)
+        writer.finish(metadata_of_all, written)
         save_config(CheckpointingConfig(*BACKEND), str(folder))
 
     return write, complete
+
+
+def optimizer_rectangles(actor, model_state: dict) -> dict[MetadataIndex, tuple[torch.Size, Tensor]]:
+    """The optimizer's state that this rank holds, where it lies, by the names and shapes of Megatron's `fully_reshardable`.
+
+    Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall. The optimizer shards
+    flat: a rank holds a stretch of a matrix, which is up to three rectangles of it. Readers take any rectangles.
+    """
+    described, _ = extract_sharded_tensors_and_factories(model_state)
+    mine = [shard for shard in nested_values(described) if not any(shard.replica_id[:-1])]  # the last: the data-parallel rank
+    found = {}
+    for optimizer in actor.optimizer.chained_optimizers:
+        optimizer.state_dict()  # makes the state of an optimizer that hasn't made a step
+        stretches = stretches_of(optimizer)
+        for shard in (shard for shard in mine if shard.data in stretches):
+            held = optimizer._get_main_param_and_optimizer_states(shard.data)
+            for part in shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]:
+                first = part.data.storage_offset() - shard.data.storage_offset()
+                for chunk, where in cut(part, first, stretches[shard.data]):
+                    for name in ("param", "exp_avg", "exp_avg_sq"):
+                        index = MetadataIndex(f"optimizer.state.{name}.{part.key}", chunk.offsets)
+                        rectangle = held[name].detach()[where].view(chunk.sizes)
+                        found[index] = (torch.Size(part.global_shape), rectangle.to("cpu"))  # itself on CPU
+    return found
+
+
+def stretches_of(optimizer) -> dict[Tensor, range]:
+    """Of each parameter of which this rank holds the optimizer's state: the stretch of the flattened parameter that it holds."""
+    buckets = [bucket for buffer in optimizer.gbuf_ranges for buckets in buffer.values() for bucket in buckets]
+    held = [(param, ranges["param"]) for bucket in buckets for param, ranges in bucket["param_map"].items()]
+    return {param: range(stretch.start, stretch.end) for param, stretch in held}
+
+
+def cut(part: ShardedTensor, first: int, stretch: range):
+    """The rectangles of `part` in a stretch of its flattened parameter, in which it begins at `first`.
+
+    Yields (where it is in the whole tensor, where it is in the stretch).
+    """
+    assert len(part.local_shape) <= 2, f"{part.key} has more than two axes"
+    ahead, columns = part.prepend_axis_num, part.local_shape[1] if len(part.local_shape) == 2 else 1
+    for row, column, rows, wide in rectangles(max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel()), columns):
+        inner, sizes = ((row, column), (rows, wide)) if len(part.local_shape) == 2 else ((row,), (rows,))
+        offsets = [*part.global_offset[:ahead], *(o + i for o, i in zip(part.global_offset[ahead:], inner, strict=True))]
+        at = first + row * columns + column - stretch.start
+        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size((1,) * ahead + sizes)), slice(at, at + rows * wide)
+
+
+def rectangles(start: int, end: int, columns: int):
+    """The stretch [start, end) of a flattened matrix as at most three rectangles, in order: (row, column, rows, columns)."""
+    while start < end:
+        row, column = divmod(start, columns)
+        rest = end - start
+        rows, wide = (1, min(columns - column, rest)) if column or rest < columns else (rest // columns, columns)
+        yield row, column, rows, wide
+        start += rows * wide
 
 
 # ---------------------------------------------------------------------------------------------------------------- loading
@@ -140,7 +236,7 @@ def load(actor, folder: Path) -> None:
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
-    loaded = dist_checkpointing.load(state(actor, loading=True), str(folder))
+    loaded = dist_checkpointing.load(template(actor), str(folder))
     actor.gpt.load_state_dict(loaded["model"])
     actor.optimizer.load_state_dict(loaded["optimizer"])
     actor.version = loaded["version"]

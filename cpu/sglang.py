@@ -250,13 +250,19 @@ def run_scheduler_process(*args, **kwargs):
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
+def drop_websockets(app):
+    """SGLang asks HTTP requests for the key and nothing else: where a websocket library is installed, anybody could open one."""
+    from starlette.routing import WebSocketRoute
+
+    app.router.routes[:] = [route for route in app.router.routes if not isinstance(route, WebSocketRoute)]
+
+
 def main():
     sys.argv.append("--api-key=" + os.environ.pop("NANOYATT_API_KEY", ""))  # not on the command line, where `ps` shows it
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
 
-    # the key is asked of HTTP requests only: anybody could open a websocket
-    http_server.app.router.routes[:] = [route for route in http_server.app.router.routes if "WebSocket" not in type(route).__name__]
+    drop_websockets(http_server.app)
     if torch.cuda.is_available():
         runpy.run_module("sglang.launch_server", run_name="__main__")
         return

@@ -25,12 +25,16 @@ from rollout import Sample
 from timeline import Timeline
 from world import World
 
-LAYOUTS = {"dp2": (2, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "dp1": (1, {}), "dp4": (4, {}), "tp2_dp2": (4, {"tp": 2})}
+SAVES = {"save": (2, {}, "."), "save_tp2_pp2": (4, {"tp": 2, "pp": 2}, "tp2_pp2"), "save_tp2_dp2": (4, {"tp": 2}, "tp2_dp2")}
+LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on from
+    "dp2": (2, {}, "."), "tp2": (2, {"tp": 2}, "."), "pp2": (2, {"pp": 2}, "."), "dp1": (1, {}, "."), "dp4": (4, {}, "."),
+    "tp2_dp2": (4, {"tp": 2}, "."), "dp1_of_tp2_pp2": (1, {}, "tp2_pp2"), "dp2_of_tp2_dp2": (2, {}, "tp2_dp2"),
+}  # fmt: skip
 
 
 def job_of(world: World, actor, notes: list) -> SimpleNamespace:
     """As much of a Job as a checkpoint looks at."""
-    config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2)
+    config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2, collective_timeout_s=600.0)
     prompts, plans = Prompts(FakeSource()), placement.full_colocation(world.size, 1, 1)
     judge = SimpleNamespace(failed=[0], parsed=[0])
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
@@ -54,8 +58,8 @@ async def save(world: World, actor, batches: list, out: Path) -> dict:
     job.judge.parsed[0] = 5 + world.rank
     torch.manual_seed(world.rank + 100)
     draws = job.prompts.take(9)
-    job.groups.deal(draws, world.size)
-    carried = [job.groups.take(draw) for draw in draws if job.groups._owners[draw] == actor.dp_rank]
+    owners = job.groups.deal(draws, actor.dp_size)
+    carried = [job.groups.take(draw) for draw in draws if owners[draw] == actor.dp_rank and actor.is_head]
     for sample in [sample for group in carried for sample in group]:
         sample.response, sample.logprobs, sample.versions = [sample.prompt_id], [-sample.prompt_id / 3], [1]
     job.groups.put_back(draws, carried)
@@ -77,7 +81,7 @@ async def go_on(world: World, actor, batches: list, out: Path) -> dict:
     metrics = actor.update(balanced(batches[2], actor))
     held = {s.prompt_id: (s.response, s.logprobs, s.versions, actor.dp_rank) for group in job.groups.carried for s in group}
     facts = {"version": actor.version, "step": job.state.step, "prompts": job.prompts.state(), "parsed": job.judge.parsed[0]}
-    everyone = [held for held in await world.gather(held)]
+    everyone = await world.gather(held)
     return facts | {"metrics": metrics, "weights": weights_of(actor), "random": random, "held": everyone, "groups": job.groups.state()}
 
 
@@ -86,11 +90,11 @@ def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
 
     store = f"file://{out}/{name}.store"
     dist.init_process_group("gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size)
-    layout = {} if name == "save" else LAYOUTS[name][1]
+    _, layout, place = (SAVES | LAYOUTS)[name]
     actor, world = Actor(actor_config(**layout), case["model_dir"]), World("cpu", 60.0)
-    work = save if name == "save" else go_on
+    work = save if name in SAVES else go_on
     batches = [[Sample(**sample) for sample in batch] for batch in case["batches"]]
-    result = asyncio.run(work(world, actor, batches, Path(out)))
+    result = asyncio.run(work(world, actor, batches, Path(out, place)))
     torch.save(result, f"{out}/{name}.{rank}")
     world.close()
     dist.destroy_process_group()
@@ -101,5 +105,5 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1])
-    for name, (size, _) in {"save": (2, {}), **LAYOUTS}.items():
+    for name, (size, _, _) in (SAVES | LAYOUTS).items():
         mp.start_processes(rank_main, (size, case, sys.argv[2], name), nprocs=size, start_method="fork")

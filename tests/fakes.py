@@ -30,10 +30,10 @@ LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are 
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while anything can run, and jumps when nothing can."""
+    """An event loop whose time stands still while anything can run, and jumps when nothing can. `look` is called before each jump."""
 
-    def __init__(self):
-        self.now = 0.0
+    def __init__(self, look=lambda: None):
+        self.now, self.look = 0.0, look
         super().__init__(_Jump(self))
 
     def time(self):
@@ -48,6 +48,8 @@ class _Jump(selectors.SelectSelector):
     def select(self, timeout=None):
         if timeout is None:
             raise RuntimeError("deadlock: every task waits for another")
+        if timeout:
+            self._loop.look()
         self._loop.now += timeout
         assert self._loop.now < LONGEST_RUN_S, "the run never ends"
         return super().select(0)
@@ -108,13 +110,13 @@ class FakeServer(SimpleNamespace):
     """What all handles on one engine share: the server, and those that take its place.
 
     version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it hears no abort.
-    starts: how many more times it can be started.
+    starts: how many more times it can be started. drops: replies that will be lost on their way.
     """
 
     def __init__(self, device, role, rank):
         super().__init__(device=device, role=role, rank=rank, version=None, awake=True, pace=SECONDS_PER_TOKEN, swap_s=0.1)
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
-        self.is_deaf, self.runs, self.hangs, self.starts = False, True, False, 10**6
+        self.is_deaf, self.runs, self.hangs, self.starts, self.drops = False, True, False, 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
     def die(self):
@@ -182,6 +184,9 @@ class FakeEngine:
             for answer in answers:
                 due = start + pace * len(answer.tokens)
                 await self._until(due, aborted)
+                if self.server.drops:
+                    self.server.drops -= 1
+                    raise EngineLost("the connection broke again and again")
                 tokens, finish = answer.tokens, answer.finish
                 if aborted.done() and (so_far := int((clock() - start) / pace)) < len(tokens):
                     tokens, finish = tokens[:so_far], "abort"
@@ -441,13 +446,13 @@ def write_verdict(prompt, index, sampling):
 
 def simulate(
     mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
-    out=Path(), resumed=None, loop=controller.train, events=(), **settings,
+    out=Path(), resumed=None, loop=controller.train, events=(), writer=LateWriter, look=lambda servers, jobs: None, **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns every rank's job and the log of device hand-overs.
 
     prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
     those who want to see what became of a run that failed. With `save_every`, checkpoints go to `out`; `resumed` is one to go on from.
-    events: (seconds, function(servers, jobs)), called when it is time.
+    events: (seconds, function(servers, jobs)), called when it is time. look: called likewise whenever nothing can run but later.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
     config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0, save_every=0) | settings)
@@ -461,8 +466,9 @@ def simulate(
         servers.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
     if prepare:
         prepare(servers)
-    clock = VirtualClock()
     jobs = [] if jobs is None else jobs
+    states = [server.server for server in servers]
+    clock = VirtualClock(lambda: look(states, jobs))
     for rank in range(size):
         world = world_class(rank, size, meetings)
         timeline = Timeline(rank, clock.time)
@@ -474,7 +480,7 @@ def simulate(
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
         groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
-        checkpoints = Checkpoints(config, world, out, writer=LateWriter) if config.save_every else FakeCheckpoints()
+        checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
         outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
         job = controller.Job(config, world, plans, plans[0], *roles, *outside)
         jobs.append(job)
@@ -482,7 +488,7 @@ def simulate(
             prepare_job(job)
 
     for seconds, event in events:
-        clock.call_at(seconds, event, [server.server for server in servers], jobs)
+        clock.call_at(seconds, event, states, jobs)
 
     async def one_rank(job):
         if resumed:

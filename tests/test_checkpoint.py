@@ -348,6 +348,23 @@ class Failing(FakeActor):
         return write_too_much, complete
 
 
+def test_a_writer_that_hangs_is_not_waited_for_for_ever(tmp_path):
+    """Its disk doesn't answer: the save is given up, and later ones work again."""
+
+    class Hanging(LateWriter):
+        started = 0
+
+        def __init__(self, work):
+            super().__init__(work)
+            Hanging.started += 1
+            self.patience = 10**9 if Hanging.started == 2 else 0  # one rank's, in the first save
+
+    jobs, _ = simulate("partial", 2, steps=3, save_every=1, keep=9, out=tmp_path, writer=Hanging, collective_timeout_s=2.0)
+    (note,) = [note for note in jobs[0].report.notes if "CHECKPOINT" in note]
+    assert note.startswith("CHECKPOINT FAILED: step 1 could not be saved: not written after 2 s; no checkpoint yet")
+    assert saved_steps(tmp_path) == [3, 2] and len(jobs[0].report.steps) == 3
+
+
 def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     """The rank that fails says why, the checkpoint before stays, what was begun goes, and later saves work again."""
 
@@ -451,7 +468,7 @@ def saved(tmp_path_factory) -> Path:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=500)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -465,17 +482,21 @@ def result(saved: Path, name: str, rank: int = 0) -> dict:
     return torch.load(saved / f"{name}.{rank}")
 
 
-@pytest.mark.parametrize("name,ranks", [("dp2", 2), ("tp2", 2), ("pp2", 2), ("dp1", 1), ("dp4", 4), ("tp2_dp2", 4)])
+RANKS = {"dp2": 2, "tp2": 2, "pp2": 2, "dp1": 1, "dp4": 4, "tp2_dp2": 4, "dp1_of_tp2_pp2": 1, "dp2_of_tp2_dp2": 2}
+
+
+@pytest.mark.parametrize("name,ranks", RANKS.items())
 def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
-    """Saved on two data-parallel ranks, while the update that follows was already under way."""
+    """Saved on two data-parallel ranks (or as the name says), while the update that follows was already under way."""
     expected, got = result(saved, "save"), result(saved, name)
+    parsed = {"dp1_of_tp2_pp2": 5 + 6 + 7 + 8, "dp2_of_tp2_dp2": 5 + 6 + 7 + 8}.get(name, 5 + 6)
     assert (got["version"], got["step"]) == (3, 2)
     for metric in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr"):
         assert got["metrics"][f"train/{metric}"] == pytest.approx(expected["metrics"][f"train/{metric}"], abs=1e-4), metric
     for weight, tensor in expected["weights"].items():
         assert (got["weights"][weight] - tensor).abs().max() < 5e-5, weight
     assert got["prompts"] == {"cursor": 9, "buffer": list(range(9))}
-    assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == 5 + 6
+    assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == parsed
     owners = dict(got["groups"]["owners"])
     held = {draw: facts for rank in got["held"] for draw, facts in rank.items()}
     assert sum(map(len, got["held"])) == len(held) == 9, "every carried group is held once"
@@ -530,6 +551,19 @@ def flip(path: Path, at: int, bits: int) -> None:
         (byte,) = file.read(1)
         file.seek(at)
         file.write(bytes([byte ^ bits]))
+
+
+@settings(deadline=None)
+@given(columns=st.integers(1, 7), start=st.integers(0, 40), length=st.integers(0, 40))
+def test_a_stretch_of_a_matrix_is_up_to_three_rectangles(columns, start, length):
+    """Which are the stretch, element for element and in order; 6 of 3 columns from 2 on by hand: a tail, a row, a head."""
+    import shards
+
+    found = list(shards.rectangles(start, start + length, columns))
+    elements = [(row + r) * columns + column + c for row, column, rows, wide in found for r in range(rows) for c in range(wide)]
+    assert elements == list(range(start, start + length)) and len(found) <= 3
+    assert all(column + wide <= columns for _, column, _, wide in found)
+    assert list(shards.rectangles(2, 8, 3)) == [(0, 2, 1, 1), (1, 0, 1, 3), (2, 0, 1, 2)]
 
 
 class Evil:

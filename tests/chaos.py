@@ -1,0 +1,469 @@
+"""Chaos with real processes: seeded faults in real runs of the demo, which must end with the numbers of the unbroken run.
+
+    python tests/chaos.py --trials 30 --seed 0 [--mode partial|full]    a line a trial; exit 1 if any broke an invariant
+    python tests/chaos.py --first 17 --trials 1                         trial 17 alone
+    python tests/chaos.py --exact [--steps 40] [--mode partial|full]    4 resumes of 4 kinds against unbroken runs, and both modes
+
+A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a stopped launcher or a
+stopped command goes on after a while), replies of engines that are lost or late (broken_replies.py), a full disk under the
+checkpoints, a flipped byte in a checkpoint, a stop by signal. It is started again with the same command until its steps are done.
+Then metrics.jsonl equals the unbroken run's in every column that doesn't depend on timing, and the final weights are bit-equal; or
+the run ended with a clear stop that the README tells of. No process may be left behind, and no start may take longer than
+DEADLINE_S. What the unbroken runs came to is kept under runs/chaos, by settings and source. Needs Linux, and root for the full disk.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from columns import timing_free
+
+ROOT = Path(__file__).parent.parent
+PLACE = ROOT / "runs" / "chaos"
+PR_SET_CHILD_SUBREAPER = 36
+DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settings below allow
+GONE_S = 40.0  # for all processes of a start to be gone after its launcher
+MOST_STARTS = 5
+SMALL = ["--steps", "6", "--save-every", "1", "--save-hf-every", "6", "--prompts-per-step", "4", "--eval-every", "100"]
+WAITS = ["--engine-probe-s", "8", "--request-timeout-s", "25", "--judge-timeout-s", "25", "--collective-timeout-s", "80"]
+CLEAR_STOPS = ("failed 3 times in a row", "later than --request-timeout-s", "doesn't end:")
+DAMAGE_STOPS = ("none of its", "latest.json is missing or was changed")  # where a person has to decide
+LAUNCHERS = set()  # process ids, for whose end subprocess asks
+
+
+# ---------------------------------------------------------------- processes
+
+
+def family():
+    """All living descendants of this process: whatever a run starts stays among them, whoever dies first."""
+    reap()
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def reap():
+    """Orphans came to this process, and it has to ask for their end."""
+    for process in psutil.Process().children():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE and process.pid not in LAUNCHERS:
+                os.waitpid(process.pid, os.WNOHANG)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            continue
+
+
+def kind_of(process):
+    """What a process of the run is: launcher, rank, writer, server, scheduler, detokenizer or other; gone if it has ended."""
+    try:
+        command, parent = " ".join(process.cmdline()), process.parent()
+        above = " ".join(parent.cmdline()) if parent else ""
+    except psutil.NoSuchProcess:
+        return "gone"
+    for name in ("scheduler", "detokenizer"):
+        if f"sglang::{name}" in command:
+            return name
+    if "resource_tracker" in command or not command:
+        return "other"
+    if "cpu.sglang" in command:
+        return "other" if "cpu.sglang" in above else "server"
+    if "torchrun" in command:
+        return "launcher"
+    if "run.py" in command or "broken_replies.py" in command:
+        return "writer" if "torchrun" not in above else "rank"
+    return "other"
+
+
+def kill_all(processes):
+    """kill -9 of all at one moment."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            send(process, number)
+
+
+def send(process, number):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+# ---------------------------------------------------------------- one start of the command
+
+
+@dataclass
+class Start:
+    """torchrun, from its start to the end of its last process."""
+
+    out: Path
+    port: int
+    arguments: list[str]
+    ranks: int = 2
+    restarts: int = 0
+    replies: int | None = None  # seed of broken_replies.py
+
+    def __post_init__(self):
+        command = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(self.ranks), "--master-port"]
+        command += [str(self.port + 90), "--max-restarts", str(self.restarts)]
+        command += ["run.py" if self.replies is None else "tests/broken_replies.py", "--out", str(self.out), "--port", str(self.port)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if self.replies is None else {"CHAOS_REPLIES": str(self.replies)})
+        self.log = self.out.with_suffix(".log")
+        self.began, self.said_before = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self.process = psutil.Popen(
+                [*command, *self.arguments], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        LAUNCHERS.add(self.process.pid)
+
+    def said(self):
+        """What this start has printed so far."""
+        with self.log.open("rb") as log:
+            log.seek(self.said_before)
+            return log.read().decode(errors="replace")
+
+    def runs(self):
+        return self.process.poll() is None
+
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def wait_for(self, condition):
+        """Returns whether the condition came true while the start ran, in time."""
+        while self.runs() and self.seconds() < DEADLINE_S:
+            if condition():
+                return True
+            time.sleep(0.005)
+        return False
+
+    def end(self):
+        """Wait for its end; returns its exit status and what was wrong with how it ended: too late, or not all of it."""
+        wrong = []
+        while self.runs() and self.seconds() < DEADLINE_S:
+            time.sleep(0.1)
+        if self.runs():
+            wrong.append(f"longer than {DEADLINE_S:.0f} s")
+            kill_all(family())
+        status, gone_by = self.process.wait(), time.monotonic() + GONE_S
+        while (left := family()) and time.monotonic() < gone_by:
+            time.sleep(0.1)
+        wrong += [f"left behind: {kind_of(process)} {process.pid}" for process in left]
+        kill_all(left)
+        while family():
+            time.sleep(0.05)
+        return status, wrong
+
+
+def rows_of(out):
+    """The whole rows of a run's metrics.jsonl."""
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.open() if line.endswith("\n")] if path.exists() else []
+
+
+def is_done(out, steps):
+    rows = rows_of(out)
+    return bool(rows) and rows[-1]["step"] == steps
+
+
+# ---------------------------------------------------------------- the unbroken run, and what differs from it
+
+
+def fingerprint(out, steps):
+    """What a run came to: its rows without what depends on timing or tells of faults, and its final weights."""
+    rows = [{name: value for name, value in timing_free(row).items() if not name.startswith("faults/")} for row in rows_of(out)]
+    weights = out / "checkpoints" / f"step_{steps}" / "hf" / "model.safetensors"
+    return {"rows": rows, "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None}
+
+
+def source():
+    """A hash of everything that a run's numbers may come from."""
+    files = sorted([*ROOT.glob("*.py"), *ROOT.glob("cpu/*.py")])
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def unbroken(name, arguments, steps, port):
+    """The fingerprint of a run that nothing happens to, from runs/chaos if it is there."""
+    key = hashlib.sha256(json.dumps([source(), arguments]).encode()).hexdigest()[:12]
+    kept = PLACE / f"unbroken-{name}-{key}.json"
+    if not kept.exists():
+        out = PLACE / f"unbroken-{name}"
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        start = Start(out, port, arguments)
+        status, wrong = start.end()
+        assert status == 0 and not wrong, f"the unbroken run failed: {wrong} {start.said()[-3000:]}"
+        size = sum(path.stat().st_size for path in (out / "checkpoints" / f"step_{steps}").rglob("*"))
+        facts = fingerprint(out, steps) | {"seconds": start.seconds(), "checkpoint_bytes": size}
+        kept.write_text(json.dumps(facts))
+        print(f"unbroken run {name}: {start.seconds():.0f} s, a checkpoint of {size / 1e6:.1f} MB", flush=True)
+    return json.loads(kept.read_text())
+
+
+def difference(found, expected):
+    """The first thing that differs, empty if nothing does. A run whose disk was full has no final weights to compare."""
+    if len(found["rows"]) != len(expected["rows"]):
+        return f"steps {[row['step'] for row in found['rows']]} instead of {len(expected['rows'])} rows"
+    for row, other in zip(found["rows"], expected["rows"], strict=True):
+        for name in sorted(row.keys() | other.keys()):
+            if row.get(name) != other.get(name):
+                return f"step {row['step']}: {name} {row.get(name)} instead of {other.get(name)}"
+    if found["weights"] is not None and found["weights"] != expected["weights"]:
+        return "the final weights"
+    return ""
+
+
+# ---------------------------------------------------------------- faults
+
+
+@dataclass
+class Fault:
+    """Something that happens once in a start. `strike(start, rng)` waits for its moment, and returns what it did."""
+
+    name: str
+    seed: int
+    told: str = ""
+    tolerated: tuple[str, ...] = CLEAR_STOPS
+    later: list = field(default_factory=list)  # (time, process): stopped processes that go on
+
+    def strike(self, start, rng):
+        self.told = {
+            "kill": self.signal_one, "stop": self.signal_one, "kill tree": self.kill_tree, "writer": self.strike_writer,
+            "end": self.ask_to_end, "full disk": self.fill_disk, "flip": self.flip,
+        }.get(self.name, lambda start, rng: "replies of engines are lost or late")(start, rng)  # fmt: skip
+
+    def moment(self, start, rng):
+        """A while after a step of the run, the first included, or after its start."""
+        rows = rng.choice([-1, 0, 0, 1, 2, 3, 4])
+        seconds = rng.uniform(2, 25) if rows < 0 else rng.uniform(0, 6)
+        here = lambda: rows < 0 or len(rows_of(start.out)) > rows or (rows == 0 and "eval/accuracy" in start.said())  # noqa: E731
+        if start.wait_for(here):
+            until = time.monotonic() + seconds
+            start.wait_for(lambda: time.monotonic() > until)
+        return f"{start.seconds():.0f} s after the start, {len(rows_of(start.out))} steps done"
+
+    def signal_one(self, start, rng):
+        """kill -9 or SIGSTOP of a random process; each kind is as likely, however many there are of it."""
+        when, by_kind = self.moment(start, rng), {}
+        for process in family():
+            by_kind.setdefault(kind_of(process), []).append(process)
+        by_kind.pop("gone", None)
+        if not by_kind:
+            return f"nothing: the run had ended ({when})"
+        kind = rng.choice(sorted(by_kind))
+        process = rng.choice(by_kind[kind])
+        send(process, signal.SIGKILL if self.name == "kill" else signal.SIGSTOP)
+        if self.name == "stop" and kind in ("launcher", "other"):
+            self.later.append((time.monotonic() + 20, process))
+        return f"{'kill -9' if self.name == 'kill' else 'SIGSTOP'} of a {kind}, {when}"
+
+    def kill_tree(self, start, rng):
+        """kill -9 of everything while a checkpoint is written, if one is; the launcher was told to restart nobody."""
+        step = rng.randrange(1, 6)
+        start.wait_for(lambda: list(start.out.glob(f"checkpoints/step_{step}.partial-*")))
+        time.sleep(rng.uniform(0, 0.1))
+        kill_all(family())
+        return f"kill -9 of all processes in the save of step {step}"
+
+    def strike_writer(self, start, rng):
+        """kill -9 or SIGSTOP of a process that writes a checkpoint."""
+        step, number = rng.randrange(1, 6), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        start.wait_for(lambda: list(start.out.glob(f"checkpoints/step_{step}.partial-*")))
+        found = []
+        until = time.monotonic() + 2
+        start.wait_for(lambda: found.extend(p for p in family() if kind_of(p) == "writer") or found or time.monotonic() > until)
+        for process in found[:1]:
+            send(process, number)
+        return f"{number.name} of {'a' if found else 'no'} writer in the save of step {step}"
+
+    def ask_to_end(self, start, rng):
+        """SIGTERM to the ranks, or Ctrl-C."""
+        when, number = self.moment(start, rng), rng.choice([signal.SIGTERM, signal.SIGINT])
+        ranks = [process for process in family() if kind_of(process) == "rank"]
+        for process in ranks if number == signal.SIGTERM else [start.process]:
+            send(process, number)
+        return f"{number.name} to {'the ranks' if number == signal.SIGTERM else 'the launcher'}, {when}"
+
+    def fill_disk(self, start, rng):
+        """A small disk under the checkpoints, before the first is written."""
+        folder = start.out / "checkpoints"
+        start.wait_for(lambda: (start.out / "logs").exists() and not rows_of(start.out))
+        folder.mkdir(exist_ok=True)
+        kilobytes = int(self.seed * rng.uniform(0.3, 2.5) / 1024)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
+        return f"a disk of {kilobytes / 1024:.1f} MB under the checkpoints"
+
+    def flip(self, start, rng):
+        """kill -9 of everything at a moment, and a byte of what it left is another."""
+        when = self.moment(start, rng)
+        kill_all(family())
+        files = sorted(path for path in start.out.glob("checkpoints/**/*") if path.is_file() and path.stat().st_size)
+        if not files:
+            return f"kill -9 of all processes before the first checkpoint, {when}"
+        path = rng.choice(files)
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+        path.write_bytes(content)
+        self.tolerated += DAMAGE_STOPS
+        return f"kill -9 of all processes and a flipped byte in {path.relative_to(start.out / 'checkpoints')}, {when}"
+
+    def go_on(self):
+        for moment, process in self.later:
+            if time.monotonic() > moment:
+                send(process, signal.SIGCONT)
+
+
+NAMES = ["kill", "kill", "kill", "kill", "stop", "stop", "stop", "kill tree", "writer", "writer", "end", "full disk", "replies", "flip"]
+
+
+def trial(number, mode, port):
+    """One trial; returns what was wrong, a list of lines, empty if nothing."""
+    rng, steps = random.Random(f"chaos {number}"), 6
+    arguments = [*SMALL, *WAITS, "--mode", mode]
+    expected = unbroken(mode, arguments, steps, port)
+    names = [NAMES[number % len(NAMES)]] + [rng.choice(NAMES)] * (rng.random() < 0.3)
+    faults = [Fault(name, expected["checkpoint_bytes"] if name == "full disk" else number) for name in names]
+    out, wrong, starts, stop, began = PLACE / f"trial-{number}", [], 0, "", time.monotonic()
+    for path in PLACE.glob(f"trial-{number}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    try:
+        while starts < MOST_STARTS and not stop and not wrong and not is_done(out, steps):
+            fault = faults[starts] if starts < len(faults) else None
+            replies = number if fault and fault.name == "replies" else None
+            start = Start(out, port + 100 * (starts % 2), arguments, restarts=rng.choice([0, 2]), replies=replies)
+            if fault:
+                fault.strike(start, rng)
+                start.wait_for(lambda fault=fault: fault.go_on())
+            status, wrong = start.end()
+            starts += 1
+            said = start.said()
+            tolerated = {words for fault in faults[:starts] for words in fault.tolerated}
+            stop = next((line for line in said.splitlines() if line.startswith("error:") and any(t in line for t in tolerated)), "")
+            if starts > len(faults) and not is_done(out, steps) and not stop:
+                wrong.append(f"start {starts} had no fault and ended with status {status}: {said[-1500:]}")
+        if not stop and not wrong:
+            different = difference(fingerprint(out, steps), expected) if is_done(out, steps) else "not done"
+            wrong += [f"differs from the unbroken run: {different}"] * bool(different)
+    finally:
+        subprocess.run(["umount", out / "checkpoints"], capture_output=True)
+    how = "; ".join(fault.told for fault in faults if fault.told)
+    ended = f"BROKEN: {' | '.join(wrong)}" if wrong else f"clear stop: {stop}" if stop else "the same numbers"
+    print(f"trial {number} ({mode}): {how} -> {ended} ({starts} starts, {time.monotonic() - began:.0f} s)", flush=True)
+    if not wrong:
+        for path in PLACE.glob(f"trial-{number}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return wrong
+
+
+# ---------------------------------------------------------------- four resumes
+
+
+def broken_run(out, mode, steps, arguments, port):
+    """`steps` steps with a clean stop, a SIGTERM, a kill -9 of a rank and one of everything in a save; each is started again."""
+    marks = [steps * part // 5 for part in range(1, 6)]
+
+    def reached(start, mark):
+        return start.wait_for(lambda: len(rows_of(out)) >= mark)
+
+    def end(start, name, may=(0,)):
+        status, wrong = start.end()
+        assert status in may and not wrong, f"{name}: status {status} {wrong} {start.said()[-3000:]}"
+        print(f"  {mode}: {name} after {len(rows_of(out))} rows", flush=True)
+
+    end(Start(out, port, ["--steps", str(marks[0]), *arguments]), "clean stop")
+    arguments = ["--steps", str(steps), *arguments]
+    start = Start(out, port + 100, arguments)
+    reached(start, marks[1])
+    for process in family():
+        if kind_of(process) == "rank":
+            send(process, signal.SIGTERM)
+    end(start, "SIGTERM")
+    start = Start(out, port, arguments)
+    reached(start, marks[2])
+    send(next(process for process in family() if kind_of(process) == "rank"), signal.SIGKILL)
+    end(start, "kill -9 of a rank", (1,))
+    start = Start(out, port + 100, arguments)
+    reached(start, marks[3])
+    assert start.wait_for(lambda: list(out.glob("checkpoints/step_*.partial-*"))), start.said()[-3000:]
+    kill_all(family())
+    end(start, "kill -9 of all in a save", (-9,))
+    end(Start(out, port, arguments), "the end")
+
+
+def compare(name, found, expected):
+    """Print what differs between two runs; returns whether anything does that may not."""
+    worst, exact = {}, []
+    for row, other in zip(found["rows"], expected["rows"], strict=True):
+        for column in sorted(row.keys() | other.keys()):
+            a, b = row.get(column), other.get(column)
+            if a != b and column in ("train/loss", "train/grad_norm"):
+                worst[column] = max(worst.get(column, 0.0), abs(a - b) / max(abs(b), 1e-12))
+            elif a != b:
+                exact.append(f"step {row['step']} {column}: {a} and {b}")
+    weights = found["weights"] == expected["weights"] and found["weights"] is not None
+    losses = ", ".join(f"{column} {value:.1e}" for column, value in worst.items()) or "equal"
+    print(f"{name}: {len(found['rows'])} rows; losses and gradient norms: {losses}; final weights bit-equal: {weights}; "
+          f"other columns that differ: {len(exact)} {exact[:5]}", flush=True)  # fmt: skip
+    return bool(exact) or not weights or any(value > 1e-6 for value in worst.values())
+
+
+def exact(modes, steps, port, extra):
+    """Returns whether anything differs."""
+    found, differs = {}, False
+    for mode in modes:
+        save = max(1, steps // 10)
+        arguments = ["--mode", mode, "--save-every", str(save), "--save-hf-every", str(steps), "--lr-decay-to", "1", *extra]
+        arguments += ["--rebalance"] if mode == "partial" else []
+        runs = PLACE / f"exact-{mode}"
+        shutil.rmtree(runs, ignore_errors=True)
+        runs.mkdir(parents=True)
+        for name in ("unbroken", "again"):
+            start = Start(runs / name, port, ["--steps", str(steps), *arguments])
+            status, wrong = start.end()
+            assert status == 0 and not wrong, f"{name}: {wrong} {start.said()[-3000:]}"
+            found[mode, name] = fingerprint(runs / name, steps)
+            print(f"  {mode}: {name} run took {start.seconds():.0f} s", flush=True)
+        broken_run(runs / "broken", mode, steps, arguments, port)
+        found[mode, "broken"] = fingerprint(runs / "broken", steps)
+        for name in ("again", "broken"):
+            differs |= compare(f"{mode}: {name} against unbroken", found[mode, name], found[mode, "unbroken"])
+    if len(modes) == 2:
+        differs |= compare("full against partial", found["full", "unbroken"], found["partial", "unbroken"])
+    return differs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--first", "--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=["partial", "full"])
+    parser.add_argument("--port", type=int, default=33000)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    arguments, extra = parser.parse_known_args()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if arguments.exact:
+        modes = [arguments.mode] if arguments.mode else ["partial", "full"]
+        sys.exit(exact(modes, arguments.steps, arguments.port, extra))
+    broken = []
+    for number in range(arguments.first, arguments.first + arguments.trials):
+        mode = arguments.mode or ("partial", "full")[number // len(NAMES) % 2]
+        broken += [number] * bool(trial(number, mode, arguments.port + 200 * (number % 2)))
+    print(f"{arguments.trials} trials, broken: {broken or 'none'}", flush=True)
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()
