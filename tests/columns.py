@@ -3,6 +3,7 @@
 PREFIXES = ("time/", "perf/", "occupancy/", "split/")
 NAMES = {"rollout/tokens", "rollout/tokens_carried", "rollout/carried_groups", "rollout/aborted", "rollout/cache_hit_frac"}
 NAMES |= {"genrm/tokens", "genrm/response_len_max", "genrm/cache_hit_frac", "genrm/p50_s", "genrm/p99_s", "genrm/timeouts"}
+NAMES |= {"train/seconds_spread"}
 
 
 def timing_free(row: dict) -> dict:
