@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "runs" / "chaos"
 PR_SET_CHILD_SUBREAPER = 36
 DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settings below allow
-GONE_S = 40.0  # for all processes of a start to be gone after its launcher
+GONE_S = 60.0  # for all processes of a start to be gone after its launcher
 MOST_STARTS = 5
 SMALL = ["--steps", "6", "--save-every", "1", "--save-hf-every", "6", "--prompts-per-step", "4", "--eval-every", "100"]
 WAITS = ["--engine-probe-s", "8", "--request-timeout-s", "25", "--judge-timeout-s", "25", "--collective-timeout-s", "80"]
@@ -182,10 +182,9 @@ def is_done(out, steps):
 
 
 def fingerprint(out, steps):
-    """What a run came to: its rows without what depends on timing or tells of faults, and its final weights."""
-    rows = [{name: value for name, value in timing_free(row).items() if not name.startswith("faults/")} for row in rows_of(out)]
+    """What a run came to: its rows, and a hash of its final weights."""
     weights = out / "checkpoints" / f"step_{steps}" / "hf" / "model.safetensors"
-    return {"rows": rows, "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None}
+    return {"rows": rows_of(out), "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None}
 
 
 def source():
@@ -212,11 +211,16 @@ def unbroken(name, arguments, steps, port):
     return json.loads(kept.read_text())
 
 
+def same_in_both(row):
+    """A row of metrics.jsonl without what depends on timing or tells of faults."""
+    return {name: value for name, value in timing_free(row).items() if not name.startswith("faults/")}
+
+
 def difference(found, expected):
     """The first thing that differs, empty if nothing does. A run whose disk was full has no final weights to compare."""
     if len(found["rows"]) != len(expected["rows"]):
         return f"steps {[row['step'] for row in found['rows']]} instead of {len(expected['rows'])} rows"
-    for row, other in zip(found["rows"], expected["rows"], strict=True):
+    for row, other in zip(map(same_in_both, found["rows"]), map(same_in_both, expected["rows"]), strict=True):
         for name in sorted(row.keys() | other.keys()):
             if row.get(name) != other.get(name):
                 return f"step {row['step']}: {name} {row.get(name)} instead of {other.get(name)}"
@@ -233,7 +237,7 @@ class Fault:
     """Something that happens once in a start. `strike(start, rng)` waits for its moment, and returns what it did."""
 
     name: str
-    seed: int
+    checkpoint_bytes: int
     told: str = ""
     tolerated: tuple[str, ...] = CLEAR_STOPS
     later: list = field(default_factory=list)  # (time, process): stopped processes that go on
@@ -301,7 +305,7 @@ class Fault:
         folder = start.out / "checkpoints"
         start.wait_for(lambda: (start.out / "logs").exists() and not rows_of(start.out))
         folder.mkdir(exist_ok=True)
-        kilobytes = int(self.seed * rng.uniform(0.3, 2.5) / 1024)
+        kilobytes = int(self.checkpoint_bytes * rng.uniform(0.3, 2.5) / 1024)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
         return f"a disk of {kilobytes / 1024:.1f} MB under the checkpoints"
 
@@ -334,7 +338,7 @@ def trial(number, mode, port):
     arguments = [*SMALL, *WAITS, "--mode", mode]
     expected = unbroken(mode, arguments, steps, port)
     names = [NAMES[number % len(NAMES)]] + [rng.choice(NAMES)] * (rng.random() < 0.3)
-    faults = [Fault(name, expected["checkpoint_bytes"] if name == "full disk" else number) for name in names]
+    faults = [Fault(name, expected["checkpoint_bytes"]) for name in names]
     out, wrong, starts, stop, began = PLACE / f"trial-{number}", [], 0, "", time.monotonic()
     for path in PLACE.glob(f"trial-{number}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -405,7 +409,7 @@ def broken_run(out, mode, steps, arguments, port):
 def compare(name, found, expected):
     """Print what differs between two runs; returns whether anything does that may not."""
     worst, exact = {}, []
-    for row, other in zip(found["rows"], expected["rows"], strict=True):
+    for row, other in zip(map(same_in_both, found["rows"]), map(same_in_both, expected["rows"]), strict=True):
         for column in sorted(row.keys() | other.keys()):
             a, b = row.get(column), other.get(column)
             if a != b and column in ("train/loss", "train/grad_norm"):

@@ -361,7 +361,7 @@ class Trial:
         """The same samples, whatever happened; and the same prompts come next."""
         shape = {name: self.settings[name] for name in ("steps", "prompts_per_step", "max_refill_waves")}
         for row, expected in zip(rows, unbroken(**shape), strict=True):
-            facts = {name: [row.get(name), expected.get(name)] for name in ("step", "kept", "lacking", "accuracy")}
+            facts = {name: [row.get(name), expected.get(name)] for name in ("step", "kept", "filtered", "lacking", "accuracy")}
             wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
             assert not wrong, f"other numbers than without faults: {wrong}"
 

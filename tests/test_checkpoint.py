@@ -214,7 +214,7 @@ def test_the_state_comes_back_whole(owners, ranks, history, plan, kept, cursor):
     for draw, (_, group) in owners.items():
         for sample in group:
             sample.prompt_id = draw
-    before = controllers_with(4, owners, step=7, groups_per_kept=kept, history=history, empty_steps=2)
+    before = controllers_with(4, owners, step=7, groups_per_kept=kept, history=history, empty_steps=2, skips=1)
     for job in before:
         job.plan, job.prompts.cursor = plan, cursor
     states = [json.loads(json.dumps(checkpoint.state_of(job))) for job in before]
@@ -233,7 +233,7 @@ def test_the_state_comes_back_whole(owners, ranks, history, plan, kept, cursor):
     assert [sum(counts) for counts in zip(*(job.judge.parsed for job in after), strict=True)] == [0, 18]
     assert all(job.plan == (plan if ranks == 4 else PLANS[0]) for job in after)
     assert all(job.state.history == [] for job in after) or ranks == 4
-    assert {(job.prompts.cursor, job.state.step, job.state.groups_per_kept) for job in after} == {(cursor, 7, kept)}
+    assert {(job.prompts.cursor, job.state.step, job.state.groups_per_kept, job.state.skips) for job in after} == {(cursor, 7, kept, 1)}
 
 
 def test_without_partial_rollout_nothing_is_carried():
