@@ -49,13 +49,8 @@ def state_of(job) -> tuple[dict, dict]:
     """
     state, judge = job.state, job.judge
     history = [asdict(load) | {"plan": load.plan.split} for load in state.history]
-<<<<<<< HEAD
-    common = {"format": FORMAT, "step": state.step, "ranks": job.world.size, "config": settings_of(job.config), "split": job.plan.split}
-    common |= {"groups_per_kept": state.groups_per_kept, "empty_steps": state.empty_steps, "skips": state.skips, "history": history}
-=======
     common = {"format": FORMAT, "ranks": job.world.size, "config": settings_of(job.config), "split": job.plan.split}
     common |= {name: vars(state)[name] for name in COUNTERS} | {"history": history}
->>>>>>> 5fc1143db71d64ebb674e43b3425177c51f2da2d
     common |= {"prompts": job.prompts.state(), "groups": job.groups.state()}
     carried = [[dict(vars(sample)) for sample in group] for group in job.groups.carried]
     own = {"carried": carried, "failed": list(judge.failed), "parsed": list(judge.parsed), "random": random_state()}
@@ -75,12 +70,7 @@ def restore_controller(job, common: dict, controllers: list[dict]) -> None:
     what was measured on other ranks is forgotten.
     """
     state, judge, rank = job.state, job.judge, job.world.rank
-<<<<<<< HEAD
-    state.step, state.groups_per_kept = common["step"], common["groups_per_kept"]
-    state.empty_steps, state.skips = common["empty_steps"], common["skips"]
-=======
     state.step, state.groups_per_kept, state.empty_steps, state.skips = (common[name] for name in COUNTERS)
->>>>>>> 5fc1143db71d64ebb674e43b3425177c51f2da2d
     job.prompts.load_state(common["prompts"])
     carried = [[Sample(**sample) for sample in group] for own in controllers for group in own["carried"]]
     job.groups.load_state(common["groups"], job.actor.dp_size, carried, job.actor.dp_rank if job.actor.is_head else -1)
