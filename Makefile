@@ -4,11 +4,13 @@ PYTHON ?= python3
 RANKS ?= 2
 BIN := .venv/bin
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+# torchrun's own store would listen on every interface: so it is a file, and not shared with the ranks, who meet by themselves
+TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --rdzv-backend c10d --rdzv-conf store_type=file
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test lint install
 run: install
-	$(BIN)/torchrun --nproc-per-node $(RANKS) run.py --mode partial $(ARGS)
+	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode partial $(ARGS)
 
 test: install lint
 	$(BIN)/python -m pytest -q tests
