@@ -26,12 +26,17 @@ def meeting_point(host: str) -> dict:
     interface = interface_of(host)
     os.environ |= {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    is_loopback, is_local = ipaddress.ip_address(host).is_loopback, os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    if is_loopback and is_local:
+    is_loopback = ipaddress.ip_address(host).is_loopback
+    if is_loopback and is_local():
         return {"store": dist.FileStore(str(private_folder() / "store"), size), "rank": rank, "world_size": size}
     if is_loopback:
         raise ValueError(f"--host {host}: ranks of several machines can't meet there; name an address of each machine")
     return {}
+
+
+def is_local() -> bool:
+    """Whether all ranks of the run are on this machine."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
 def interface_of(host: str) -> str:

@@ -135,7 +135,7 @@ def join_ranks(config: Config):
         torch.set_num_threads(1)  # ranks and engines share the cores: more threads a process spin on each other's
     timeout = timedelta(seconds=config.collective_timeout_s)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **doors.meeting_point(config.host))
-    return World(device, config.collective_timeout_s)
+    return World(device, config.collective_timeout_s, doors.private_folder() if doors.is_local() else None)
 
 
 async def end_orphans(config: Config, rank: int, progress) -> None:

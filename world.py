@@ -11,6 +11,7 @@ import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 LAST_WORD_S = 2.0  # between the first rank that gives up and the last
@@ -22,11 +23,11 @@ class World:
     Every method but `run` is collective: all ranks call it, in the same order. They are coroutines, so that a controller that waits
     for the others still serves its event loop. Everything blocking runs on ONE thread: collectives keep their order that way.
 
-    Each rank notes in the launcher's store how many collectives it has come to and what it is doing; when one fails, the error names
-    the ranks that didn't come.
+    Each rank notes how many collectives it has come to and what it is doing; when one fails, the error names the ranks that didn't
+    come. notes: a folder that all ranks share, for these notes; default: the store of the process group, where only that is shared.
     """
 
-    def __init__(self, device: str, timeout_s: float):
+    def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
         import torch
         import torch.distributed as dist
 
@@ -34,6 +35,7 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._store, self._timeout_s = dist.PrefixStore("arrivals", dist.distributed_c10d._get_default_store()), timeout_s
+        self._notes = notes  # a store in a file would grow with every note
         self._arrivals, self._phase = 0, "starting"
         self.device = device
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
@@ -78,7 +80,17 @@ class World:
         self._tell()
 
     def _tell(self) -> None:
-        self._store.set(str(self.rank), f"{self._arrivals} {self._phase}")
+        note = f"{self._arrivals} {self._phase}"
+        if self._notes:
+            (self._notes / f"rank{self.rank}").write_text(note)
+        else:
+            self._store.set(str(self.rank), note)
+
+    def _told_by(self, rank: int) -> str:
+        if self._notes:
+            path = self._notes / f"rank{rank}"
+            return path.read_text() if path.exists() else ""
+        return self._store.get(str(rank)).decode() if self._store.check([str(rank)]) else ""
 
     def _explained(self, function, args) -> Any:
         """Call; if a collective in it fails because of another rank, the error says which, where that can be told."""
@@ -95,8 +107,7 @@ class World:
 
     def _late(self) -> str:
         """The ranks that have come to fewer collectives than this one, and what each was doing last."""
-        noted = {rank: self._store.get(str(rank)).decode().split(" ", 1) for rank in range(self.size) if self._store.check([str(rank)])}
-        seen = {rank: noted.get(rank, ("0", "starting")) for rank in range(self.size)}
+        seen = {rank: (self._told_by(rank) or "0 starting").split(" ", 1) for rank in range(self.size)}
         late = {rank: phase for rank, (count, phase) in seen.items() if int(count) < self._arrivals}
         return ", ".join(f"rank {rank} didn't come, last seen in phase: {phase}" for rank, phase in late.items())
 

@@ -14,9 +14,13 @@ import world
 from world import World
 
 
-def in_two_ranks(tmp_path, program, timeout_s):
-    """Run `program(world)` in two forked ranks; returns what each printed, an exception's text at the end."""
-    pids = []
+def in_two_ranks(tmp_path, program, timeout_s, notes=False):
+    """Run `program(world)` in two forked ranks; returns what each printed, an exception's text at the end.
+
+    notes: they note in a folder, as ranks of one machine do, not in the store.
+    """
+    pids, folder = [], tmp_path / "notes" if notes else None
+    (tmp_path / "notes").mkdir()
     for rank in (0, 1):
         pid = os.fork()
         if pid == 0:
@@ -24,7 +28,7 @@ def in_two_ranks(tmp_path, program, timeout_s):
             world.LAST_WORD_S = 0.5
             try:
                 dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=rank, world_size=2, timeout=timedelta(seconds=30))
-                asyncio.run(program(World("cpu", timeout_s)))
+                asyncio.run(program(World("cpu", timeout_s, folder)))
             except RuntimeError as error:
                 print(error)
             except BaseException:  # a forked rank must not go on as pytest
@@ -84,12 +88,13 @@ async def one_hangs_in_training(world):
     await world.run(update)
 
 
+@pytest.mark.parametrize("notes", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize(
     "program,phase", [(one_hangs, "serve of step 5"), (one_dies, "train of step 4"), (one_hangs_in_training, "train of step 4")]
 )
-def test_who_did_not_come(tmp_path, program, phase):
+def test_who_did_not_come(tmp_path, program, phase, notes):
     """The error names the rank, and the phase in which it was last seen."""
-    said, _ = in_two_ranks(tmp_path, program, 2.0)
+    said, _ = in_two_ranks(tmp_path, program, 2.0, notes)
     assert said == f"rank 0 waited in vain, for 2 s at most: rank 1 didn't come, last seen in phase: {phase}\n"
 
 
