@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in [*ROOT.glob("*.py"), *ROOT.glob("cpu/*.py"), *ROOT.glob("bench/*.py")])
-MEGATRON, SGLANG = {"actor.py", "model.py", "megatron.py"}, {"sglang.py"}
+MEGATRON, SGLANG = {"actor.py", "model.py", "megatron.py"}, {"sglang.py", "invariance.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
