@@ -157,8 +157,8 @@ def murmur_hash32(seed, positions, columns):
     def rotate(x, bits):
         return ((x << bits) | (x >> (32 - bits))) & low32
 
-    def multiply(x, constant):  # in two halves: a product of 32-bit numbers does not fit int64
-        return ((x & 0xFFFF) * constant + ((((x >> 16) * constant) & 0xFFFF) << 16)) & low32
+    def multiply(x, constant):  # the product may not fit int64: it wraps around, and its low 32 bits stay right
+        return (x * constant) & low32
 
     def mix(state, block):
         block = multiply(rotate(multiply(block, 0xCC9E2D51), 15), 0x1B873593)
