@@ -22,7 +22,7 @@ from tests.tiny_models import EOS, make_tiny_qwen3
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = SimpleNamespace(
     dtype="float32", max_total_tokens=16384, max_running_requests=64, max_model_len=1024, seed=1, mem_fraction=0.5,
-    rollout_tp=1, genrm_tp=1, deterministic=True, host="127.0.0.1", trust_remote_code=False,
+    rollout_tp=1, genrm_tp=1, engine_probe_s=30.0, deterministic=True, host="127.0.0.1", trust_remote_code=False,
 )
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
