@@ -1,6 +1,7 @@
 """The actor against plain transformers + torch AdamW: under every kind of parallelism, packing, masking and conversion."""
 
 import copy
+import gc
 import json
 import math
 import os
@@ -218,24 +219,28 @@ def check_export(path: Path, weights: dict, tolerance: float) -> None:
 # ------------------------------------------------------------------------------------------------ one rank, in this process
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def leave_groups() -> None:
+    """Take down the groups of the actor before, which are 50 threads that wake up all the time; garbage may still hold them."""
+    from actor import mpu
+
+    mpu.destroy_model_parallel()  # not actor.close: a constructor that raised leaves no actor
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 @pytest.fixture
-def make_actor(one_rank):
-    """Builds an actor, after taking the one before it down."""
-    from actor import Actor, mpu
+def make_actor():
+    """Builds an actor of a single rank, after taking the one before it down."""
+    from actor import Actor
 
     def make(model_dir: str, **overrides):
-        mpu.destroy_model_parallel()  # not actor.close: a constructor that raised leaves no actor
+        leave_groups()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return Actor(actor_config(**overrides), model_dir)
 
     yield make
-    mpu.destroy_model_parallel()
+    leave_groups()
 
 
 @pytest.fixture(scope="session")
