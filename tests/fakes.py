@@ -40,7 +40,7 @@ class VirtualClock(asyncio.SelectorEventLoop):
         return self.now
 
 
-class _Jump(selectors.SelectSelector):
+class _Jump(selectors.EpollSelector):
     def __init__(self, loop):
         super().__init__()
         self._loop = loop
