@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 run.py --rollout-only --steps 3                   serves and judges; the samples go to OUT/replay.jsonl
     torchrun --nproc-per-node 2 run.py --train-only --replay OUT/replay.jsonl     trains on them; no engine is started
 
-A row of the replay is one whole Sample and its `step`; the rows of a step follow each other, in the order of drawing.
+A row of the replay is one whole Sample and its `step`, in the order of drawing. A step that kept nothing has no row.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def train_only(job: Job, steps: list[list[Sample]]) -> int:
     config, world, actor = job.config, job.world, job.actor
     for step, samples in enumerate(steps[: config.steps]):
         job.timeline.step = step
-        newest = max(version for sample in samples for version in sample.versions)
+        newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
             raise ValueError(f"--replay {config.replay}: step {step} is of weights v{newest}, newer than the actor's v{actor.version}")
         served = Served(kept=share(samples, actor))
@@ -107,13 +107,20 @@ def share(samples: list[Sample], actor) -> list[Sample]:
 
 
 def read_replay(path: Path) -> list[list[Sample]]:
-    """The samples of each step, as `keep` wrote them. Raises ValueError that names the file, and the line that isn't a sample's."""
+    """The samples of each step from the first in the file to the last, as `keep` wrote them; none for a step that kept nothing.
+
+    Raises ValueError that names the file, and the line that isn't a sample's.
+    """
     if not path.is_file():
         raise ValueError(f"--replay {path}: no such file")
     rows = [sample_row(line, f"--replay {path}:{number}") for number, line in enumerate(path.read_bytes().splitlines(), 1)]
     if not rows:
         raise ValueError(f"--replay {path}: the file holds no sample")
-    return [[sample for _, sample in step] for _, step in itertools.groupby(rows, key=lambda row: row[0])]
+    steps = [step for step, _ in rows]
+    by_step = {step: [] for step in range(min(steps), max(steps) + 1)}
+    for step, sample in rows:
+        by_step[step].append(sample)
+    return list(by_step.values())
 
 
 def sample_row(line: bytes, where: str) -> tuple[int, Sample]:
@@ -122,6 +129,6 @@ def sample_row(line: bytes, where: str) -> tuple[int, Sample]:
         row = json.loads(line)
     except ValueError:
         raise ValueError(f"{where}: not valid JSON") from None
-    if not isinstance(row, dict) or row.keys() != FIELDS | {"step"}:
+    if not isinstance(row, dict) or row.keys() != FIELDS | {"step"} or not isinstance(row["step"], int):
         raise ValueError(f"{where}: expected the fields of a Sample and its step, as --rollout-only writes them")
     return row.pop("step"), Sample(**row)

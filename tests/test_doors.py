@@ -366,10 +366,10 @@ def test_each_server_was_noted_while_it_served(looked_at):
 
 
 def test_the_rollout_alone_leaves_its_samples_whole(looked_at):
-    """Every step's groups, whole, all one by the weights of the start; metrics of serving and none of training."""
+    """Every step's groups, whole, all by the weights of the start (a step may keep none); metrics of serving and none of training."""
     run, _, _, _, _ = looked_at
     rows = [json.loads(line) for line in (run.folder / "out" / "replay.jsonl").open()]
-    assert {row["step"] for row in rows} == set(range(STEPS))
+    assert {row["step"] for row in rows} <= set(range(STEPS))
     assert {version for row in rows for version in row["versions"]} == {0}
     assert all(len(row["response"]) == len(row["logprobs"]) > 0 and row["reward"] in (0.0, 1.0) for row in rows)
     metrics = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()][:STEPS]
@@ -384,11 +384,13 @@ def test_training_alone_trains_on_them(looked_at):
     run, _, _, train, trained = looked_at
     assert not any("cpu.sglang" in command for command in trained)
     rows = [json.loads(line) for line in (run.folder / "out" / "replay.jsonl").open()]
+    first = rows[0]["step"]  # the steps of training are counted from it
     metrics = [json.loads(line) for line in (train.folder / "out" / "metrics.jsonl").open()][:3]
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for step, row in enumerate(metrics):
-        assert row["train/tokens"] == sum(len(r["response"]) for r in rows if r["step"] == step)
-        assert row["train/stale_token_frac"] == float(step > 0) and row["train/grad_norm"] > 0
+        tokens = sum(len(r["response"]) for r in rows if r["step"] == first + step)
+        assert row["train/tokens"] == tokens
+        assert row["train/stale_token_frac"] == float(step > 0 and tokens > 0) and (row["train/grad_norm"] > 0) == (tokens > 0)
     assert 0 < metrics[0]["train/engine_logprob_diff_max"] <= 1e-4
 
 

@@ -94,6 +94,18 @@ def test_train_only_stops_at_steps_or_at_the_end_of_the_replay(tmp_path):
     assert job.actor.version == 3 and job.report.notes == ["r.jsonl holds 3 steps, fewer than --steps 9: all are trained on"]
 
 
+def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
+    """It has no row in the file. The steps after it keep their place, and it trains on nothing."""
+    rollout(tmp_path, "partial", 2, steps=3)
+    path = tmp_path / "replay.jsonl"
+    whole = read_replay(path)
+    path.write_text("".join(row + "\n" for row in path.read_text().splitlines() if json.loads(row)["step"] != 1))
+    steps = read_replay(path)
+    assert steps == [whole[0], [], whole[2]]
+    (job, *_), _ = simulate("full", 1, loop=partial(train_only, steps=steps), steps=3, partial_rollout=True)
+    assert [len(batch) for batch in job.actor.batches] == [len(step) for step in steps]
+
+
 def test_samples_of_weights_to_come_are_refused():
     """They can't be on-policy nor stale: another checkpoint wrote them."""
     sample = Sample(0, 0, [1], response=[2], logprobs=[-0.5], versions=[5], finish="stop", verdict=True, reward=1.0)
@@ -146,6 +158,7 @@ GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
         (GOOD + "\n" + GOOD[: len(GOOD) // 2], "replay.jsonl:2: not valid JSON"),  # the run was killed while it wrote
         ('{"step": 0}\n', "replay.jsonl:1: expected the fields of a Sample"),
         ("3\n", "replay.jsonl:1: expected the fields of a Sample"),
+        (GOOD.replace('"step": 0', '"step": "0"'), "replay.jsonl:1: expected the fields of a Sample"),
         (GOOD.replace('"index"', '"number"'), "replay.jsonl:1: expected the fields of a Sample"),
     ],
 )
