@@ -103,7 +103,15 @@ class Actor:
         model_config.grad_scale_func = self.optimizer.scale_loss
 
     def close(self) -> None:
-        """Destroy the process groups, so that another actor can be built. Collective over all ranks."""
+        """Destroy model and process groups, so that another actor can be built. Collective over all ranks.
+
+        DDP's hooks hold the model and C++ holds the hooks, where the collector doesn't see the cycle: they are cut here. Megatron
+        only forgets its groups; each is a pair of threads that wake up all the time.
+        """
+        for node in self.ddp.grad_accs:
+            node.register_hook(print).hooks_dict_ref().clear()
+        for group in mpu._global_process_group_list[1:]:  # the first is None, the world's
+            dist.destroy_process_group(group)
         mpu.destroy_model_parallel()
 
     # ------------------------------------------------------------------------------------------------------ wake and sleep

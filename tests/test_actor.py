@@ -9,8 +9,10 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -219,28 +221,29 @@ def check_export(path: Path, weights: dict, tolerance: float) -> None:
 # ------------------------------------------------------------------------------------------------ one rank, in this process
 
 
-def leave_groups() -> None:
-    """Take down the groups of the actor before, which are 50 threads that wake up all the time; garbage may still hold them."""
-    from actor import mpu
-
-    mpu.destroy_model_parallel()  # not actor.close: a constructor that raised leaves no actor
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
-
-
 @pytest.fixture
 def make_actor():
     """Builds an actor of a single rank, after taking the one before it down."""
-    from actor import Actor
+    from actor import Actor, mpu
+
+    actors = []
+
+    def take_down() -> None:
+        while actors:
+            actors.pop().close()
+        mpu.destroy_model_parallel()  # that of a constructor that raised, too
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
 
     def make(model_dir: str, **overrides):
-        leave_groups()
+        take_down()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return Actor(actor_config(**overrides), model_dir)
+        actors.append(Actor(actor_config(**overrides), model_dir))
+        return actors[0]
 
     yield make
-    leave_groups()
+    take_down()
 
 
 @pytest.fixture(scope="session")
@@ -502,6 +505,22 @@ def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
     check_room(30 << 30, "the actor")
     with pytest.raises(ValueError, match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB"):
         check_room(31 << 30, "the actor")
+
+
+def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
+    """As after the warm start, whose process goes on: 50 threads of process groups would wake up all the time."""
+    from actor import Actor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the fixture takes it down
+    threads = []
+    for _ in range(3):
+        actor = Actor(actor_config(), model_dir)
+        actor.close()
+        gone, actor = weakref.ref(actor.ddp), None
+        gc.collect()
+        assert gone() is None
+        threads.append(psutil.Process().num_threads())
+    assert threads[1] == threads[2]
 
 
 def test_learning_rate_of_every_update():
