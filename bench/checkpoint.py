@@ -133,7 +133,7 @@ def report(rows: list[dict], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 2), ("repeats", 3), ("layers", 12), ("hidden", 768), ("port", 42090)):
+    for name, default in (("ranks", 2), ("repeats", 3), ("layers", 12), ("hidden", 768), ("port", 29090)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     given = parser.parse_args()

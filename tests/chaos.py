@@ -37,7 +37,8 @@ DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settin
 GONE_S = 60.0  # for all processes of a start to be gone after its launcher
 MOST_STARTS = 5
 SMALL = ["--steps", "6", "--save-every", "1", "--save-hf-every", "6", "--prompts-per-step", "4", "--eval-every", "100"]
-WAITS = ["--engine-probe-s", "8", "--request-timeout-s", "25", "--judge-timeout-s", "25", "--collective-timeout-s", "80"]
+WAITS = ["--engine-probe-s", "8", "--request-timeout-s", "25", "--judge-timeout-s", "25"]
+WAITS += ["--collective-timeout-s", "120", "--engine-timeout-s", "110"]
 CLEAR_STOPS = ("failed 3 times in a row", "later than --request-timeout-s", "doesn't end:")
 DAMAGE_STOPS = ("none of its", "latest.json is missing or was changed")  # where a person has to decide
 LAUNCHERS = set()  # process ids, for whose end subprocess asks
@@ -453,7 +454,7 @@ def main():
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--first", "--seed", type=int, default=0)
     parser.add_argument("--mode", choices=["partial", "full"])
-    parser.add_argument("--port", type=int, default=33000)
+    parser.add_argument("--port", type=int, default=28000)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     arguments, extra = parser.parse_known_args()

@@ -161,10 +161,10 @@ def test_a_tokenizers_own_code_runs_only_if_it_is_trusted(tmp_path, monkeypatch,
 def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
     """Unless asked for; weights come from safetensors in any case."""
     home = save_model(tmp_path / "model")
-    flags = server_flags("genrm", 1, 43030, home, parse_config([]))
+    flags = server_flags("genrm", 1, 23030, home, parse_config([]))
     assert "--trust-remote-code" not in flags and flags[flags.index("--load-format") + 1] == "safetensors"
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
-    assert "--trust-remote-code" in server_flags("genrm", 1, 43030, home, parse_config(["--trust-remote-code"]))
+    assert "--trust-remote-code" in server_flags("genrm", 1, 23030, home, parse_config(["--trust-remote-code"]))
 
 
 WEBSOCKETS = """
@@ -291,7 +291,7 @@ def refusals(port, key):
 def looked_at(tmp_path_factory):
     """A --rollout-only run of the demo, what was seen of it while it served, and the --train-only run on its replay."""
     home = tmp_path_factory.mktemp("run")
-    run, seen, facts = Run(home / "serve", 43040, [*SMALL, "--rollout-only", "--steps", str(STEPS)], launch=CLOSED), {}, {}
+    run, seen, facts = Run(home / "serve", 23040, [*SMALL, "--rollout-only", "--steps", str(STEPS)], launch=CLOSED), {}, {}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CLOSED_ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -303,13 +303,13 @@ def looked_at(tmp_path_factory):
         facts["notes"] = {path.stem: json.loads(path.read_text()) for path in (run.folder / "out" / "logs").glob("*.pid")}
         facts["servers"] = {p.pid: p.create_time() for p, _ in servers}
         [key] = facts["key"]
-        facts["refused"] = {port: refusals(port, key) for port in (43040, 43043)}
+        facts["refused"] = {port: refusals(port, key) for port in (23040, 23043)}
         look(run, seen)
         facts["was serving"] = len(servers) == 2 and run.guard.poll() is None
     finally:
         run.finish()
     replay = run.folder / "out" / "replay.jsonl"
-    train = Run(home / "train", 43060, [*SMALL, "--train-only", "--replay", str(replay), "--steps", "3"]).start()
+    train = Run(home / "train", 23060, [*SMALL, "--train-only", "--replay", str(replay), "--steps", "3"]).start()
     trained = {}
     try:
         train.wait_for(lambda run: look(run, trained) or run.guard.poll() is not None, 500)
@@ -351,10 +351,10 @@ def test_every_socket_is_on_loopback(looked_at):
     _, seen, _, _, trained = looked_at
     assert any("cpu.sglang" in command for command in seen) and any("bin/torchrun" in command for command in seen)
     assert {address for addresses in seen.values() for address, _ in addresses} == {"127.0.0.1"}, seen
-    assert {("127.0.0.1", 43040), ("127.0.0.1", 43043)} <= {address for addresses in seen.values() for address in addresses}
+    assert {("127.0.0.1", 23040), ("127.0.0.1", 23043)} <= {address for addresses in seen.values() for address in addresses}
     by_default = {command: addresses for command, addresses in trained.items() if {ip for ip, _ in addresses} - {"127.0.0.1"}}
     assert all("bin/torchrun" in command for command in by_default), trained
-    assert {port for addresses in by_default.values() for _, port in addresses} == {43069}  # --master-port
+    assert {port for addresses in by_default.values() for _, port in addresses} == {23069}  # --master-port
 
 
 def test_each_server_was_noted_while_it_served(looked_at):
@@ -400,11 +400,11 @@ def test_a_second_run_in_the_same_place(tmp_path):
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         orphans.note(tmp_path / "out" / "logs" / "rollout-0.pid", sleeper.pid)
-        run = Run(tmp_path / "again", 43080, [*SMALL, "--out", str(tmp_path / "out")]).start().finish(200)
+        run = Run(tmp_path / "again", 23080, [*SMALL, "--out", str(tmp_path / "out")]).start().finish(200)
         run.check_one_line("a run is at work there")
         assert sleeper.poll() is None
         changed(tmp_path / "out" / "logs" / "rollout-0.pid", owner_born=0.0)
-        run = Run(tmp_path / "then", 43080, [*SMALL, "--steps", "1", "--out", str(tmp_path / "out")]).start().finish()
+        run = Run(tmp_path / "then", 23080, [*SMALL, "--steps", "1", "--out", str(tmp_path / "out")]).start().finish()
         assert run.status == 0 and f"ended process {sleeper.pid}" in run.stdout, run.stderr
         assert sleeper.wait(5) == -signal.SIGKILL
     finally:

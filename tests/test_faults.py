@@ -267,7 +267,7 @@ def real_run(folder, port, *arguments, launch=()):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What every other run of this seed must come to."""
-    run = real_run(tmp_path_factory.mktemp("undisturbed") / "run", 44000).start().finish()
+    run = real_run(tmp_path_factory.mktemp("undisturbed") / "run", 24000).start().finish()
     assert run.status == 0, run.stderr + run.stdout
     return run
 
@@ -311,7 +311,7 @@ def engine_of(run, role, name):
 
 def test_a_real_run_loses_both_its_engines(tmp_path, undisturbed):
     """kill -9 of the rollout server's scheduler in one step, SIGSTOP of the genrm server in another: the same numbers in the end."""
-    run = real_run(tmp_path / "run", 44020).start()
+    run = real_run(tmp_path / "run", 24020).start()
     try:
         run.wait_for(rows_done(1))
         (scheduler,) = engine_of(run, "rollout", "sglang::scheduler")
@@ -332,7 +332,7 @@ def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
 
     Ctrl-C is test_command.py's.
     """
-    run = real_run(tmp_path / "run", 44040).start()
+    run = real_run(tmp_path / "run", 24040).start()
     try:
         run.wait_for(rows_done(2))
         ranks_of(run)[1].terminate()
@@ -344,7 +344,7 @@ def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
     assert run.status == 0
     run.check_nothing_is_left()
     done = len((run.folder / "out" / "metrics.jsonl").read_text().splitlines())
-    again = real_run(tmp_path / "again", 44040)
+    again = real_run(tmp_path / "again", 24040)
     shutil.copytree(run.folder / "out", again.folder / "out")
     again.start().finish()
     assert f"step_{done}, after {done} steps" in again.stdout
@@ -353,7 +353,7 @@ def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
 
 def test_a_rank_that_dies_is_started_again_by_torchrun(tmp_path, undisturbed):
     """kill -9 of one rank after a save: torchrun starts all ranks again, and the run goes on by itself."""
-    run = real_run(tmp_path / "run", 44080, launch=("--max-restarts", "1")).start()
+    run = real_run(tmp_path / "run", 24080, launch=("--max-restarts", "1")).start()
     try:
         run.wait_for(lambda run: (run.folder / "out" / "checkpoints" / "step_2").is_dir())
         ranks_of(run)[1].kill()

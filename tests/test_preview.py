@@ -89,15 +89,15 @@ def test_the_grid_is_megatrons(tp, pp, cp, ranks):
 
 def test_the_device_map_names_who_owns_which_server():
     """Ports are the ranks'; a rank whose server isn't in every plan says in how many."""
-    config = settings(port=43010)
+    config = settings(port=23010)
     assert device_map(config, check_batch(config, 2), 2) == [
-        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout at 127.0.0.1:43010",
-        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm at 127.0.0.1:43013",
+        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout at 127.0.0.1:23010",
+        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm at 127.0.0.1:23013",
     ]
     moving = dataclasses.replace(config, rebalance=True)
     lines = device_map(moving, check_batch(moving, 4), 4)
     assert lines[0] == "  may move to 1|3, 3|1"
-    assert lines[2].endswith("rollout at 127.0.0.1:43012 in 2 of 3 plans; genrm at 127.0.0.1:43013 in 1 of 3 plans")
+    assert lines[2].endswith("rollout at 127.0.0.1:23012 in 2 of 3 plans; genrm at 127.0.0.1:23013 in 1 of 3 plans")
     without = dataclasses.replace(config, train_only=True, replay="r")
     assert not any("at 127" in line for line in device_map(without, check_batch(without, 2), 2))
 
@@ -119,7 +119,7 @@ def test_a_dry_run_starts_nothing(tmp_path, ranks):
     """Alone it speaks of two ranks, else of WORLD_SIZE; no process, no folder; exit status 0; every setting is there."""
     out = tmp_path / "out"
     world = {} if ranks is None else {"WORLD_SIZE": str(ranks)}
-    ran = command("--dry-run", "--out", out, "--lr", "0.25", "--port", 43020, **world)
+    ran = command("--dry-run", "--out", out, "--lr", "0.25", "--port", 23020, **world)
     assert ran.returncode == 0 and not ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks") and lines[-1] == "nothing was started"
@@ -132,7 +132,7 @@ def test_a_dry_run_starts_nothing(tmp_path, ranks):
 
 def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
     """Rank 0 does; torchrun ends well."""
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "43029", "run.py", "--dry-run"]
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "23029", "run.py", "--dry-run"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run([*torchrun, "--out", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
@@ -158,7 +158,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path):
 
 def test_check_is_one_screen_and_says_yes():
     """Here all is installed."""
-    ran = command("check", "--port", 43024)
+    ran = command("check", "--port", 23024)
     assert ran.returncode == 0 and not ran.stderr, ran.stdout
     lines = ran.stdout.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 120 and lines[-1] == "a run of 2 ranks can start"
@@ -169,11 +169,11 @@ def test_check_is_one_screen_and_says_yes():
 def test_check_names_a_taken_port(capsys):
     """And no other."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 43026))
+        taken.bind(("127.0.0.1", 23026))
         taken.listen()
-        assert preview.check(settings(port=43024)) == 1
+        assert preview.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
-    assert "! ports" in printed and "43024-43027 on 127.0.0.1: 43026 taken" in printed and printed.endswith("missing: ports\n")
+    assert "! ports" in printed and "23024-23027 on 127.0.0.1: 23026 taken" in printed and printed.endswith("missing: ports\n")
 
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):
@@ -186,7 +186,7 @@ def test_check_names_what_is_not_there(capsys, monkeypatch):
 
     monkeypatch.setattr(preview, "version", version)
     monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
-    assert preview.check(settings(port=43024)) == 1
+    assert preview.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
     assert "! sglang         not installed (pinned: ==0.5.23)" in printed
     assert printed.endswith("missing: sglang, memory\n")

@@ -255,7 +255,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path):
     A run that has done its steps is moved aside, and with more steps it goes on.
     """
     out = tmp_path / "run"
-    run = Launched(out, "--steps", "4", "--save-every", "1", "--save-hf-every", "4", port=42000)
+    run = Launched(out, "--steps", "4", "--save-every", "1", "--save-hf-every", "4", port=22000)
     try:
         deadline = time.monotonic() + 300
         while not (out / "checkpoints" / "step_2").is_dir():
@@ -263,7 +263,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path):
             time.sleep(0.05)
     finally:
         run.kill_all()
-    said = Launched(out, "--steps", "4", "--save-every", "1", "--save-hf-every", "4", port=42020).wait()
+    said = Launched(out, "--steps", "4", "--save-every", "1", "--save-hf-every", "4", port=22020).wait()
     assert f"goes on from {out}/checkpoints/step_" in said and "4/4" in said
     rows = rows_of(out)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -272,7 +272,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path):
     assert starts == sorted(starts)
     assert durable.steps_in(out / "checkpoints") == [4, 3] and (out / "checkpoints" / "step_4" / "hf" / "model.safetensors").is_file()
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest.json", "step_3", "step_4"]
-    said = Launched(out, "--steps", "5", "--save-every", "1", port=42040).wait()
+    said = Launched(out, "--steps", "5", "--save-every", "1", port=22040).wait()
     assert "step_4, after 4 steps" in said and "--steps 5 (was 4)" in said
     assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3, 4, 5]
 
