@@ -3,6 +3,7 @@
     python tests/chaos.py --trials 30 --seed 0 [--mode partial|full]    a line a trial; exit 1 if any broke an invariant
     python tests/chaos.py --first 17 --trials 1                         trial 17 alone
     python tests/chaos.py --exact [--steps 40] [--mode partial|full]    4 resumes of 4 kinds against unbroken runs, and both modes
+    python tests/chaos.py --counted [--steps 40] [--mode partial|full]  4 resumes where who wins depends on timing: what became of all
 
 A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a stopped launcher or a
 stopped command goes on after a while), replies of engines that are lost or late (broken_replies.py), a full disk under the
@@ -41,6 +42,7 @@ WAITS = ["--engine-probe-s", "8", "--request-timeout-s", "25", "--judge-timeout-
 WAITS += ["--collective-timeout-s", "120", "--engine-timeout-s", "110"]
 CLEAR_STOPS = ("failed 3 times in a row", "later than --request-timeout-s", "doesn't end:")
 DAMAGE_STOPS = ("none of its", "latest.json is missing or was changed")  # where a person has to decide
+PARTS = ("tokens_trained", "tokens_filtered", "tokens_carried")  # what becomes of the tokens that are written
 LAUNCHERS = set()  # process ids, for whose end subprocess asks
 
 
@@ -449,6 +451,45 @@ def exact(modes, steps, port, extra):
     return differs
 
 
+def counted(modes, steps, port):
+    """The 4 resumes with over-dispatch and partial rollout, beside an unbroken run. Returns whether a prompt or token is missing."""
+    missing = False
+    for mode in modes:
+        arguments = ["--mode", mode, "--save-every", str(max(1, steps // 10)), "--save-hf-every", str(steps), "--lr-decay-to", "1"]
+        arguments += ["--over-dispatch", "1.25", "--partial-rollout", *["--rebalance"] * (mode == "partial")]
+        runs = PLACE / f"counted-{mode}"
+        shutil.rmtree(runs, ignore_errors=True)
+        runs.mkdir(parents=True)
+        status, wrong = Start(runs / "unbroken", port, ["--steps", str(steps), *arguments]).end()
+        assert status == 0 and not wrong, f"the unbroken run failed: {wrong}"
+        broken_run(runs / "broken", mode, steps, arguments, port)
+        for stops, name in enumerate(("unbroken", "broken")):
+            missing |= account(f"{mode}: {name}", runs / name, steps, stops)
+    return missing
+
+
+def account(name, out, steps, stops):
+    """Print what became of the prompts that a run drew and the tokens that it wrote; returns whether any is missing or used twice.
+
+    A stop may leave answers of the step that it ended in the checkpoint: so many tokens come on top, in as many steps as stops.
+    """
+    rows = rows_of(out)
+    curve = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    rows, state = rows[:steps], json.loads((out / "checkpoints" / f"step_{steps}" / "common.json").read_text())
+    trained = [state["config"]["prompts_per_step"] - int(row["rollout/lacking_groups"]) for row in rows]
+    assert all(trained), "a step that kept nothing doesn't tell how many groups it filtered"
+    filtered = [round(n * (share := row["reward/zero_std_frac"]) / (1 - share)) for n, row in zip(trained, rows, strict=True)]
+    drawn, waiting = state["prompts"]["cursor"], len(state["prompts"]["buffer"])
+    tokens = {part: [int(row[f"rollout/{part}"]) for row in rows] for part in ("tokens", *PARTS)}
+    before = [0, *tokens["tokens_carried"][:-1]]
+    extra = [sum(parts) - new - old for new, old, *parts in zip(tokens["tokens"], before, *map(tokens.get, PARTS), strict=True)]
+    print(f"{name}: {drawn} prompts drawn = {sum(trained)} trained + {sum(filtered)} filtered + {waiting} waiting", flush=True)
+    sums = [sum(tokens[part]) for part in ("tokens", *PARTS[:2])]
+    print(f"  {sums[0]} tokens written + {[n for n in extra if n]} in a step that was stopped = {sums[1]} trained + {sums[2]} filtered "
+          f"+ {tokens[PARTS[2]][-1]} carried; accuracy {curve}", flush=True)  # fmt: skip
+    return drawn != sum(trained) + sum(filtered) + waiting or min(extra) < 0 or sum(map(bool, extra)) > stops
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=30)
@@ -456,11 +497,14 @@ def main():
     parser.add_argument("--mode", choices=["partial", "full"])
     parser.add_argument("--port", type=int, default=28000)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--counted", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     arguments, extra = parser.parse_known_args()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    modes = [arguments.mode] if arguments.mode else ["partial", "full"]
+    if arguments.counted:
+        sys.exit(counted(modes, arguments.steps, arguments.port))
     if arguments.exact:
-        modes = [arguments.mode] if arguments.mode else ["partial", "full"]
         sys.exit(exact(modes, arguments.steps, arguments.port, extra))
     broken = []
     for number in range(arguments.first, arguments.first + arguments.trials):
