@@ -34,7 +34,8 @@ from columns import timing_free
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "runs" / "chaos"
 PR_SET_CHILD_SUBREAPER = 36
-DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settings below allow
+DEADLINE_S = 420.0  # for one start of a trial to end: longer than any wait that the settings below allow
+LONG_S = 1800.0  # for any other
 GONE_S = 60.0  # for all processes of a start to be gone after its launcher
 MOST_STARTS = 5
 SMALL = ["--steps", "6", "--save-every", "1", "--save-hf-every", "6", "--prompts-per-step", "4", "--eval-every", "100"]
@@ -118,6 +119,7 @@ class Start:
     ranks: int = 2
     restarts: int = 0
     replies: int | None = None  # seed of broken_replies.py
+    deadline_s: float = LONG_S
 
     def __post_init__(self):
         command = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(self.ranks), "--master-port"]
@@ -146,7 +148,7 @@ class Start:
 
     def wait_for(self, condition):
         """Returns whether the condition came true while the start ran, in time."""
-        while self.runs() and self.seconds() < DEADLINE_S:
+        while self.runs() and self.seconds() < self.deadline_s:
             if condition():
                 return True
             time.sleep(0.005)
@@ -155,10 +157,10 @@ class Start:
     def end(self):
         """Wait for its end; returns its exit status and what was wrong with how it ended: too late, or not all of it."""
         wrong = []
-        while self.runs() and self.seconds() < DEADLINE_S:
+        while self.runs() and self.seconds() < self.deadline_s:
             time.sleep(0.1)
         if self.runs():
-            wrong.append(f"longer than {DEADLINE_S:.0f} s")
+            wrong.append(f"longer than {self.deadline_s:.0f} s")
             kill_all(family())
         status, gone_by = self.process.wait(), time.monotonic() + GONE_S
         while (left := family()) and time.monotonic() < gone_by:
@@ -349,7 +351,8 @@ def trial(number, mode, port):
         while starts < MOST_STARTS and not stop and not wrong and not is_done(out, steps):
             fault = faults[starts] if starts < len(faults) else None
             replies = number if fault and fault.name == "replies" else None
-            start = Start(out, port + 100 * (starts % 2), arguments, restarts=rng.choice([0, 2]), replies=replies)
+            here = port + 100 * (starts % 2)
+            start = Start(out, here, arguments, restarts=rng.choice([0, 2]), replies=replies, deadline_s=DEADLINE_S)
             if fault:
                 fault.strike(start, rng)
                 start.wait_for(lambda fault=fault: fault.go_on())
