@@ -261,6 +261,7 @@ def main():
     sys.argv.append("--api-key=" + os.environ.pop("NANOYATT_API_KEY", ""))  # not on the command line, where `ps` shows it
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
 
     drop_websockets(http_server.app)
     if torch.cuda.is_available():
@@ -268,7 +269,10 @@ def main():
         return
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    http_server.launch_server(server_args.prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process)
+    try:
+        http_server.launch_server(server_args.prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process)
+    finally:  # like SGLang's own main: this process would wait for its children, were its port taken by another
+        kill_process_tree(os.getpid(), include_parent=False)
 
 
 # SGLang spawns its children, and a spawned child imports this file as __mp_main__ before it unpickles anything of sglang.

@@ -416,6 +416,20 @@ def test_a_taken_port_is_named(tmp_path, models):
             Engine.launch("genrm", 0, port, models[0], CONFIG, tmp_path / "log")
 
 
+def test_a_port_that_is_taken_while_the_server_starts_ends_it(run, models, tmp_path):
+    """The system may give it to any connection, if it is in the range that it takes them from."""
+    port = free_port()
+    engine = Engine.launch("rollout", 0, port, models[0], CONFIG, tmp_path / "engine.log")
+    try:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            with pytest.raises(ValueError, match=r"(?s)stopped while starting; the end of .*engine.log:.*address already in use"):
+                run(engine.ready(120))
+    finally:
+        run(engine.close())
+
+
 def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no"):
         checkpoint_shapes(tmp_path)
