@@ -1,6 +1,6 @@
 """What a checkpoint costs: the stall of a save that is written by forked processes, beside the same save done synchronously, in turns.
 
-    python bench/checkpoint.py [--ranks 2] [--repeats 3] [--layers 12] [--hidden 768]
+    python bench/checkpoint.py [--ranks 2] [--repeats 3] [--layers 16] [--hidden 1024]
 
 Both make the same files with the same checks: shards, JSON, SHA-256 of every file, fsync, rename. The model is a random Qwen3 whose
 AdamW state (float32) is real: one update has been made. While a forked writer writes, its memory is sampled: USS is what it alone
@@ -133,7 +133,7 @@ def report(rows: list[dict], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 2), ("repeats", 3), ("layers", 12), ("hidden", 768), ("port", 29090)):
+    for name, default in (("ranks", 2), ("repeats", 3), ("layers", 16), ("hidden", 1024), ("port", 29090)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     given = parser.parse_args()
