@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import controller
 import genrm
 import placement
+from algorithms import get_algorithm
 from balance import flat
 from checkpoint import Checkpoints, restore
 from config import Config
@@ -159,7 +160,7 @@ class FakeEngine:
         other.server = self.server
         return other
 
-    async def generate(self, prompts, sampling, rooms=None, seeds=None):
+    async def generate(self, prompts, sampling, rooms=None, seeds=None, greedy=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         if not self.server.runs:
             await self._try_again()
@@ -173,8 +174,9 @@ class FakeEngine:
         aborted = asyncio.get_running_loop().create_future()
         self.server.aborts.append(aborted)
         rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
+        how = [replace(sampling, temperature=0.0) if is_greedy else sampling for is_greedy in greedy or [False] * len(prompts)]
         answers = [
-            replace(within(self._write(prompt, number_of(prompt, seed, index), sampling), rooms[index]), index=index)
+            replace(within(self._write(prompt, number_of(prompt, seed, index), how[index]), rooms[index]), index=index)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         answers.sort(key=lambda answer: len(answer.tokens))
@@ -479,7 +481,9 @@ def simulate(
         judge = genrm.Judge([judge_model] * len(config.judge), to_text, genrm.Calls(timeout_s=20.0))
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
-        groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
+        greedy_too = get_algorithm(config.algorithm).greedy
+        groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, greedy_too)
+        roles = (actor, *pools, judge)
         checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
         outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
         job = controller.Job(config, world, plans, plans[0], *roles, *outside)
