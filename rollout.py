@@ -32,10 +32,9 @@ WRITTEN = ("stop", "length")  # how a whole answer ends; one that ends in "abort
 
 @dataclass
 class Sample:
-    """One answer to one prompt; the only record that flows between the roles.
+    """One answer to one prompt; the only record that flows between the roles. Every field names who fills it.
 
-    Every field names who fills it. Token ids are exactly those that the engine sampled: text is for people and
-    for the judge, because decoding and re-encoding does not give the same tokens back.
+    Token ids are exactly those that were sampled: text is for people and judges; decoded and encoded again, it gives others.
     """
 
     # data.py
@@ -303,14 +302,14 @@ class Engine:
         has been yielded is not asked again. Raises EngineLost when it breaks again, or is down; ValueError when it is refused.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
-        count, rooms = len(prompts), rooms or [sampling.max_new_tokens] * len(prompts)
-        each = zip(rooms, seeds or [None] * count, greedy or [False] * count, strict=True)
+        rooms = rooms or [sampling.max_new_tokens] * len(prompts)
+        each = zip(rooms, seeds or [None] * len(prompts), greedy or [False] * len(prompts), strict=True)
+        rules = [(replace(sampling, temperature=0.0) if is_greedy else sampling, room, seed) for room, seed, is_greedy in each]
         owed = {index: len(prompt) + room for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))}
         sent = asyncio.get_running_loop().time()
         self.outstanding += sum(owed.values())
         try:
-            rules = [(replace(sampling, temperature=0.0) if is_greedy else sampling, room, seed) for room, seed, is_greedy in each]
-        stream = partial(self._stream, prompts, rules)
+            stream = partial(self._stream, prompts, rules)
             async for answer in server.retry_broken(lambda: stream(tuple(owed), sent), lambda: self.up):
                 self.outstanding -= owed.pop(answer.index)
                 if self.on_request is not None:
@@ -330,8 +329,7 @@ class Engine:
         if not indices:
             return  # the connection broke when all had come
         clock, first_tokens = asyncio.get_running_loop().time, {}
-        asked = [rules[index] for index in indices]
-        params = [asdict(sampling) | {"max_new_tokens": room, "sampling_seed": seed} for sampling, room, seed in asked]
+        params = [asdict(how) | {"max_new_tokens": room, "sampling_seed": seed} for how, room, seed in map(rules.__getitem__, indices)]
         body = dict(input_ids=[prompts[index] for index in indices], sampling_params=params, return_logprob=True, stream=True)
         async with self._http().post(self.url + "/generate", json=body) as response:
             await self._check(response, "/generate")
