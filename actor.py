@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from cpu.megatron import install
@@ -21,7 +22,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from algorithms import get_algorithm
 from balance import Key, flat
 from batch import NO_TARGET, MicroBatch, Sequence
-from objective import MAXIMA, SUMS, known_of, learning_rate, policy_loss, update_metrics
+from objective import MAXIMA, SUMS, corrects_all, known_of, learning_rate, policy_loss, update_metrics
 from rollout import Sample
 from trainer import Trainer, all_reduce, as_sequences
 
@@ -62,24 +63,27 @@ class Actor(Trainer):
         return update_metrics(steps, lr)
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step, of the samples with stale tokens. Collective over the model-parallel group.
+        """Log-probabilities at the start of the step, of the samples with stale tokens, or if all are corrected of all.
 
-        Nothing of a single mini-batch, whose own forward pass gives them. A model-parallel group has the same samples, so its
-        ranks agree on whether to run; the other groups take no part.
+        Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel group, which has the
+        same samples, so that its ranks agree on whether to run; the other groups take no part.
         """
-        stale = [s for s in flat(mini_batches) if min(s.versions, default=self.version) < self.version]
-        if len(mini_batches) == 1 or not stale:
+        samples, all_of_them = flat(mini_batches), corrects_all(self.config)
+        wanted = [s for s in samples if all_of_them or min(s.versions, default=self.version) < self.version]
+        if len(mini_batches) == 1 or not wanted:
             return {}
-        return {(sample.prompt_id, sample.index): row for sample, row in zip(stale, self.logprobs(stale), strict=True)}
+        return {(sample.prompt_id, sample.index): row for sample, row in zip(wanted, self.logprobs(wanted), strict=True)}
 
     def _policy_step(
         self, micro_batches: list[list[Sample]], proximal: dict[Key, list[float]], lr: float, compare_engine: bool
     ) -> dict[str, float]:
         """One optimizer step on one mini-batch. Returns sums and extremes over all ranks and the gradient norm."""
-        known = known_of(flat([micro_batches]), self.version, proximal, self.device)
-        packed = as_sequences(micro_batches)
-        loss = partial(policy_loss, known, self.algorithm, self.config)
-        sums, maxima = self._reduce(self._forward_backward(packed, partial(_sum_loss, self.config.temperature, loss)), SUMS, MAXIMA)
+        config, packed = self.config, as_sequences(micro_batches)
+        mean = (self.algorithm.mean, config.max_new_tokens)
+        known = known_of(flat([micro_batches]), self.version, proximal, *mean, self.device)
+        token_loss = partial(policy_loss, known, self.algorithm, config, _over_context_parallel if config.cp > 1 else lambda sums: sums)
+        loss = partial(_sum_loss, config.temperature, token_loss, entropy_trains=config.entropy_coef > 0)
+        sums, maxima = self._reduce(self._forward_backward(packed, loss), SUMS, MAXIMA)
         is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
         facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
         least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
@@ -137,27 +141,49 @@ def _target_logprobs(temperature: float, batch: MicroBatch, logits: Tensor) -> T
     return -vocab_parallel_cross_entropy(_target_logits(temperature, batch, logits), batch.targets[batch.slots != NO_TARGET])
 
 
-def _sum_loss(temperature: float, token_loss: TokenLoss, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """What Megatron's schedule asks of a loss: its sum, the number of tokens, and the statistics to return."""
+def _sum_loss(
+    temperature: float, token_loss: TokenLoss, batch: MicroBatch, logits: Tensor, entropy_trains: bool = False
+) -> tuple[Tensor, Tensor, dict]:
+    """What Megatron's schedule asks of a loss: its sum, what the sum over all ranks is divided by, and the statistics to return.
+
+    That divisor is the statistic `normaliser`, if there is one, else the number of targets.
+    """
     chosen = batch.slots != NO_TARGET
     logits = _target_logits(temperature, batch, logits)
-    entropy = vocab_parallel_entropy(logits.detach())
+    entropy = VocabParallelEntropy.apply(logits if entropy_trains else logits.detach())
     logprobs = -vocab_parallel_cross_entropy(logits, batch.targets[chosen])  # overwrites logits
     loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
     tokens = chosen.sum()
-    return loss.sum(), tokens.int(), {**stats, "tokens": tokens}
+    stats = {"tokens": tokens, "normaliser": tokens} | stats
+    return loss.sum(), stats["normaliser"].int(), stats
 
 
-def vocab_parallel_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group.
+def _over_context_parallel(sums: Tensor) -> Tensor:
+    """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
+    return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
 
-    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum.
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group, but not back.
+
+    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum; and dH/dl = -p * (log(p) + H).
     """
-    group = mpu.get_tensor_model_parallel_group()
-    maximum = logits.amax(-1, keepdim=True)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    shifted = logits - maximum
-    weights = shifted.exp()
-    sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-    dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        group = mpu.get_tensor_model_parallel_group()
+        maximum = logits.amax(-1, keepdim=True)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        shifted = logits - maximum
+        weights = shifted.exp()
+        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
+        dist.all_reduce(sums, group=group)
+        entropy = sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(shifted, sums[0].log(), entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        shifted, log_z, entropy = (saved if saved.ndim == 2 else saved[:, None] for saved in ctx.saved_tensors)
+        logprobs = shifted - log_z
+        return -slope[:, None] * logprobs.exp() * (logprobs + entropy)

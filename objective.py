@@ -80,8 +80,8 @@ def policy_loss(
     log_ratio = logprobs.detach() - engine_logprobs
     if corrects_all(config):
         most, bound = config.mismatch_max or math.inf, config.mismatch_mask or math.inf
-        weights = weights.where(stale, truncated_weights(proximal, engine_logprobs, most))
         old_logprobs, kept = proximal, stale | is_within(proximal, engine_logprobs, bound)
+        weights = weights.where(stale, truncated_weights(proximal, engine_logprobs, most)).where(kept, 0.0)  # it may be infinite
         logprobs = logprobs.where(kept, logprobs.detach())  # an answer's ratio has no gradient from it either
     tokens = Tokens(logprobs, old_logprobs, known.advantages[slots], sequence, known.lengths, total)
     loss, clipped = algorithm.loss(tokens, config)

@@ -24,6 +24,8 @@ def actor_config(**overrides) -> SimpleNamespace:
         seed=0, algorithm="grpo", tp=1, pp=1, cp=1, sp=False, dtype="float32", temperature=0.8, clip_low=0.2, clip_high=0.28,
         lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, steps=4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5,
         max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3, partial_rollout=False, stale_weight_max=2.0,
+        max_new_tokens=20, clip_dual=0.0, kl_coef=0.0, kl_in="loss", kl_estimator="k3", entropy_coef=0.0, mismatch_max=0.0,
+        mismatch_mask=0.0,
     )  # fmt: skip
     assert overrides.keys() <= config.keys()
     return SimpleNamespace(**{**config, **overrides})
