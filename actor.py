@@ -33,7 +33,7 @@ TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 class Actor(Trainer):
     """One rank's part of the policy. `version` counts the calls of `update`: the weights' number in every sample."""
 
-    name = "actor"
+    title = "actor"
 
     def __init__(self, config, model_dir: str):
         """As a Trainer. ValueError if there is no such algorithm, too."""

@@ -17,9 +17,10 @@ AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_toke
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
 AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
-AT_LEAST_0 += ("judge_retries", "max_empty_steps", "save_every", "save_hf_every")
+AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
 AT_LEAST_0 += ("clip_dual", "kl_coef", "entropy_coef", "overlong_from", "overlong_penalty", "mismatch_max", "mismatch_mask")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
+ABOVE_0 += ("critic_lr", "value_clip")
 ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max", "engine_probe_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
@@ -109,6 +110,12 @@ class Config:
     overlong_penalty: float = 1.0  # by so much at max_new_tokens
     mismatch_max: float = 0.0  # correct for the engine's numbers by importance weights, at most this large (truncated); 0: don't
     mismatch_mask: float = 0.0  # tokens whose importance weight isn't in [1/this, this] give no gradient; 0: all do
+    # ---- the critic, of algorithms that have one
+    critic: str = ""  # Hugging Face directory of the value model it starts from; default: the actor's, with a head of zeros
+    critic_lr: float = 1e-3  # AdamW; the other settings of its optimizer are the actor's
+    critic_lr_warmup_steps: int = 5  # linear, from 0; then constant
+    critic_warmup: int = 0  # first steps in which the critic learns alone; the actor's learning rate begins after them
+    value_clip: float = 0.2  # a value that moved by more towards its return since the step began isn't pulled on; inf: no limit
     # ---- the engines
     max_model_len: int = 256  # context of an engine, prompt and answer
     max_running_requests: int = 128  # answers that one engine decodes at once
@@ -164,6 +171,12 @@ class Config:
         for name, rows in (("kl_in", ("loss", "reward")), ("kl_estimator", losses.KL)):
             if (value := vars(self)[name]) not in rows:
                 raise ValueError(f"--{dashed(name)} {value} is unknown; choose one of {', '.join(rows)}")
+        if (self.critic or self.critic_warmup) and not algorithms.get_algorithm(self.algorithm).critics:
+            raise ValueError(f"--critic and --critic-warmup are for algorithms with a critic: --algorithm {self.algorithm} has none")
+        if self.critic and not self.model:
+            raise ValueError("--critic needs --model: the demo's critic starts from its actor")
+        if self.critic_warmup >= self.steps:
+            raise ValueError(f"--critic-warmup {self.critic_warmup} leaves the actor none of --steps {self.steps}")
         for name in ("clip_dual", "mismatch_mask"):
             if 0 < (value := vars(self)[name]) <= 1:
                 raise ValueError(f"--{dashed(name)} {value:g}: 0 or more than 1 is needed")
@@ -208,7 +221,7 @@ PRESETS = {
     "tiny": {},
     "cuda": dict(dtype="bfloat16", max_logprob_diff=1.0, lr=1e-6, max_model_len=4096, max_new_tokens=2048, judge_max_new_tokens=1024)
     | dict(max_running_requests=256, max_total_tokens=1 << 20, max_tokens_per_micro_batch=16384, prompts_per_step=64)
-    | dict(deterministic=False),
+    | dict(deterministic=False, critic_lr=1e-5),
 }
 
 

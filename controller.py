@@ -81,7 +81,7 @@ async def train(job: Job) -> int:
         mini_batches = await balance(served.kept, config, actor, world)
 
         # ---- train: every rank belongs to the actor now
-        await placement.to_training(actor, rollout, genrm, world, job.timeline)
+        await placement.to_training(actor, job.critics, rollout, genrm, world, job.timeline)
         with job.timeline.span("train"):
             await appraise(job, mini_batches)
             stats = await update(job, mini_batches)
@@ -91,7 +91,7 @@ async def train(job: Job) -> int:
         decision = await replan(job, served)
         note_step(job, served)
         await job.checkpoints.save(job)
-        job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+        job.state.hand_over_s = await placement.to_serving(actor, job.critics, rollout, world, job.timeline)
         job.timeline.mark("weights", f"v{actor.version}")
 
         await job.report.step(step, served, flat(mini_batches), stats | decision, job)
@@ -106,7 +106,7 @@ async def begin(job: Job) -> None:
     await job.rollout.sleep()
     await job.genrm.sleep()
     placement.take_plan(job.plan, job.rollout, job.genrm)
-    job.state.hand_over_s = await placement.to_serving(job.actor, job.rollout, job.world, job.timeline)
+    job.state.hand_over_s = await placement.to_serving(job.actor, job.critics, job.rollout, job.world, job.timeline)
 
 
 async def end(job: Job) -> int:
@@ -115,7 +115,7 @@ async def end(job: Job) -> int:
         job.timeline.step = job.config.steps
         await evaluate(job, job.config.steps)
     if job.stopping:
-        await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+        await placement.to_training(job.actor, job.critics, job.rollout, job.genrm, job.world, job.timeline)
         await job.checkpoints.save_now(job)
     await job.checkpoints.finish(job, wait=True)
     return job.stopping

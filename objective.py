@@ -112,10 +112,16 @@ def largest(values: Tensor) -> Tensor:
 
 
 def learning_rate(version: int, config) -> float:
-    """Linear warm-up over `lr_warmup_steps` updates, then linear to `lr_decay_to` * lr at the last of `steps` updates."""
+    """Linear warm-up over `lr_warmup_steps` updates, then linear to `lr_decay_to` * lr at the last of `steps` updates.
+
+    Before that it is 0 for `critic_warmup` updates, in which the critic learns alone: AdamW leaves the weights as they are.
+    """
+    version, steps = version - config.critic_warmup, config.steps - config.critic_warmup
+    if version < 0:
+        return 0.0
     if version < config.lr_warmup_steps:
         return config.lr * (version + 1) / config.lr_warmup_steps
-    progress = (version - config.lr_warmup_steps + 1) / max(1, config.steps - config.lr_warmup_steps)
+    progress = (version - config.lr_warmup_steps + 1) / max(1, steps - config.lr_warmup_steps)
     return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
 
 

@@ -52,9 +52,9 @@ async def rollout_only(job: Job) -> int:
         if job.stopping:
             break
         await keep(job, step, served.kept)
-        await placement.to_training(actor, rollout, genrm, world, job.timeline)
+        await placement.to_training(actor, job.critics, rollout, genrm, world, job.timeline)
         decision = await controller.replan(job, served)
-        job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+        job.state.hand_over_s = await placement.to_serving(actor, job.critics, rollout, world, job.timeline)
         controller.note_step(job, served)
         await job.report.step(step, served, served.kept, decision, job)
         controller.check_progress(job)

@@ -44,12 +44,12 @@ OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tens
 class Trainer:
     """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group are always given the same samples.
 
-    Attributes: `name` in messages and folders; `version` counts the updates; `dp_rank` of `dp_size` says which share of the samples
+    Attributes: `title` in messages; `version` counts the updates; `dp_rank` of `dp_size` says which share of the samples
     this rank trains on; `is_head` marks the one rank of its model-parallel group that talks to engines; `cost(tokens)` is the work
     of a sequence. All trainers of a process share the process groups, so their sizes are the same.
     """
 
-    name = "model"
+    title = "model"
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
     def __init__(self, config, model_dir: str):
@@ -88,14 +88,14 @@ class Trainer:
     def _load_model(self, hf: dict, model_config):
         """The model on this rank's device, with the weights of `model_dir`. Collective over the pipeline group."""
         gpt = models.build_model(hf, model_config).to(self.device)
-        models.load_weights(gpt, self.model_dir)
+        models.load_weights(gpt, models.HFWeights(self.model_dir))
         return gpt
 
     def _build_optimizer(self, model_config) -> None:
         config = self.config
         optimizer_config = OptimizerConfig(
             optimizer="adam",
-            lr=config.lr,
+            lr=config.lr,  # every step sets it
             weight_decay=config.weight_decay,
             adam_beta1=config.adam_beta1,
             adam_beta2=config.adam_beta2,
@@ -127,7 +127,7 @@ class Trainer:
 
         On CPU there is nothing to give back to, and only `awake` changes.
         """
-        assert self.awake, f"the {self.name} already sleeps"
+        assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             before = torch.cuda.memory_allocated()
             self.ddp.offload_grad_buffers()
@@ -141,9 +141,9 @@ class Trainer:
 
     def wake(self) -> None:
         """Undo `sleep`. Not collective. ValueError if others hold the memory."""
-        assert not self.awake, f"the {self.name} is already awake"
+        assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            models.check_room(self._asleep_bytes, f"the {self.name}")
+            models.check_room(self._asleep_bytes, f"the {self.title}")
             for buffer in self.ddp.buffers:
                 buffer.reload_from_cpu(move_params=True, move_grads=False)
             self.ddp.restore_grad_buffers()
@@ -158,7 +158,7 @@ class Trainer:
 
         A row a sample, in the order given. Collective over the model-parallel group.
         """
-        assert self.awake, f"the {self.name} sleeps: wake it before a pass"
+        assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         lengths = [len(sample.response) for sample in flat([micro_batches])]
         result = torch.zeros(sum(lengths), device=self.device)
 
@@ -249,7 +249,7 @@ class Trainer:
 
         The tensors may be views of the live weights: use or copy them before the next update.
         """
-        assert self.awake, f"the {self.name} sleeps: its weights are not there"
+        assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return models.named_weights(self.gpt)
 
     def export(self, path: str) -> None:
@@ -272,17 +272,21 @@ class Trainer:
             if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
                 shutil.copy(file, path)
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
-        Path(path, "config.json").write_text(json.dumps({**hf, "dtype": self.config.dtype}, indent=2))
+        Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
         save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
+
+    def _hf_config(self, hf: dict) -> dict:
+        """config.json of an export, from that of `model_dir`."""
+        return hf | {"dtype": self.config.dtype}
 
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
         """What writes the model and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
-        assert self.awake, f"the {self.name} sleeps: wake it before a save"
+        assert self.awake, f"the {self.title} sleeps: wake it before a save"
         return shards.take(self, folder)
 
     def restore(self, folder: Path) -> None:
         """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
-        assert self.awake, f"the {self.name} sleeps: wake it before a load"
+        assert self.awake, f"the {self.title} sleeps: wake it before a load"
         shards.load(self, folder)
 
 
@@ -294,5 +298,6 @@ def as_sequences(micro_batches: list[list[Sample]]) -> list[list[Sequence]]:
 def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
     """Element by element over all ranks (collective)."""
     tensor = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(tensor, op)
+    if values:
+        dist.all_reduce(tensor, op)
     return dict(zip(values, tensor.tolist(), strict=True))

@@ -90,10 +90,11 @@ class FakeWorld:
 
 
 MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})
+MAY_SHARE += ({"actor", "reward critic"},)
 
 
 class Device:
-    """One rank's memory: who holds it. The one overlap allowed is rollout weights beside the actor, for the push."""
+    """One rank's memory: who holds it. Allowed beside the actor: the critic to train, and rollout weights for the push."""
 
     def __init__(self, rank, log):
         self.rank, self.log, self.holders = rank, log, set()
@@ -302,25 +303,23 @@ def within(answer, room):
     return Answer(answer.index, answer.tokens[:room], answer.logprobs[:room], "length", [])
 
 
-class FakeActor:
-    def __init__(self, rank, size, device, tp=1, takes_stale=False):
-        self.takes_stale = takes_stale
+class FakeTrainer:
+    """What actor and critic have in common. Its weights are its version."""
+
+    def __init__(self, title, rank, size, device, tp):
+        self.title, self.device, self.version, self.awake, self.batches = title, device, 0, True, []
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
-        self.device, self.version, self.awake, self.batches = device, 0, True, []
-        device.take("actor")
+        device.take(title)
 
     def wake(self):
         assert not self.awake, "woken while awake"
         self.awake = True
-        self.device.take("actor")
+        self.device.take(self.title)
 
     def sleep(self):
         assert self.awake, "put to sleep while asleep"
         self.awake = False
-        self.device.give("actor")
-
-    def named_weights(self):
-        return iter(())
+        self.device.give(self.title)
 
     def snapshot(self, folder):
         """The weights are their version."""
@@ -344,6 +343,15 @@ class FakeActor:
         assert self.awake, "restored while asleep"
         self.version = int((folder / "__0_0.distcp").read_text())
 
+
+class FakeActor(FakeTrainer):
+    def __init__(self, rank, size, device, tp=1, takes_stale=False):
+        self.takes_stale = takes_stale
+        super().__init__("actor", rank, size, device, tp)
+
+    def named_weights(self):
+        return iter(())
+
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
@@ -358,6 +366,42 @@ class FakeActor:
         self.batches.append(samples)
         self.version += 1
         return {"train/loss": 0.0, "train/not_finite": 0.0}
+
+
+class FakeCritic(FakeTrainer):
+    """Expects half a point of every token."""
+
+    def __init__(self, name, *place):
+        self.name = name
+        super().__init__(f"{name} critic", *place)
+
+    async def appraise(self, mini_batches):
+        assert self.awake, "asked while asleep"
+        for sample in flat(mini_batches):
+            assert sample.advantages is None, "appraised too late"
+            sample.values[self.name] = [0.5] * len(sample.response)
+
+    async def update(self, mini_batches):
+        samples = flat(mini_batches)
+        assert self.awake, "trained while asleep"
+        for sample in samples:
+            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), "a token without its facts"
+        self.batches.append(samples)
+        self.version += 1
+        return {"critic/value_loss": 0.0}
+
+
+class FakeReference:
+    """Swaps its weights in for the actor's."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    async def appraise(self, mini_batches):
+        assert self.actor.awake, "asked while the actor sleeps"
+        for sample in flat(mini_batches):
+            assert sample.advantages is None, "appraised too late"
+            sample.reference_logprobs = [-0.25] * len(sample.response)
 
 
 class FakeCheckpoints:
@@ -375,6 +419,7 @@ class FakeCheckpoints:
     async def save_now(self, job):
         await job.world.barrier()
         assert job.actor.awake and not job.rollout.awake and not job.genrm.awake, "saved while an engine was awake"
+        assert all(critic.awake for critic in job.critics), "saved while a critic slept"
         self.saved.append((job.state.step, job.prompts.cursor, list(job.prompts.buffer)))
 
 
@@ -484,12 +529,14 @@ def simulate(
         judge = genrm.Judge([judge_model] * len(config.judge), to_text, genrm.Calls(timeout_s=20.0))
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
-        greedy_too = get_algorithm(config.algorithm).greedy
-        groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, greedy_too)
+        algorithm = get_algorithm(config.algorithm)
+        groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithm.greedy)
+        critics = [FakeCritic(name, rank, size, devices[rank], tp) for name in algorithm.critics]
+        reference = [FakeReference(actor)] if config.kl_coef else []
         roles = (actor, *pools, judge)
         checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
         outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
-        job = controller.Job(config, world, plans, plans[0], *roles, *outside)
+        job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics)
         jobs.append(job)
         if prepare_job:
             prepare_job(job)

@@ -21,6 +21,7 @@ from balance import flat, pack, packed_length, plan_batch
 
 def actor_config(**overrides) -> SimpleNamespace:
     config = dict(
+        critic_warmup=0,
         seed=0, algorithm="grpo", tp=1, pp=1, cp=1, sp=False, dtype="float32", temperature=0.8, clip_low=0.2, clip_high=0.28,
         lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, steps=4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5,
         max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3, partial_rollout=False, stale_weight_max=2.0,
