@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from algorithms import get_algorithm
 from balance import flat, pack, packed_length, plan_batch
 
 
@@ -80,6 +81,18 @@ def stale_update(actor, batch: list) -> dict[str, float]:
     return actor.update(balanced(batch, actor))
 
 
+def sequence_update(actor, batch: list) -> dict[str, float]:
+    """Metrics of an off-policy update by the ratio of sequences, which context parallelism cuts, with a KL and entropy that train."""
+    before = actor.algorithm, actor.config
+    actor.algorithm, actor.config = get_algorithm("gspo"), SimpleNamespace(**vars(actor.config) | {"kl_coef": 0.3, "entropy_coef": 0.2})
+    batch = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
+    for sample in batch:
+        sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)]
+    metrics = actor.update(balanced(batch, actor))
+    actor.algorithm, actor.config = before
+    return metrics
+
+
 def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
     """Under one layout: Megatron's sizes, and `arrange`, how samples are dealt and packed."""
     from actor import Actor
@@ -102,6 +115,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         abs(a - b) for sample, row in zip(mine, logprobs, strict=True) for a, b in zip(sample.true_logprobs, row, strict=True)
     )
     actor.export(export_to)
+    sequences = sequence_update(actor, reference["batches"][1])
     stale = stale_update(actor, reference["batches"][1])
     spread = spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor))) if actor.dp_size > 1 else None
     everyone = [None] * dist.get_world_size()
@@ -116,6 +130,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         "logprob_distance": max(distance for _, _, distance, *_ in everyone),
         "heads": sorted(dp_rank for *_, dp_rank, is_head, _ in everyone if is_head),
         "shares": [shares for *_, shares in everyone],
+        "sequences": sequences,
         "stale": stale,
         "spread_with_a_slow_rank": spread,
     }

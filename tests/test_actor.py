@@ -204,6 +204,18 @@ def test_one_stale_answer_under_every_layout(name, layouts_path):
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, layouts_path):
+    """GSPO's ratio is a mean over tokens that context parallelism cuts, the entropy a sum over logits that tensor parallelism does."""
+    family, ranks, layout = LAYOUTS[name]
+    got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["sequences"]
+    expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "dp2", "qwen2": "pp2_tied"}[family]]["sequences"]
+    assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
+    for metric in ("loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
+        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-4
+        assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
+
+
 def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path):
     """A rank that takes a second more than the others shows, although they wait for it in the sum of the gradients."""
     result = torch.load(f"{layouts_path}.2", weights_only=False)["dp2"]
@@ -287,6 +299,53 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
     assert gradients[0].abs().max() > 1e-3
     for other in gradients[1:]:
         assert torch.allclose(gradients[0], other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
+def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
+    """With a KL to a reference and the entropy in the loss; off-policy, in two optimizer steps of several micro-batches each."""
+    changes = {"kl_coef": 0.3, "entropy_coef": 0.2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
+    actor, rng = make_actor(model_dir, algorithm=row, **changes), random.Random(0)
+    samples = on_policy_samples(actor)
+    for sample in samples:
+        sample.logprobs = [logprob + rng.gauss(0, 0.2) for logprob in sample.logprobs]
+        sample.reference_logprobs = [logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs]
+    metrics = update(actor, samples)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
+    losses = []
+    for part in (samples[0::2], samples[1::2]):
+        optimizer.zero_grad()
+        losses.append(plain_row_loss(model, part, actor.config))
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), actor.config.clip_grad)
+        optimizer.step()
+    sizes = [len(part) if row != "cispo" else sum(len(sample.response) for sample in part) for part in (samples[0::2], samples[1::2])]
+    mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
+    expected = dict(model.named_parameters())
+    for name, weight in actor.named_weights():
+        assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
+
+
+def plain_row_loss(model, samples: list[Sample], config) -> torch.Tensor:
+    """Of one optimizer step, an answer at a time."""
+    total, tokens = 0.0, 0
+    for sample in samples:
+        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
+        log_ratio, advantages = logprobs - torch.tensor(sample.logprobs), torch.tensor(sample.advantages)
+        ratio = (log_ratio.mean() if config.algorithm == "gspo" else log_ratio).exp()
+        cut = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        loss = -torch.min(ratio * advantages, cut * advantages)
+        if config.algorithm == "cispo":
+            loss = -cut.detach() * advantages * logprobs
+        off = torch.tensor(sample.reference_logprobs) - logprobs
+        loss = loss + config.kl_coef * (off.exp() - 1 - off) - config.entropy_coef * entropy
+        divided = {"gspo": len(sample.response), "dr_grpo": config.max_new_tokens, "cispo": 1}[config.algorithm]
+        total, tokens = total + loss.sum() / divided, tokens + len(sample.response)
+    return total / (tokens if config.algorithm == "cispo" else len(samples))
 
 
 def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
@@ -641,8 +700,8 @@ def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir)
         make_actor(model_dir, pp=2)
     with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
         transformer_config(read_hf_config(model_dir), actor_config(tp=4))
-    with pytest.raises(ValueError, match="'gspo' is unknown; choose one of: grpo"):
-        make_actor(model_dir, algorithm="gspo")
+    with pytest.raises(ValueError, match="'a2c' is unknown; choose one of: grpo"):
+        make_actor(model_dir, algorithm="a2c")
     actor = make_actor(model_dir, max_tokens_per_micro_batch=20)
     with pytest.raises(ValueError, match="does not fit into --max-tokens-per-micro-batch 20"):
         actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])
