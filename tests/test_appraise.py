@@ -42,8 +42,11 @@ def trained_on(jobs, step):
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
     """Advantages are those of whole groups, though their answers are trained on by several ranks; whitened over all of them."""
-    jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6)
-    assert all(critic.version == 3 and len(job.critics) == len(ALGORITHMS[row].critics) for job in jobs for critic in job.critics)
+    jobs, _ = simulate(mode, size, tp=tp, algorithm=row, kl_coef=0.1, prompts_per_step=6 * (3 if size == 3 else 1))
+    for job in jobs:
+        assert [critic.name for critic in job.critics] == list(ALGORITHMS[row].critics)
+        assert [model.log for model in job.reference] == [["appraise"] * 3]
+        assert all(critic.log == ["appraise", "update"] * 3 for critic in job.critics)
     for step in range(3):
         samples = trained_on(jobs, step)
         groups = {}
