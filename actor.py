@@ -1,22 +1,15 @@
 # ruff: noqa: E402
-"""The policy in Megatron-Core: log-probabilities, update, weights out.
-
-Tensor, pipeline, context and sequence parallelism are Megatron's, by the sizes in the config; data parallelism is its
-DistributedDataParallel (DDP) with the DistributedOptimizer, which shards torch's AdamW over the data-parallel ranks.
-"""
+"""The policy: log-probabilities and updates, on top of trainer.py."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from cpu.megatron import install
@@ -24,128 +17,28 @@ from cpu.megatron import install
 install()
 
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, vocab_parallel_cross_entropy
-from megatron.core.transformer.module import Float16Module
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-import model as models
-import shards
 from algorithms import get_algorithm
-from balance import Key, flat, pack, packed_length
-from batch import NO_TARGET, MicroBatch, Sequence, make_micro_batches
-from objective import MAXIMA, SUMS, known_of, learning_rate, policy_loss, update_metrics
+from balance import Key, flat
+from batch import NO_TARGET, MicroBatch, Sequence
+from objective import MAXIMA, SUMS, corrects_all, known_of, learning_rate, policy_loss, update_metrics
 from rollout import Sample
+from trainer import Trainer, all_reduce, as_sequences
 
 # (slots, logprobs, entropy), each [targets] -> the loss of each target, and this micro-batch's statistics
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
-class Actor:
-    """One rank's part of the policy. The tp * pp * cp ranks of a model-parallel group are always given the same samples.
+class Actor(Trainer):
+    """One rank's part of the policy. `version` counts the calls of `update`: the weights' number in every sample."""
 
-    Attributes: `version` counts the calls of `update`; `dp_rank` of `dp_size` says which share of the samples this rank trains
-    on; `is_head` marks the one rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence.
-    """
-
-    shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
+    title = "actor"
 
     def __init__(self, config, model_dir: str):
-        """Load the Hugging Face directory `model_dir` (collective over all ranks, after torch.distributed is initialised).
-
-        ValueError if the directory or the parallel sizes cannot be used.
-        """
-        self.config, self.model_dir = config, model_dir
+        """As a Trainer. ValueError if there is no such algorithm, too."""
         self.algorithm = get_algorithm(config.algorithm)
-        group_size = config.tp * config.pp * config.cp
-        if dist.get_world_size() % group_size:
-            raise ValueError(f"--tp * --pp * --cp = {group_size} does not divide the {dist.get_world_size()} ranks")
-        hf = models.read_hf_config(model_dir)
-        mpu.initialize_model_parallel(config.tp, config.pp, context_parallel_size=config.cp)
-        model_parallel_cuda_manual_seed(config.seed)
-        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        tp_rank, pp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
-        self.is_head = (tp_rank, pp_rank, mpu.get_context_parallel_rank()) == (0, 0, 0)
-        self.device = models.device()
-        self.cost = partial(models.forward_cost, hf)
-        self.awake, self.version = True, 0
-        self._asleep_bytes = 0  # that the last sleep gave back
-        self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
-        self._build(hf)
-
-    def _build(self, hf: dict) -> None:
-        config, bf16 = self.config, self.config.dtype == "bfloat16"
-        model_config = models.transformer_config(hf, config)
-        self.gpt = models.build_model(hf, model_config).to(self.device)
-        models.load_weights(self.gpt, self.model_dir)
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True)
-        wrapped = Float16Module(model_config, self.gpt) if bf16 else self.gpt
-        self.ddp = DistributedDataParallel(model_config, ddp_config, wrapped)
-        model_config.finalize_model_grads_func = self._finalize_model_grads
-        self._build_optimizer(model_config)
-
-    def _build_optimizer(self, model_config) -> None:
-        config = self.config
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            clip_grad=config.clip_grad,
-            use_distributed_optimizer=self.shards_optimizer,
-            bf16=config.dtype == "bfloat16",
-            params_dtype=model_config.params_dtype,
-        )
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
-        model_config.grad_scale_func = self.optimizer.scale_loss
-
-    def close(self) -> None:
-        """Destroy model and process groups, so that another actor can be built. Collective over all ranks.
-
-        DDP's hooks hold the model and C++ holds the hooks, where the collector doesn't see the cycle: they are cut here. Megatron
-        only forgets its groups; each is a pair of threads that wake up all the time.
-        """
-        for node in self.ddp.grad_accs:
-            node.register_hook(print).hooks_dict_ref().clear()
-        for group in mpu._global_process_group_list[1:]:  # the first is None, the world's
-            dist.destroy_process_group(group)
-        mpu.destroy_model_parallel()
-
-    # ------------------------------------------------------------------------------------------------------ wake and sleep
-
-    def sleep(self) -> None:
-        """Give the device's memory back: weights and optimizer state go to the host, gradients are freed. Not collective.
-
-        On CPU there is nothing to give back to, and only `awake` changes.
-        """
-        assert self.awake, "the actor already sleeps"
-        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            before = torch.cuda.memory_allocated()
-            self.ddp.offload_grad_buffers()
-            for buffer in self.ddp.buffers:
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
-            if self.config.dtype == "bfloat16":  # with float32 the optimizer's parameters are views of the weight buffer,
-                self.optimizer.offload_to_cpu()  # and moving them would cut that tie, so its state stays on the device
-            torch.cuda.empty_cache()
-            self._asleep_bytes = before - torch.cuda.memory_allocated()
-        self.awake = False
-
-    def wake(self) -> None:
-        """Undo `sleep`. Not collective. ValueError if others hold the memory."""
-        assert not self.awake, "the actor is already awake"
-        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            models.check_room(self._asleep_bytes, "the actor")
-            for buffer in self.ddp.buffers:
-                buffer.reload_from_cpu(move_params=True, move_grads=False)
-            self.ddp.restore_grad_buffers()
-            if self.config.dtype == "bfloat16":
-                self.optimizer.restore_from_cpu()
-        self.awake = True
-
-    # ------------------------------------------------------------------------------------------------------------ training
+        super().__init__(config, model_dir)
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
         """Train on this data-parallel rank's samples, which come packed: mini-batches of micro-batches. Collective over all ranks.
@@ -170,24 +63,27 @@ class Actor:
         return update_metrics(steps, lr)
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step, of the samples with stale tokens. Collective over the model-parallel group.
+        """Log-probabilities at the start of the step, of the samples with stale tokens, or if all are corrected of all.
 
-        Nothing of a single mini-batch, whose own forward pass gives them. A model-parallel group has the same samples, so its
-        ranks agree on whether to run; the other groups take no part.
+        Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel group, which has the
+        same samples, so that its ranks agree on whether to run; the other groups take no part.
         """
-        stale = [s for s in flat(mini_batches) if min(s.versions, default=self.version) < self.version]
-        if len(mini_batches) == 1 or not stale:
+        samples, all_of_them = flat(mini_batches), corrects_all(self.config)
+        wanted = [s for s in samples if all_of_them or min(s.versions, default=self.version) < self.version]
+        if len(mini_batches) == 1 or not wanted:
             return {}
-        return {(sample.prompt_id, sample.index): row for sample, row in zip(stale, self.logprobs(stale), strict=True)}
+        return {(sample.prompt_id, sample.index): row for sample, row in zip(wanted, self.logprobs(wanted), strict=True)}
 
     def _policy_step(
         self, micro_batches: list[list[Sample]], proximal: dict[Key, list[float]], lr: float, compare_engine: bool
     ) -> dict[str, float]:
         """One optimizer step on one mini-batch. Returns sums and extremes over all ranks and the gradient norm."""
-        known = known_of(flat([micro_batches]), self.version, proximal, self.device)
-        packed = [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
-        loss = partial(policy_loss, known, self.algorithm, self.config)
-        sums, maxima = self._reduce(self._forward_backward(packed, self.config.temperature, loss))
+        config, packed = self.config, as_sequences(micro_batches)
+        mean = (self.algorithm.mean, config.max_new_tokens)
+        known = known_of(flat([micro_batches]), self.version, proximal, *mean, self.device)
+        token_loss = partial(policy_loss, known, self.algorithm, config, _over_context_parallel if config.cp > 1 else lambda sums: sums)
+        loss = partial(_sum_loss, config.temperature, token_loss, entropy_trains=config.entropy_coef > 0)
+        sums, maxima = self._reduce(self._forward_backward(packed, loss), SUMS, MAXIMA)
         is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
         facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
         least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
@@ -216,172 +112,78 @@ class Actor:
             return -logprobs, {"loss": -logprobs.detach().sum()}
 
         packed = [[sequences[index] for index in chosen] for chosen in self._pack(sequences)]
-        sums, _ = self._reduce(self._forward_backward(packed, 1.0, cross_entropy))
+        sums, _ = self._reduce(self._forward_backward(packed, partial(_sum_loss, 1.0, cross_entropy)), SUMS, MAXIMA)
         assert math.isfinite(self._optimizer_step(lr)), "the gradient isn't finite"
         return sums["loss"] / sums["tokens"]
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of every response token under the current weights. Collective over the model-parallel group."""
-        assert self.awake, "the actor sleeps: wake it before logprobs"
-        sequences = [(sample.prompt, sample.response) for sample in samples]
-        packed = self._pack(sequences)
-        order = [index for chosen in packed for index in chosen]
-        lengths = [len(samples[index].response) for index in order]
-        result = torch.zeros(sum(lengths), device=self.device)
+        packed = self._pack([(sample.prompt, sample.response) for sample in samples])
+        rows = self.packed_logprobs([[samples[index] for index in chosen] for chosen in packed])
+        row_of = dict(zip(flat([packed]), rows, strict=True))
+        return [row_of[index] for index in range(len(samples))]
 
-        def collect(slots, logprobs, entropy):
-            result[slots] = logprobs
-            return torch.zeros_like(logprobs), {}
-
-        micro_batches = [[sequences[index] for index in chosen] for chosen in packed]
-        self._forward_backward(micro_batches, self.config.temperature, collect, forward_only=True)
-        for group in (mpu.get_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
-            dist.all_reduce(result, group=group)  # each rank filled in what it computed and left zeros elsewhere
-        row_of = dict(zip(order, result.split(lengths), strict=True))
-        return [row_of[index].tolist() for index in range(len(samples))]
-
-    def _pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """This rank's own micro-batches, where the work of ranks need not be equal. ValueError as from `pack`."""
-        lengths = [packed_length(len(prompt) + len(response), self.config.cp) for prompt, response in sequences]
-        return pack(lengths, self.config.max_tokens_per_micro_batch)
-
-    def _forward_backward(
-        self, packed: list[list[Sequence]], temperature: float, token_loss: TokenLoss, forward_only: bool = False
-    ) -> list[dict[str, Tensor]]:
-        """Run Megatron's schedule over micro-batches. Leaves the gradient of the mean loss of all ranks' targets in DDP.
-
-        Returns the statistics of each micro-batch, and nothing on other than the last pipeline stage. Collective over all ranks
-        (the model-parallel group with `forward_only`).
-        """
-        config, self._started = self.config, time.perf_counter()
-        cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
-        micro_batches = make_micro_batches(packed, config.cp, cp_rank, tp_with_sp)
-
-        def forward_step(remaining: Iterator[MicroBatch], model):
-            batch = next(remaining).to(self.device)
-            cu_seqlens = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
-            starts = PackedSeqParams("thd", **cu_seqlens, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
-            logits = model(batch.tokens, None, batch.attention_mask, packed_seq_params=starts)  # [1, T, vocab / tp]
-            return logits, partial(_sum_loss, batch, temperature, token_loss)
-
-        self.ddp.zero_grad_buffer()
-        with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=self.ddp,
-                num_microbatches=len(micro_batches),
-                seq_length=config.max_tokens_per_micro_batch,  # not used: stages tell each other the real length
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-
-    def _finalize_model_grads(self, *args, **kwargs) -> None:
-        """Megatron's own, which sums the gradients over ranks, after taking the time: what is waited for there is not own work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the kernels have only been queued
-        self._own_seconds = time.perf_counter() - self._started
-        finalize_model_grads(*args, **kwargs)
-
-    def _optimizer_step(self, lr: float) -> float:
-        """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks.
-
-        If that isn't finite, weights and optimizer stay as they are.
-        """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
-        # not Megatron's own check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
-        self.optimizer.prepare_grads()
-        grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
-        if math.isfinite(grad_norm):
-            self.optimizer.step()
-        return grad_norm
-
-    def _reduce(self, stats: list[dict[str, Tensor]]) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima of the micro-batches' statistics over all ranks (collective)."""
-        sums, maxima = dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)
-        for stat in stats:
-            for name, value in stat.items():
-                if name in maxima:
-                    maxima[name] = max(maxima[name], value.item())
-                elif mpu.get_tensor_model_parallel_rank() == 0:  # the other tensor-parallel ranks hold copies
-                    sums[name] += value.item()
-        return all_reduce(sums, dist.ReduceOp.SUM), all_reduce(maxima, dist.ReduceOp.MAX)
-
-    # -------------------------------------------------------------------------------------------------------- weights, state
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the policy under its Hugging Face name, on every rank. Collective over the model-parallel group.
-
-        The tensors may be views of the live weights: use or copy them before the next update.
-        """
-        assert self.awake, "the actor sleeps: its weights are not there"
-        return models.named_weights(self.gpt)
-
-    def export(self, path: str) -> None:
-        """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were. Collective over all ranks."""
-        if weights := self.whole_weights():
-            self.write_hf(weights, path)
-        dist.barrier()
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """A copy of the policy's tensors on the one rank that writes them, nothing on the others. Collective over all ranks."""
-        weights = self.named_weights() if self.dp_rank == 0 else ()
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_head}
-
-    def write_hf(self, weights: dict[str, Tensor], path: str) -> None:
-        """Write what `export` promises. Not collective."""
-        from safetensors.torch import save_file
-
-        Path(path).mkdir(parents=True, exist_ok=True)
-        for file in Path(self.model_dir).iterdir():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
-                shutil.copy(file, path)
-        hf = json.loads(Path(self.model_dir, "config.json").read_text())
-        Path(path, "config.json").write_text(json.dumps({**hf, "dtype": self.config.dtype}, indent=2))
-        save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
-
-    def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-        """What writes the policy and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
-        assert self.awake, "the actor sleeps: wake it before a save"
-        return shards.take(self, folder)
-
-    def restore(self, folder: Path) -> None:
-        """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
-        assert self.awake, "the actor sleeps: wake it before a load"
-        shards.load(self, folder)
+    def packed_logprobs(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
+        """The same of samples that come packed, in their order. Collective over the model-parallel group."""
+        return self._read_tokens(micro_batches, partial(_target_logprobs, self.config.temperature))
 
 
-def _sum_loss(batch: MicroBatch, temperature: float, token_loss: TokenLoss, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """What Megatron's schedule asks of a loss: its sum, the number of tokens, and the statistics to return."""
+def _target_logits(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
+    """Of a micro-batch's targets: [targets, vocab / tp], a copy in float32.
+
+    log_softmax(logits / temperature) is also what SGLang reports, so that the two can be compared.
+    """
+    return logits[0, batch.slots != NO_TARGET].float() / temperature
+
+
+def _target_logprobs(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
+    """Log-probabilities of the targets: [targets]. Collective over the tensor-parallel group."""
+    return -vocab_parallel_cross_entropy(_target_logits(temperature, batch, logits), batch.targets[batch.slots != NO_TARGET])
+
+
+def _sum_loss(
+    temperature: float, token_loss: TokenLoss, batch: MicroBatch, logits: Tensor, entropy_trains: bool = False
+) -> tuple[Tensor, Tensor, dict]:
+    """What Megatron's schedule asks of a loss: its sum, what the sum over all ranks is divided by, and the statistics to return.
+
+    That divisor is the statistic `normaliser`, if there is one, else the number of targets.
+    """
     chosen = batch.slots != NO_TARGET
-    # log_softmax(logits / temperature) is also what SGLang reports, so that the two can be compared
-    logits = logits[0, chosen].float() / temperature  # [targets, vocab / tp]
-    entropy = vocab_parallel_entropy(logits.detach())
+    logits = _target_logits(temperature, batch, logits)
+    entropy = VocabParallelEntropy.apply(logits if entropy_trains else logits.detach())
     logprobs = -vocab_parallel_cross_entropy(logits, batch.targets[chosen])  # overwrites logits
     loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
     tokens = chosen.sum()
-    return loss.sum(), tokens.int(), {**stats, "tokens": tokens}
+    stats = {"tokens": tokens, "normaliser": tokens} | stats
+    return loss.sum(), stats["normaliser"].int(), stats
 
 
-def vocab_parallel_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group.
+def _over_context_parallel(sums: Tensor) -> Tensor:
+    """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
+    return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
 
-    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum.
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group, but not back.
+
+    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum; and dH/dl = -p * (log(p) + H).
     """
-    group = mpu.get_tensor_model_parallel_group()
-    maximum = logits.amax(-1, keepdim=True)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    shifted = logits - maximum
-    weights = shifted.exp()
-    sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-    dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]
 
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        group = mpu.get_tensor_model_parallel_group()
+        maximum = logits.amax(-1, keepdim=True)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        shifted = logits - maximum
+        weights = shifted.exp()
+        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
+        dist.all_reduce(sums, group=group)
+        entropy = sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(shifted, sums[0].log(), entropy)
+        return entropy
 
-def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
-    """Element by element over all ranks (collective)."""
-    tensor = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(tensor, op)
-    return dict(zip(values, tensor.tolist(), strict=True))
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        shifted, log_z, entropy = (saved if saved.ndim == 2 else saved[:, None] for saved in ctx.saved_tensors)
+        logprobs = shifted - log_z
+        return -slope[:, None] * logprobs.exp() * (logprobs + entropy)

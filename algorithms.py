@@ -1,14 +1,17 @@
-"""Advantages and losses: pure functions that know neither Megatron nor SGLang.
+"""Algorithms: advantages as pure functions, and a row for each algorithm; losses.py has the losses. Knows neither Megatron nor SGLang.
 
-A new algorithm is a new row of `ALGORITHMS`. Nothing here imports torch: the losses use tensor methods only.
+A new algorithm is a new row of `ALGORITHMS`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
+
+from losses import KL, Tokens, cispo_loss, clipped_loss, gspo_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,50 +19,105 @@ if TYPE_CHECKING:
     from rollout import Sample
 
 STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
+WHITEN_EPSILON = 1e-8  # the same for the tokens of a step
+
+Rewards = dict[int, dict[int, float]]  # prompt_id -> index -> reward
 
 
-def grpo_advantages(rewards: list[float]) -> list[float]:
-    """Group-relative advantages: A_i = (r_i - mean(r)) / (std(r) + 1e-4), with the population standard deviation.
+# ---------------------------------------------------------------- scores: rewards of one group (all answers to one prompt) -> scores
 
-    `rewards` are those of one group (all answers to one prompt). Source: GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2.
+
+def as_they_are(rewards: list[float]) -> list[float]:
+    """s_i = r_i. PPO and REINFORCE++, and ReMax, whose baseline has been taken off."""
+    return rewards
+
+
+def group_standardised(rewards: list[float]) -> list[float]:
+    """s_i = (r_i - mean(r)) / (std(r) + 1e-4), with the population standard deviation.
+
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300), section 4.1.2.
     """
     mean, std = fmean(rewards), pstdev(rewards)
     return [(reward - mean) / (std + STD_EPSILON) for reward in rewards]
 
 
-def clipped_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """The clipped policy-gradient loss of each token, and whether the clip cut its gradient. All tensors: [tokens].
+def less_group_mean(rewards: list[float]) -> list[float]:
+    """s_i = r_i - mean(r): without the division, which gives too easy and too hard prompts more weight.
 
-    loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) with ratio = exp(logprob - old_logprob).
-    Source: PPO (arXiv 1707.06347), equation 7; the two separate bounds are DAPO's clip-higher (arXiv 2503.14476, section 3.1).
+    Source: Dr. GRPO (arXiv 2503.20783), section 3.2; REINFORCE++-baseline (arXiv 2501.03262, section 3) before it is whitened.
     """
-    ratio = (logprobs - old_logprobs).exp()
-    unclipped = -ratio * advantages
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return unclipped.maximum(clipped), clipped > unclipped
+    mean = fmean(rewards)
+    return [reward - mean for reward in rewards]
 
 
-def stale_weights(proximal_logprobs: Tensor, engine_logprobs: Tensor, largest: float) -> Tensor:
-    """What the loss of a token that older weights wrote is multiplied by: min(exp(proximal - engine), largest). All: [tokens].
+def less_others_mean(rewards: list[float]) -> list[float]:
+    """s_i = r_i - mean of the other r_j: a baseline that doesn't depend on the answer itself. 0 of an answer without others.
 
-    `engine_logprobs` are under the weights that wrote a token, `proximal_logprobs` under those at the start of the step, which also
-    stand in for the old log-probabilities in the ratio that is clipped: the clip keeps the weights near where the step began, and
-    the weight, through which no gradient flows, corrects for who wrote the token. Source: the decoupled objective of AReaL (arXiv
-    2505.24298, section 5.2), after Hilton et al. (arXiv 2110.00641); cut off as in truncated importance sampling (Ionides, 2008).
+    Source: RLOO, Back to Basics (arXiv 2402.14740), section 2.2, after Kool et al. (2019).
     """
-    return (proximal_logprobs - engine_logprobs).exp().clamp(max=largest).detach()
+    total, others = math.fsum(rewards), len(rewards) - 1
+    return [reward - (total - reward) / others if others else 0.0 for reward in rewards]
+
+
+# ---------------------------------------------------------------- credit: rewards of one answer's tokens -> advantages and returns
+
+
+def reward_to_go(rewards: list[float], values: list[float] | None, config) -> tuple[list[float], list[float]]:
+    """A_t = r_t + gamma * A_(t+1), [T] each: with one reward, at the end, and gamma 1 the same for every token. Needs no values.
+
+    Source: REINFORCE (Williams, 1992); REINFORCE++ (arXiv 2501.03262), section 3.
+    """
+    advantages, ahead = [], 0.0
+    for reward in reversed(rewards):
+        ahead = reward + config.gamma * ahead
+        advantages.append(ahead)
+    return advantages[::-1], advantages[::-1]
+
+
+def gae(rewards: list[float], values: list[float], config) -> tuple[list[float], list[float]]:
+    """A_t = delta_t + gamma * lambda * A_(t+1) with delta_t = r_t + gamma * V_(t+1) - V_t; after the last token V and A are 0.
+
+    values: [T], V_t of what stands before token t is written. The returns, which the critic learns, are A_t + V_t.
+    Source: generalised advantage estimation (arXiv 1506.02438), section 3, equation 16.
+    """
+    advantages, ahead, value_ahead = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        ahead = reward + config.gamma * value_ahead - value + config.gamma * config.gae_lambda * ahead
+        advantages.append(ahead)
+        value_ahead = value
+    advantages.reverse()
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+# ---------------------------------------------------------------- the table
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    advantages: Callable[[list[float]], list[float]]  # the rewards of one group -> one advantage per answer
-    loss: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]  # per token, as `clipped_loss`
+    """score -> credit -> whiten makes advantages, loss and mean what is minimised; the rest says what else takes part."""
+
+    score: Callable[[list[float]], list[float]]  # the rewards of one group -> one score an answer
+    loss: Callable[[Tokens, object], tuple[Tensor, Tensor]]  # (tokens, config) -> loss of each target, whether it was clipped
+    # (rewards of an answer's tokens, a critic's values of them, config) -> advantages and returns
+    credit: Callable[[list[float], list[float] | None, object], tuple[list[float], list[float]]] = reward_to_go
+    mean: str = "token"  # a row of losses.MEANS
+    whiten: bool = False  # advantages are standardised over all tokens of the step, on all ranks
+    # with --kl-in reward the KL is taken off the rewards of its tokens; else off the answer's, before the score
+    kl_by_token: bool = False
+    critics: tuple[str, ...] = ()  # names of the value models that are trained, by what they predict
+    greedy: bool = False  # one more answer a prompt, greedy: its reward is taken off the others', and it isn't trained on
 
 
 ALGORITHMS = {
-    "grpo": Algorithm(advantages=grpo_advantages, loss=clipped_loss),
+    "grpo": Algorithm(group_standardised, clipped_loss),
+    "dr_grpo": Algorithm(less_group_mean, clipped_loss, mean="constant"),
+    "rloo": Algorithm(less_others_mean, clipped_loss),
+    "reinforce++": Algorithm(as_they_are, clipped_loss, whiten=True, kl_by_token=True),
+    "reinforce++_baseline": Algorithm(less_group_mean, clipped_loss, whiten=True),
+    "remax": Algorithm(as_they_are, clipped_loss, greedy=True, kl_by_token=True),
+    "gspo": Algorithm(group_standardised, gspo_loss, mean="sequence"),
+    "cispo": Algorithm(group_standardised, cispo_loss),
+    "ppo": Algorithm(as_they_are, clipped_loss, gae, whiten=True, kl_by_token=True, critics=("reward",)),
 }
 
 
@@ -70,16 +128,90 @@ def get_algorithm(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def set_advantages(samples: list[Sample], algorithm: str) -> None:
-    """Fill `advantages` of every sample from the rewards of its group (the samples with its prompt_id). Drops no sample.
+# ---------------------------------------------------------------- from rewards to advantages
 
-    Every token of an answer gets the answer's advantage. Not collective: a group never leaves its controller.
+
+def overlong_penalty(length: int, config) -> float:
+    """0 up to overlong_from tokens, from there linear to overlong_penalty at max_new_tokens. Taken off the reward.
+
+    Source: DAPO's soft overlong punishment (arXiv 2503.14476), section 3.4, equation 13.
     """
-    groups: dict[int, list[Sample]] = {}
+    if not config.overlong_from:
+        return 0.0
+    over = (length - config.overlong_from) / (config.max_new_tokens - config.overlong_from)
+    return config.overlong_penalty * min(max(over, 0.0), 1.0)
+
+
+def set_baseline(group: list[Sample], config) -> None:
+    """Fill `baseline` of a judged group: the reward of its greedy answer, 0 without one. ReMax (arXiv 2310.10505), section 4."""
+    baseline = sum(sample.reward - overlong_penalty(len(sample.response), config) for sample in group if sample.greedy)
+    for sample in group:
+        sample.baseline = float(baseline)
+
+
+def kl_penalties(sample: Sample, config) -> list[float]:
+    """kl_coef times the KL to the reference model at each token, [T], for the reward; 0 if it isn't there.
+
+    By the engine's log-probabilities, which are those of the weights that wrote the tokens.
+    """
+    if not config.kl_coef or config.kl_in != "reward":
+        return [0.0] * len(sample.response)
+    from torch import float64, tensor
+
+    log_ratio = tensor(sample.logprobs, dtype=float64) - tensor(sample.reference_logprobs, dtype=float64)
+    return (config.kl_coef * KL[config.kl_estimator](log_ratio)).tolist()
+
+
+def rewards_of(samples: list[Sample], config) -> Rewards:
+    """What the score of each sample is made of: its reward, less what the settings take off the whole answer. Not collective."""
+    rewards = {}
     for sample in samples:
         assert sample.reward is not None, f"sample {sample.index} of prompt {sample.prompt_id} has no reward yet"
-        groups.setdefault(sample.prompt_id, []).append(sample)
-    for group in groups.values():
-        advantages = get_algorithm(algorithm).advantages([sample.reward for sample in group])
-        for sample, advantage in zip(group, advantages, strict=True):
-            sample.advantages = [advantage] * len(sample.response)
+        off = sample.baseline + overlong_penalty(len(sample.response), config)
+        if not get_algorithm(config.algorithm).kl_by_token:
+            off += math.fsum(kl_penalties(sample, config))
+        rewards.setdefault(sample.prompt_id, {})[sample.index] = sample.reward - off
+    return rewards
+
+
+def set_advantages(samples: list[Sample], parts: list[Rewards], config) -> None:
+    """Fill `advantages` and, of every critic, `returns` of each sample. Not collective.
+
+    parts: what `rewards_of` says on each rank: a score needs the rewards of the whole group, wherever its answers are.
+    """
+    algorithm, groups = get_algorithm(config.algorithm), {sample.prompt_id: {} for sample in samples}
+    for part in parts:
+        for prompt_id in groups.keys() & part.keys():
+            groups[prompt_id] |= part[prompt_id]
+    ordered = {prompt_id: sorted(group.items()) for prompt_id, group in groups.items()}
+    scores = {prompt_id: algorithm.score([reward for _, reward in group]) for prompt_id, group in ordered.items()}
+    score_of = {(p, index): score for p, group in ordered.items() for (index, _), score in zip(group, scores[p], strict=True)}
+    (name,) = algorithm.critics or ("",)
+    for sample in samples:
+        length, score = len(sample.response), score_of[sample.prompt_id, sample.index]
+        token_rewards = [0.0] * (length - 1) + [score][:length]
+        if algorithm.kl_by_token:
+            token_rewards = [r - penalty for r, penalty in zip(token_rewards, kl_penalties(sample, config), strict=True)]
+        sample.advantages, returns = algorithm.credit(token_rewards, sample.values.get(name), config)
+        sample.returns = dict.fromkeys(algorithm.critics, returns)
+
+
+Moments = tuple[int, float, float]  # count, mean, and sum of squared distances from it
+
+
+def moments(values: list[float]) -> Moments:
+    """Of some values."""
+    mean = fmean(values) if values else 0.0
+    return len(values), mean, math.fsum((value - mean) ** 2 for value in values)
+
+
+def whiten(samples: list[Sample], parts: list[Moments]) -> None:
+    """A = (A - mean) / (std + 1e-8), over all tokens of the step. Not collective. parts: `moments` of each rank's advantages.
+
+    Source: REINFORCE++ (arXiv 2501.03262), section 3; the parts are pooled after Chan et al. (1979).
+    """
+    count = max(1, sum(n for n, _, _ in parts))
+    mean = math.fsum(n * m for n, m, _ in parts) / count
+    std = math.sqrt(math.fsum(squares + n * (m - mean) ** 2 for n, m, squares in parts) / count)
+    for sample in samples:
+        sample.advantages = [(advantage - mean) / (std + WHITEN_EPSILON) for advantage in sample.advantages]

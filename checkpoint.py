@@ -3,9 +3,10 @@
     OUT/checkpoints/step_<n>/                 n steps done
         manifest.json                         size and SHA-256 of every other file
         megatron/                             the policy and its optimizer (see shards.py)
+        critic_<name>/                        the same of a critic, where the algorithm has one
         common.json                           what is the same on every controller
         controllers/rank_<r>.json             what is one controller's own: answers that were cut off, random states, counts
-        hf/                                   on request: a Hugging Face directory
+        hf/, hf_critic_<name>/                on request: Hugging Face directories
     OUT/checkpoints/step_<n>.partial-<pid>/   one that is being written, or was when the run died; never read
     OUT/checkpoints/latest.json               {"step": n}: the newest that is complete; 0 when there is none yet
 
@@ -34,6 +35,7 @@ from rollout import Sample
 
 FORMAT = 1  # of the JSON files
 TRACKER, COMMON = "latest.json", "common.json"
+HF = {"megatron": "hf"}  # the Hugging Face directory beside a trainer's folder; a critic's has its name
 POLL_S = 0.05
 COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips")  # of the State
 COUNTS = ("failed", "parsed")  # of a Judge
@@ -57,9 +59,15 @@ def state_of(job) -> tuple[dict, dict]:
     return common, own
 
 
+def trainers_of(job) -> dict[str, Any]:
+    """The models that are trained, by the folder of a checkpoint that holds them."""
+    return {"megatron": job.actor} | {f"critic_{critic.name}": critic for critic in job.critics}
+
+
 async def restore(job, folder: Path) -> None:
-    """Take a checkpoint over, on any number of ranks (collective). The actor must be awake."""
-    await job.world.run(job.actor.restore, folder / "megatron")
+    """Take a checkpoint over, on any number of ranks (collective). Actor and critics must be awake."""
+    for name, trainer in trainers_of(job).items():
+        await job.world.run(trainer.restore, folder / name)
     restore_controller(job, json.loads((folder / COMMON).read_text()), read_controllers(folder))
 
 
@@ -121,21 +129,23 @@ def set_random_state(states: dict[str, str]) -> None:
 # ---------------------------------------------------------------- how it is saved
 
 
-def write_part(folder: Path, rank: int, state: tuple[dict, dict], write_shards, write_hf) -> tuple[list, dict[str, list]]:
+def write_part(
+    folder: Path, rank: int, state: tuple[dict, dict], write_shards: dict[str, Callable[[], list]], write_hf: dict[str, Callable]
+) -> tuple[dict[str, list], dict[str, list]]:
     """Write one rank's files; returns the descriptions of its shards, and size and SHA-256 of each file. Runs in the forked process.
 
-    write_hf: None on ranks that write no Hugging Face directory.
+    Both by folder; write_hf is empty on ranks that write no Hugging Face directory.
     """
     common, own = state
-    mine = [f"controllers/rank_{rank}.json", f"megatron/__{rank}_*", *["hf/*"] * bool(write_hf)]
-    mine += [COMMON, "megatron/common.pt"] if rank == 0 else []
+    mine = [f"controllers/rank_{rank}.json", *(f"{name}/__{rank}_*" for name in write_shards), *(f"{name}/*" for name in write_hf)]
+    mine += [COMMON, *(f"{name}/common.pt" for name in write_shards)] if rank == 0 else []
     try:
-        described = write_shards()
+        described = {name: write() for name, write in write_shards.items()}
         (folder / mine[0]).write_text(canonical(own))
         if rank == 0:
             (folder / COMMON).write_text(canonical(common))
-        if write_hf:
-            write_hf(folder / "hf")
+        for name, write in write_hf.items():
+            write(folder / name)
         return described, {str(path.relative_to(folder)): digest(path) for name in mine for path in folder.glob(name)}
     except OSError:  # a disk that is full: the run needs what is left of it
         for path in [path for name in mine for path in folder.glob(name)]:
@@ -150,7 +160,7 @@ class Saving:
     step: int
     folder: Path
     writer: Any
-    complete_shards: Callable[[list[list]], None]
+    complete_shards: dict[str, Callable[[list[list]], None]]  # by the folder of a trainer
 
 
 class Checkpoints:
@@ -224,31 +234,40 @@ class Checkpoints:
         """Take the snapshot and start to write it."""
         step, rank = state[0]["step"], self.world.rank
         folder = self.folder / await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
-        if error := await self.world.broadcast(reason(self._make, folder) if rank == 0 else ""):
+        trainers, write_shards, complete_shards = trainers_of(job), {}, {}
+        if error := await self.world.broadcast(reason(self._make, folder, trainers) if rank == 0 else ""):
             return self._give_up(job, step, folder, error)
-        write_shards, complete_shards = await self.world.run(job.actor.snapshot, folder / "megatron")
-        write_hf, every = None, self.config.save_hf_every
-        if every and (step % every == 0 or step == self.config.steps) and (weights := await self.world.run(job.actor.whole_weights)):
-            write_hf = partial(job.actor.write_hf, weights)
-        work = partial(write_part, folder, rank, state, write_shards, write_hf)
+        for name, trainer in trainers.items():
+            write_shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
+        work = partial(write_part, folder, rank, state, write_shards, await self._hf_writers(trainers, step))
         writer = await self.world.run(self._start_writer, work)  # by the thread that lives as long as the run: its end is the process's
         self._saving = Saving(step, folder, writer, complete_shards)
 
-    def _make(self, folder: Path) -> None:
+    async def _hf_writers(self, trainers: dict[str, Any], step: int) -> dict[str, Callable]:
+        """What writes the Hugging Face directories, by folder, if they are due; nothing on most ranks. Takes their weights now."""
+        every = self.config.save_hf_every
+        if not every or (step % every and step != self.config.steps):
+            return {}
+        weights = {name: await self.world.run(trainer.whole_weights) for name, trainer in trainers.items()}
+        return {HF.get(name, f"hf_{name}"): partial(trainers[name].write_hf, of) for name, of in weights.items() if of}
+
+    def _make(self, folder: Path, trainers) -> None:
         folder.mkdir(parents=True)
-        (folder / "megatron").mkdir()
-        (folder / "controllers").mkdir()
+        for name in (*trainers, "controllers"):
+            (folder / name).mkdir()
         if not (self.folder / TRACKER).exists():
             write_whole(self.folder / TRACKER, {"step": 0})
 
-    def _complete(self, saving: Saving, parts: list[tuple[list, dict]]) -> None:
+    def _complete(self, saving: Saving, parts: list[tuple[dict, dict]]) -> None:
         """Rank 0: every rank's data is on the disk. In this order, because it may die between any two lines."""
-        saving.complete_shards([described for described, _ in parts])
         manifest = {name: entry for _, files in parts for name, entry in files.items()}
-        manifest |= {name: digest(saving.folder / name) for name in ("megatron/.metadata", "megatron/metadata.json")}
+        for trainer, complete in saving.complete_shards.items():
+            complete([described[trainer] for described, _ in parts])
+            names = (f"{trainer}/.metadata", f"{trainer}/metadata.json")
+            manifest |= {name: digest(saving.folder / name) for name in names}
         write_whole(saving.folder / MANIFEST, manifest)
-        for folder in (saving.folder / "megatron", saving.folder / "controllers", saving.folder):
-            sync_folder(folder)
+        for name in (*saving.complete_shards, "controllers", "."):
+            sync_folder(saving.folder / name)
         target = self.folder / f"step_{saving.step}"
         put_away(target)  # a damaged one, or one that this run has left behind
         saving.folder.rename(target)

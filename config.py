@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import algorithms
 import genrm
+import losses
 import placement
 from serving import MOST_LATE
 
@@ -16,12 +17,15 @@ AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_toke
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
 AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
-AT_LEAST_0 += ("judge_retries", "max_empty_steps", "save_every", "save_hf_every")
+AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
+AT_LEAST_0 += ("clip_dual", "kl_coef", "entropy_coef", "overlong_from", "overlong_penalty", "mismatch_max", "mismatch_mask")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
+ABOVE_0 += ("critic_lr", "value_clip")
 ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max", "engine_probe_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
-LIMITS |= {"answers_per_prompt": (2, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
+LIMITS |= {name: (0, 1) for name in ("gamma", "gae_lambda")}
+LIMITS |= {"answers_per_prompt": (1, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,24 @@ class Config:
     stale_weight_max: float = 2.0  # largest importance weight of a token that older weights wrote
     max_logprob_diff: float = 1e-3  # stop when trainer and engine disagree by more on one token; bfloat16 needs about 1
     max_skips: int = 3  # stop when the loss or gradient of so many updates in a row isn't finite; such an update is skipped
+    # ---- the algorithm
+    gamma: float = 1.0  # discount of a token's reward for each token before it
+    gae_lambda: float = 1.0  # generalised advantage estimation: from the critic's word (0) to what was rewarded (1)
+    clip_dual: float = 0.0  # a token of negative advantage A loses at most clip_dual * -A, above 1 (dual clip); 0: unbounded
+    kl_coef: float = 0.0  # weight of the KL to the start weights, a reference model; 0: none is made
+    kl_in: str = "loss"  # where the KL goes: loss | reward
+    kl_estimator: str = "k3"  # k1 | k2 | k3; in the loss take k2 or k3, in the reward k1
+    entropy_coef: float = 0.0  # weight of the entropy, which lowers the loss
+    overlong_from: int = 0  # tokens of an answer from where the reward falls, up to max_new_tokens; 0: it doesn't
+    overlong_penalty: float = 1.0  # by so much at max_new_tokens
+    mismatch_max: float = 0.0  # correct for the engine's numbers by importance weights, at most this large (truncated); 0: don't
+    mismatch_mask: float = 0.0  # tokens whose importance weight isn't in [1/this, this] give no gradient; 0: all do
+    # ---- the critic, of algorithms that have one
+    critic: str = ""  # Hugging Face directory of the value model it starts from; default: the actor's, with a head of zeros
+    critic_lr: float = 1e-3  # AdamW; the other settings of its optimizer are the actor's
+    critic_lr_warmup_steps: int = 5  # linear, from 0; then constant
+    critic_warmup: int = 0  # first steps in which the critic learns alone; the actor's learning rate begins after them
+    value_clip: float = 0.2  # a value that moved by more towards its return since the step began isn't pulled on; inf: no limit
     # ---- the engines
     max_model_len: int = 256  # context of an engine, prompt and answer
     max_running_requests: int = 128  # answers that one engine decodes at once
@@ -119,7 +141,7 @@ class Config:
             if not low <= value <= high:  # NaN is refused, too
                 needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
                 raise ValueError(f"--{dashed(name)} {value}: {needed} is needed")
-        algorithms.get_algorithm(self.algorithm)
+        self._check_algorithm()
         for name in ("max_new_tokens", "judge_max_new_tokens"):
             if (value := values[name]) >= self.max_model_len:
                 raise ValueError(f"--{dashed(name)} {value} leaves prompts no room in --max-model-len {self.max_model_len}")
@@ -139,6 +161,27 @@ class Config:
             raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
         if self.train_only != bool(self.replay):
             raise ValueError("--train-only needs --replay FILE, what a --rollout-only run wrote, and nothing else reads that")
+
+    def _check_algorithm(self):
+        """What the settings of the algorithm ask of each other. Raises ValueError like the rest."""
+        least = 1 if algorithms.get_algorithm(self.algorithm).greedy else 2
+        if self.answers_per_prompt < least:
+            needed = f"at least {least} is needed by --algorithm {self.algorithm}"
+            raise ValueError(f"--answers-per-prompt {self.answers_per_prompt}: {needed}")
+        for name, rows in (("kl_in", ("loss", "reward")), ("kl_estimator", losses.KL)):
+            if (value := vars(self)[name]) not in rows:
+                raise ValueError(f"--{dashed(name)} {value} is unknown; choose one of {', '.join(rows)}")
+        if (self.critic or self.critic_warmup) and not algorithms.get_algorithm(self.algorithm).critics:
+            raise ValueError(f"--critic and --critic-warmup are for algorithms with a critic: --algorithm {self.algorithm} has none")
+        if self.critic and not self.model:
+            raise ValueError("--critic needs --model: the demo's critic starts from its actor")
+        if self.critic_warmup >= self.steps:
+            raise ValueError(f"--critic-warmup {self.critic_warmup} leaves the actor none of --steps {self.steps}")
+        for name in ("clip_dual", "mismatch_mask"):
+            if 0 < (value := vars(self)[name]) <= 1:
+                raise ValueError(f"--{dashed(name)} {value:g}: 0 or more than 1 is needed")
+        if self.overlong_from >= self.max_new_tokens:
+            raise ValueError(f"--overlong-from {self.overlong_from} must be below --max-new-tokens {self.max_new_tokens}")
 
     def _check_judges(self):
         """What the settings of the judges ask of each other. Raises ValueError like the rest."""
@@ -178,7 +221,7 @@ PRESETS = {
     "tiny": {},
     "cuda": dict(dtype="bfloat16", max_logprob_diff=1.0, lr=1e-6, max_model_len=4096, max_new_tokens=2048, judge_max_new_tokens=1024)
     | dict(max_running_requests=256, max_total_tokens=1 << 20, max_tokens_per_micro_batch=16384, prompts_per_step=64)
-    | dict(deterministic=False),
+    | dict(deterministic=False, critic_lr=1e-5),
 }
 
 

@@ -56,6 +56,8 @@ class Job:
     state: State = field(default_factory=State)
     stop: exits.Stop = field(default_factory=exits.Stop)  # what this process was asked for
     stopping: int = 0  # the signal that asked one of the controllers to stop, once all have heard
+    reference: list = field(default_factory=list)  # the reference model, if the KL to it is asked for
+    critics: list = field(default_factory=list)  # the value models that the algorithm has
 
 
 async def train(job: Job) -> int:
@@ -74,22 +76,22 @@ async def train(job: Job) -> int:
             served = await serve(job, SERVE[job.plan.mode])
         if job.stopping:
             break
-        algorithms.set_advantages(served.kept, config.algorithm)  # local: a group never leaves its controller
 
         # ---- all controllers meet: equal work for every data-parallel rank
         mini_batches = await balance(served.kept, config, actor, world)
 
         # ---- train: every rank belongs to the actor now
-        await placement.to_training(actor, rollout, genrm, world, job.timeline)
+        await placement.to_training(actor, job.critics, rollout, genrm, world, job.timeline)
         with job.timeline.span("train"):
-            stats = await world.run(actor.update, mini_batches)
+            await appraise(job, mini_batches)
+            stats = await update(job, mini_batches)
         check_skips(job, stats, mini_batches)
 
         # ---- everything sleeps but the actor: the split may move, and what is now is saved while the next step is served
         decision = await replan(job, served)
         note_step(job, served)
         await job.checkpoints.save(job)
-        job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+        job.state.hand_over_s = await placement.to_serving(actor, job.critics, rollout, world, job.timeline)
         job.timeline.mark("weights", f"v{actor.version}")
 
         await job.report.step(step, served, flat(mini_batches), stats | decision, job)
@@ -104,7 +106,7 @@ async def begin(job: Job) -> None:
     await job.rollout.sleep()
     await job.genrm.sleep()
     placement.take_plan(job.plan, job.rollout, job.genrm)
-    job.state.hand_over_s = await placement.to_serving(job.actor, job.rollout, job.world, job.timeline)
+    job.state.hand_over_s = await placement.to_serving(job.actor, job.critics, job.rollout, job.world, job.timeline)
 
 
 async def end(job: Job) -> int:
@@ -113,7 +115,7 @@ async def end(job: Job) -> int:
         job.timeline.step = job.config.steps
         await evaluate(job, job.config.steps)
     if job.stopping:
-        await placement.to_training(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+        await placement.to_training(job.actor, job.critics, job.rollout, job.genrm, job.world, job.timeline)
         await job.checkpoints.save_now(job)
     await job.checkpoints.finish(job, wait=True)
     return job.stopping
@@ -192,6 +194,28 @@ async def balance(samples: list[Sample], config, actor, world) -> list[list[list
     incoming = await world.exchange({rank: shares[dp_rank] for rank, (dp_rank, _) in enumerate(facts) if shares[dp_rank]})
     got = {(sample.prompt_id, sample.index): sample for parcel in incoming.values() for sample in parcel}
     return [[[got[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan[actor.dp_rank]]
+
+
+async def appraise(job: Job, mini_batches: list[list[list[Sample]]]) -> None:
+    """Give every sample its advantages: what the reference model and the critics make of it, then the algorithm (collective).
+
+    A score needs the rewards of the whole group, whose answers may be trained on elsewhere: a number for each is gathered.
+    """
+    config, world, samples = job.config, job.world, flat(mini_batches)
+    for model in (*job.reference, *job.critics):
+        await world.run(model.appraise, mini_batches)
+    mine = samples if job.actor.is_head else []  # the other ranks of its model-parallel group hold the same
+    algorithms.set_advantages(samples, await world.gather(algorithms.rewards_of(mine, config)), config)
+    if algorithms.get_algorithm(config.algorithm).whiten:
+        algorithms.whiten(samples, await world.gather(algorithms.moments([a for s in mine for a in s.advantages])))
+
+
+async def update(job: Job, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
+    """One update of every critic, then of the actor (collective). Returns their metrics."""
+    stats = {}
+    for model in (*job.critics, job.actor):
+        stats |= await job.world.run(model.update, mini_batches)
+    return stats
 
 
 async def evaluate(job: Job, step: int) -> None:

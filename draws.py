@@ -144,9 +144,12 @@ def moving_average(groups_per_kept: float, draws: Draws) -> float:
 
 
 def is_informative(group: list[Sample]) -> bool:
-    """Whether the judged answers of a group have more than one reward. Answers that the judge failed on don't count."""
+    """Whether the judged answers of a group have more than one reward: one differs from the baseline, where there is one.
+
+    Answers that the judge failed on don't count; without the greedy one there is no baseline, and nothing to learn.
+    """
     rewards = {sample.reward for sample in group if sample.reward is not None}
-    return len(rewards) > 1
+    return len(rewards) > 1 and not any(sample.greedy and sample.reward is None for sample in group)
 
 
 def is_written(group: list[Sample]) -> bool:
@@ -160,8 +163,9 @@ class Groups:
     What was written stays with the controller that wrote it: `deal` gives it those prompts again.
     """
 
-    def __init__(self, prompts, answers: int, keep_written: bool):
-        self._prompts, self._answers, self._keep_written = prompts, answers, keep_written
+    def __init__(self, prompts, answers: int, keep_written: bool, greedy: bool = False):
+        """greedy: every group has one answer more, a greedy one."""
+        self._prompts, self._answers, self._keep_written, self._greedy = prompts, answers, keep_written, greedy
         self._written: dict[int, list[Sample]] = {}
         self._owners: dict[int, int] = {}  # draw -> data-parallel rank that holds it; the same on every controller
         self._cuts: dict[int, int] = {}  # draw -> steps in a row in which it came to nothing; the same on every controller
@@ -185,7 +189,12 @@ class Groups:
 
     def take(self, draw: int) -> list[Sample]:
         """The group of a prompt: as far as it was written, or empty samples."""
-        return self._written.pop(draw, None) or self._prompts.group(draw, self._answers)
+        if draw in self._written:
+            return self._written.pop(draw)
+        group = self._prompts.group(draw, self._answers + self._greedy)
+        for sample in group[self._answers :]:
+            sample.greedy = True
+        return group
 
     @property
     def carried(self) -> list[list[Sample]]:

@@ -179,6 +179,14 @@ def check_sizes(hf: dict, config) -> None:
                 raise ValueError(f"{flag} {size} does not divide {name} = {hf[name]} of --model")
 
 
+def check_critic(config) -> None:
+    """ValueError if the value model of --critic can't read the actor's tokens, or the sizes don't divide it."""
+    hf, tokens = read_hf_config(config.critic), read_hf_config(config.model)["vocab_size"]
+    if hf["vocab_size"] < tokens:
+        raise ValueError(f"--critic {config.critic}: it knows {hf['vocab_size']} tokens, and --model has {tokens}")
+    check_sizes(hf, config)
+
+
 def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
     """This rank's part of the model, with random weights. Collective over the pipeline group if embeddings are tied."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model_config.qk_layernorm)
@@ -205,7 +213,10 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
 
 
 class HFWeights:
-    """Reads a directory's safetensors files tensor by tensor, by name. ValueError names what is missing and the directory."""
+    """Reads a directory's safetensors files tensor by tensor, by name. ValueError names what is missing and the directory.
+
+    own: tensors that are taken in place of the files'.
+    """
 
     def __init__(self, model_dir: str):
         from safetensors import safe_open
@@ -216,10 +227,12 @@ class HFWeights:
         for path in paths:
             check_safetensors(path)
         files = [safe_open(path, framework="pt") for path in paths]
-        self.model_dir = model_dir
+        self.model_dir, self.own = model_dir, {}
         self.file_of = {name: file for file in files for name in file.keys()}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.own:
+            return self.own[name]
         if name not in self.file_of:
             raise ValueError(f"--model {self.model_dir}: its safetensors files lack {name}")
         return self.file_of[name].get_tensor(name)
@@ -316,14 +329,13 @@ def tp_gather(name: str, param: torch.nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def load_weights(model: GPTModel, model_dir: str) -> None:
-    """Fill this rank's parameters from the directory. Not collective."""
-    weights = HFWeights(model_dir)
+def load_weights(model: GPTModel, weights: HFWeights) -> None:
+    """Fill this rank's parameters. Not collective."""
     for name, param in global_parameters(model):
         names = hf_names("embedding.word_embeddings.weight" if is_tied_copy(model, name) else name)
         shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
         if shard.shape != param.shape:
-            raise ValueError(f"--model {model_dir}: {names[0]} does not have the shape that config.json says")
+            raise ValueError(f"--model {weights.model_dir}: {names[0]} does not have the shape that config.json says")
         param.copy_(shard)
 
 

@@ -3,8 +3,8 @@
 A mode is data, a `Plan`: the ranks of each role. While serving, rollout and genrm engines hold ranks; while training, the actor
 holds all of them. The hand-overs are the vertical rules of the paper's figure, and their order decides the memory peak:
 
-    to training    every engine sleeps (weights and KV cache go)   then the actor wakes
-    to serving     rollout weights come back, push, the actor sleeps, and only then does the KV cache come back
+    to training    every engine sleeps (weights and KV cache go)   then the actor wakes, and the critics
+    to serving     critics sleep, rollout weights come back, push, the actor sleeps, and only then does the KV cache come back
 
 Between the two everything sleeps: there a run may take another plan (see rebalance.py). When no rollout engine is left, both happen
 in the middle of serving, so that new ones get the weights.
@@ -125,20 +125,25 @@ def take_plan(plan: Plan, rollout: Pool, genrm: Pool) -> None:
     genrm.assign(plan.leads("genrm"))
 
 
-async def to_training(actor, rollout: Pool, genrm: Pool, world, timeline) -> None:
-    """Engines sleep, then the actor wakes (collective)."""
+async def to_training(actor, critics: list, rollout: Pool, genrm: Pool, world, timeline) -> None:
+    """Engines sleep, then the actor and the critics wake (collective)."""
     await rollout.sleep()
     await genrm.sleep()
-    with timeline.span("switch"):
-        await world.run(actor.wake)
+    for trainer in (actor, *critics):
+        with timeline.span("switch"):
+            await world.run(trainer.wake)
 
 
-async def to_serving(actor, rollout: Pool, world, timeline) -> float:
-    """Weights back, push, actor out, KV cache back (collective). Whether genrm wakes beside it is up to the mode's serve function.
+async def to_serving(actor, critics: list, rollout: Pool, world, timeline) -> float:
+    """Critics out, weights back, push, actor out, KV cache back (collective). Whether genrm wakes is up to the mode's serve function.
 
     Returns the seconds that it took: what a move of the split may cost.
     """
     start = timeline.now()
+    for critic in critics:
+        with timeline.span("switch"):
+            await world.run(critic.sleep)
+            await world.barrier()
     await rollout.wake_weights()
     await rollout.load_weights(actor.named_weights(), actor.version)
     with timeline.span("switch"):
@@ -149,12 +154,12 @@ async def to_serving(actor, rollout: Pool, world, timeline) -> float:
 
 
 async def revive(actor, rollout: Pool, genrm: Pool, world, timeline) -> None:
-    """Every rollout engine was lost: those that were started again get the actor's weights (collective).
+    """Every rollout engine was lost: those that were started again get the actor's weights (collective). Critics sleep on.
 
     Answers that wait for an engine go on waiting. What is being judged is judged to its end; genrm sleeps afterwards.
     """
     genrm.hold()
     while any(await world.gather(genrm.outstanding())):
         await asyncio.sleep(PATIENCE_S)
-    await to_training(actor, rollout, genrm, world, timeline)
-    await to_serving(actor, rollout, world, timeline)
+    await to_training(actor, [], rollout, genrm, world, timeline)
+    await to_serving(actor, [], rollout, world, timeline)

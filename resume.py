@@ -16,7 +16,8 @@ from checkpoint import COMMON, TRACKER, settings_of
 from config import as_text, dashed
 from durable import PARTIAL, damage, put_away, read_canonical, step_of, steps_in, write_whole
 
-SAME = ("seed", "model", "judge", "data", "algorithm", "prompts_per_step", "answers_per_prompt")  # else the numbers are another run's
+# else the numbers are another run's
+SAME = ("seed", "model", "critic", "judge", "data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 

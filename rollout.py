@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,9 @@ WRITTEN = ("stop", "length")  # how a whole answer ends; one that ends in "abort
 
 @dataclass
 class Sample:
-    """One answer to one prompt; the only record that flows between the roles.
+    """One answer to one prompt; the only record that flows between the roles. Every field names who fills it.
 
-    Every field names who fills it. Token ids are exactly those that the engine sampled: text is for people and
-    for the judge, because decoding and re-encoding does not give the same tokens back.
+    Token ids are exactly those that were sampled: text is for people and judges; decoded and encoded again, it gives others.
     """
 
     # data.py
@@ -45,6 +44,7 @@ class Sample:
     question: str = ""  # what the judge is shown
     answer_key: str | None = None
     media: list = field(default_factory=list)  # images; travel with the sample, point to point
+    greedy: bool = False  # written greedily, as a baseline for the others of its group, and not trained on
     # rollout.py
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # one per response token, under the weights that wrote it
@@ -54,8 +54,12 @@ class Sample:
     critique: str = ""
     verdict: bool | None = None
     reward: float | None = None
-    # algorithms.py
-    advantages: list[float] | None = None  # one per response token
+    baseline: float = 0.0  # taken off the reward; by algorithms.py
+    # reference.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
+    reference_logprobs: list[float] | None = None
+    values: dict[str, list[float]] = field(default_factory=dict)
+    returns: dict[str, list[float]] = field(default_factory=dict)
+    advantages: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,7 @@ def seed_of(*what: int | str) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt of `Engine.generate`: the tokens that it added. The first fields are those of `Sample`.
-
-    Times are the event loop's, in seconds.
-    """
+    """What came back for one prompt of `Engine.generate`: the tokens that it added. Times are the event loop's, in seconds."""
 
     index: int  # which of the prompts
     tokens: list[int]
@@ -292,23 +293,23 @@ class Engine:
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self, prompts: list[list[int]], sampling: Sampling, rooms: list[int] | None = None, seeds: list[int] | None = None
-    ) -> AsyncIterator[Answer]:
+    async def generate(self, prompts: list[list[int]], sampling: Sampling, rooms=(), seeds=(), greedy=()) -> AsyncIterator[Answer]:
         """An answer to each prompt, in one request, so that they share the KV cache of what they have in common; yielded when finished.
 
         rooms: the most new tokens of each, default sampling.max_new_tokens. seeds: of each, 63 bits; with --deterministic, prompt and
-        seed alone say what is written (without seeds, SGLang takes one for all). A token's noise is by its place, so that an answer
-        which is cut off and continued comes out the same. Survives two broken connections: what has been yielded is not asked again.
-        Raises EngineLost when it breaks again, or the server is down; ValueError when it refuses.
+        seed alone say what is written (without seeds, SGLang takes one for all). A token's noise is by its place: an answer that is
+        cut off and continued comes out the same. greedy: which are, whatever `sampling` says. Survives two broken connections: what
+        has been yielded is not asked again. Raises EngineLost when it breaks again, or is down; ValueError when it is refused.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
         rooms = rooms or [sampling.max_new_tokens] * len(prompts)
+        each = zip(rooms, seeds or [None] * len(prompts), greedy or [False] * len(prompts), strict=True)
+        rules = [(replace(sampling, temperature=0.0) if is_greedy else sampling, room, seed) for room, seed, is_greedy in each]
         owed = {index: len(prompt) + room for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))}
         sent = asyncio.get_running_loop().time()
         self.outstanding += sum(owed.values())
         try:
-            stream = partial(self._stream, prompts, sampling, rooms, seeds)
+            stream = partial(self._stream, prompts, rules)
             async for answer in server.retry_broken(lambda: stream(tuple(owed), sent), lambda: self.up):
                 self.outstanding -= owed.pop(answer.index)
                 if self.on_request is not None:
@@ -323,13 +324,12 @@ class Engine:
         self._aborted = True
         await self._post("/abort_request", abort_all=True)
 
-    async def _stream(self, prompts, sampling: Sampling, rooms, seeds, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
+    async def _stream(self, prompts, rules, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
         """One streamed request. By the server's stream interval, an answer sends two events: its first token, and its end."""
         if not indices:
             return  # the connection broke when all had come
         clock, first_tokens = asyncio.get_running_loop().time, {}
-        seeds = seeds or [None] * len(prompts)
-        params = [asdict(sampling) | {"max_new_tokens": rooms[index], "sampling_seed": seeds[index]} for index in indices]
+        params = [asdict(how) | {"max_new_tokens": room, "sampling_seed": seed} for how, room, seed in map(rules.__getitem__, indices)]
         body = dict(input_ids=[prompts[index] for index in indices], sampling_params=params, return_logprob=True, stream=True)
         async with self._http().post(self.url + "/generate", json=body) as response:
             await self._check(response, "/generate")

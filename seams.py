@@ -15,7 +15,6 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import algorithms
 import controller
 import placement
 from balance import flat
@@ -53,9 +52,9 @@ async def rollout_only(job: Job) -> int:
         if job.stopping:
             break
         await keep(job, step, served.kept)
-        await placement.to_training(actor, rollout, genrm, world, job.timeline)
+        await placement.to_training(actor, job.critics, rollout, genrm, world, job.timeline)
         decision = await controller.replan(job, served)
-        job.state.hand_over_s = await placement.to_serving(actor, rollout, world, job.timeline)
+        job.state.hand_over_s = await placement.to_serving(actor, job.critics, rollout, world, job.timeline)
         controller.note_step(job, served)
         await job.report.step(step, served, served.kept, decision, job)
         controller.check_progress(job)
@@ -88,10 +87,10 @@ async def train_only(job: Job, steps: list[list[Sample]]) -> int:
         if newest > actor.version:
             raise ValueError(f"--replay {config.replay}: step {step} is of weights v{newest}, newer than the actor's v{actor.version}")
         served = Served(kept=share(samples, actor))
-        algorithms.set_advantages(served.kept, config.algorithm)
         mini_batches = await controller.balance(served.kept, config, actor, world)
         with job.timeline.span("train"):
-            stats = await world.run(actor.update, mini_batches)
+            await controller.appraise(job, mini_batches)
+            stats = await controller.update(job, mini_batches)
         job.state.history = [Load(job.plan, RoleLoad(), RoleLoad(), 0, 0.0, 0.0, 0.0)]  # nothing was served
         job.state.step = step + 1
         await job.report.step(step, served, flat(mini_batches), stats, job)

@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import placement
+from algorithms import set_baseline
 from draws import Draws, is_informative, is_written, moving_average
 from rollout import WRITTEN, Answer, EngineLost, Sample, seed_of
 
@@ -22,7 +23,7 @@ class Served:
     """What this controller's prompts came to in one step. Every sample is kept, dropped, or in a filtered or carried group."""
 
     kept: list[Sample] = field(default_factory=list)  # groups to train on
-    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed
+    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed, and greedy ones
     filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
     carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
     waves: int = 0
@@ -123,9 +124,10 @@ async def have_written(job, sampling, group: list[Sample], take, is_closed=lambd
         prompts = [sample.prompt + sample.response for sample in unwritten]
         rooms = [sampling.room(sample) for sample in unwritten]
         seeds = [seed_of(job.config.seed, sample.prompt_id, sample.index) for sample in unwritten]
+        greedy = [sample.greedy for sample in unwritten]
         try:
             async with asyncio.timeout(job.config.request_timeout_s):
-                async for answer in engine.generate(prompts, sampling, rooms, seeds):
+                async for answer in engine.generate(prompts, sampling, rooms, seeds, greedy):
                     take(unwritten[answer.index], answer, engine.rank)
         except (TimeoutError, EngineLost) as error:
             if isinstance(error, EngineLost) and not engine.up:
@@ -292,8 +294,9 @@ def sort_out(step: Step) -> None:
     chosen, again = draws.chosen(), draws.come_again()
     for draw, group in step.groups.items():
         if draw in chosen:
+            set_baseline(group, job.config)
             for sample in group:
-                (served.dropped if sample.reward is None else served.kept).append(sample)
+                (served.dropped if sample.reward is None or sample.greedy else served.kept).append(sample)
         else:
             (served.carried if draw in again else served.filtered).append(group)
     job.groups.put_back(again, served.carried)

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""The policy's part of a checkpoint, in Megatron-Core's own format: any other number of ranks, --tp or --pp can load it.
+"""A trainer's part of a checkpoint, in Megatron-Core's own format: any other number of ranks, --tp or --pp can load it.
 
 A save comes in three parts, so that training waits for the first alone. `take` (all ranks) plans who writes what. What it returns to
 write is called in a process forked from each rank, whose memory stays as it was; what it returns to complete, on rank 0 in the end.
@@ -57,11 +57,11 @@ KNOWN = {  # what the pickle `.metadata` may name: descriptions of tensors, and 
 }
 
 
-def template(actor) -> dict:
-    """What a checkpoint holds of an actor, as Megatron's sharded tensors, to load into. Collective over all ranks."""
-    model = actor.gpt.sharded_state_dict(metadata=metadata())
-    optimizer = actor.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
-    return {"version": actor.version, "model": model, "optimizer": optimizer}
+def template(trainer) -> dict:
+    """What a checkpoint holds of a trainer, as Megatron's sharded tensors, to load into. Collective over all ranks."""
+    model = trainer.gpt.sharded_state_dict(metadata=metadata())
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
+    return {"version": trainer.version, "model": model, "optimizer": optimizer}
 
 
 def metadata() -> dict:
@@ -132,15 +132,15 @@ class PlanOnly(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def take(actor, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-    """Plan a save of the actor into `folder`, which exists and is empty. Collective over all ranks; nothing is written or copied yet.
+def take(trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+    """Plan a save of the trainer into `folder`, which exists and is empty. Collective over all ranks; nothing is written or copied yet.
 
     Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`, which rank 0 calls with
     every rank's.
     """
-    model = actor.gpt.sharded_state_dict(metadata=metadata())
-    common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(actor, model))
-    state = {"version": actor.version, "model": model, "optimizer": actor.optimizer.state_dict()}
+    model = trainer.gpt.sharded_state_dict(metadata=metadata())
+    common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(trainer, model))
+    state = {"version": trainer.version, "model": model, "optimizer": trainer.optimizer.state_dict()}
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
     default = get_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1)
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)  # `save` takes no other by argument
@@ -161,7 +161,7 @@ def take(actor, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]]
     return write, complete
 
 
-def optimizer_rectangles(actor, model_state: dict) -> dict[MetadataIndex, tuple[torch.Size, Tensor]]:
+def optimizer_rectangles(trainer, model_state: dict) -> dict[MetadataIndex, tuple[torch.Size, Tensor]]:
     """The optimizer's state that this rank holds, where it lies, by the names and shapes of Megatron's `fully_reshardable`.
 
     Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall. The optimizer shards
@@ -170,7 +170,7 @@ def optimizer_rectangles(actor, model_state: dict) -> dict[MetadataIndex, tuple[
     described, _ = extract_sharded_tensors_and_factories(model_state)
     mine = [shard for shard in nested_values(described) if not any(shard.replica_id[:-1])]  # the last: the data-parallel rank
     found = {}
-    for optimizer in actor.optimizer.chained_optimizers:
+    for optimizer in trainer.optimizer.chained_optimizers:
         optimizer.state_dict()  # makes the state of an optimizer that hasn't made a step
         stretches = stretches_of(optimizer)
         for shard in (shard for shard in mine if shard.data in stretches):
@@ -228,7 +228,7 @@ class OnlyDescriptions(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def load(actor, folder: Path) -> None:
+def load(trainer, folder: Path) -> None:
     """Take over what `take` saved on any number of ranks. Collective over all ranks. Nothing in `folder` is ever executed.
 
     ValueError if the folder holds code.
@@ -236,7 +236,7 @@ def load(actor, folder: Path) -> None:
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
-    loaded = dist_checkpointing.load(template(actor), str(folder))
-    actor.gpt.load_state_dict(loaded["model"])
-    actor.optimizer.load_state_dict(loaded["optimizer"])
-    actor.version = loaded["version"]
+    loaded = dist_checkpointing.load(template(trainer), str(folder))
+    trainer.gpt.load_state_dict(loaded["model"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    trainer.version = loaded["version"]

@@ -62,7 +62,8 @@ def job_of(config, world, actor):
 
     prompts, plans = Prompts(Addition(0, lambda text: [1])), placement.full_colocation(world.size, 1, 1)
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
-    parts = dict(config=config, world=world, actor=actor, prompts=prompts, groups=Groups(prompts, 1, True), plans=plans, plan=plans[0])
+    parts = dict(config=config, world=world, actor=actor, critics=[], plans=plans, plan=plans[0])
+    parts |= dict(prompts=prompts, groups=Groups(prompts, 1, True))
     judge, report = SimpleNamespace(failed=[0], parsed=[0]), SimpleNamespace(note=print)
     return SimpleNamespace(**parts, judge=judge, report=report, timeline=timeline, state=State())
 

@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from critic_worker import critic_config
 from fakes import FakeSource
-from parallel_worker import actor_config, balanced
+from parallel_worker import balanced
 
 import placement
+from balance import flat
 from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
@@ -32,13 +34,13 @@ LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on fro
 }  # fmt: skip
 
 
-def job_of(world: World, actor, notes: list) -> SimpleNamespace:
+def job_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     """As much of a Job as a checkpoint looks at."""
     config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2, collective_timeout_s=600.0)
     prompts, plans = Prompts(FakeSource()), placement.full_colocation(world.size, 1, 1)
     judge = SimpleNamespace(failed=[0], parsed=[0])
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
-    parts = dict(config=config, world=world, actor=actor, prompts=prompts, plans=plans, plan=plans[0], judge=judge)
+    parts = dict(config=config, world=world, actor=actor, critics=[critic], prompts=prompts, plans=plans, plan=plans[0], judge=judge)
     report = SimpleNamespace(note=notes.append)
     return SimpleNamespace(**parts, groups=Groups(prompts, 4, True), timeline=timeline, state=State(), report=report)
 
@@ -47,14 +49,24 @@ def weights_of(actor) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in actor.named_weights()}
 
 
-async def save(world: World, actor, batches: list, out: Path) -> dict:
+def learn(critic, batch: list) -> dict[str, float]:
+    """An update of the critic on returns that follow from the tokens. Returns its metrics."""
+    mini_batches = balanced(batch, critic)
+    critic.appraise(mini_batches)
+    for sample in flat(mini_batches):
+        sample.returns = {critic.name: [token / 64 for token in sample.response]}
+    return critic.update(mini_batches)
+
+
+async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     """Two updates, a save, and another update while it is being written: none of that may get into the checkpoint."""
     notes = []
-    job = job_of(world, actor, notes)
+    job = job_of(world, actor, critic, notes)
     checkpoints = Checkpoints(job.config, world, out)
     for batch in batches[:2]:
         actor.update(balanced(batch, actor))
-    saved, job.state.step = weights_of(actor), 2
+        learn(critic, batch)
+    saved, saved_critic, job.state.step = weights_of(actor), weights_of(critic), 2
     job.judge.parsed[0] = 5 + world.rank
     torch.manual_seed(world.rank + 100)
     draws = job.prompts.take(9)
@@ -65,36 +77,41 @@ async def save(world: World, actor, batches: list, out: Path) -> dict:
     job.groups.put_back(draws, carried)
     await checkpoints.save(job)
     random = torch.rand(3)
-    metrics = actor.update(balanced(batches[2], actor))
+    metrics = actor.update(balanced(batches[2], actor)) | learn(critic, batches[2])
     await checkpoints.finish(job, wait=True)
     assert not notes, notes
     assert await checkpoints.save_now(job), "saved already"
     (span,) = job.timeline.spans
-    return {"metrics": metrics, "saved": saved, "weights": weights_of(actor), "random": random, "save_s": span.end - span.start}
+    weights = {"weights": weights_of(actor), "critic": weights_of(critic), "saved_critic": saved_critic}
+    return weights | {"metrics": metrics, "saved": saved, "random": random, "save_s": span.end - span.start}
 
 
-async def go_on(world: World, actor, batches: list, out: Path) -> dict:
+async def go_on(world: World, actor, critic, batches: list, out: Path) -> dict:
     """The update that follows the checkpoint."""
-    job = job_of(world, actor, [])
+    job = job_of(world, actor, critic, [])
     await restore(job, out / "checkpoints" / "step_2")
     random = torch.rand(3)
-    metrics = actor.update(balanced(batches[2], actor))
+    metrics = actor.update(balanced(batches[2], actor)) | learn(critic, batches[2])
     held = {s.prompt_id: (s.response, s.logprobs, s.versions, actor.dp_rank) for group in job.groups.carried for s in group}
+    assert critic.version == actor.version
     facts = {"version": actor.version, "step": job.state.step, "prompts": job.prompts.state(), "parsed": job.judge.parsed[0]}
+    facts |= {"critic": weights_of(critic)}
     everyone = await world.gather(held)
     return facts | {"metrics": metrics, "weights": weights_of(actor), "random": random, "held": everyone, "groups": job.groups.state()}
 
 
 def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
     from actor import Actor
+    from critic import Critic
 
     store = f"file://{out}/{name}.store"
     dist.init_process_group("gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size)
     _, layout, place = (SAVES | LAYOUTS)[name]
-    actor, world = Actor(actor_config(**layout), case["model_dir"]), World("cpu", 60.0)
+    config, world = critic_config(**layout), World("cpu", 60.0)
+    actor, critic = Actor(config, case["model_dir"]), Critic(config, case["model_dir"])
     work = save if name in SAVES else go_on
     batches = [[Sample(**sample) for sample in batch] for batch in case["batches"]]
-    result = asyncio.run(work(world, actor, batches, Path(out, place)))
+    result = asyncio.run(work(world, actor, critic, batches, Path(out, place)))
     torch.save(result, f"{out}/{name}.{rank}")
     world.close()
     dist.destroy_process_group()
@@ -102,6 +119,7 @@ def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
 
 if __name__ == "__main__":
     import actor  # noqa: F401  before the fork
+    import critic  # noqa: F401
 
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1])

@@ -4,6 +4,7 @@ The clock jumps to the next event when every task waits, so a step of minutes ta
 """
 
 import asyncio
+import pickle
 import random
 import selectors
 from dataclasses import replace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import controller
 import genrm
 import placement
+from algorithms import get_algorithm
 from balance import flat
 from checkpoint import Checkpoints, restore
 from config import Config
@@ -81,15 +83,18 @@ class FakeWorld:
         await self.gather(None)
 
     async def exchange(self, outgoing):
+        """What goes to others is a copy."""
         sent = await self.gather(outgoing)
-        return {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+        incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+        return {sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel)) for sender, parcel in incoming.items()}
 
 
 MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})
+MAY_SHARE += ({"actor", "reward critic"},)
 
 
 class Device:
-    """One rank's memory: who holds it. The one overlap allowed is rollout weights beside the actor, for the push."""
+    """One rank's memory: who holds it. Allowed beside the actor: the critic to train, and rollout weights for the push."""
 
     def __init__(self, rank, log):
         self.rank, self.log, self.holders = rank, log, set()
@@ -159,7 +164,7 @@ class FakeEngine:
         other.server = self.server
         return other
 
-    async def generate(self, prompts, sampling, rooms=None, seeds=None):
+    async def generate(self, prompts, sampling, rooms=None, seeds=None, greedy=None):
         """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
         if not self.server.runs:
             await self._try_again()
@@ -173,8 +178,9 @@ class FakeEngine:
         aborted = asyncio.get_running_loop().create_future()
         self.server.aborts.append(aborted)
         rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
+        how = [replace(sampling, temperature=0.0) if is_greedy else sampling for is_greedy in greedy or [False] * len(prompts)]
         answers = [
-            replace(within(self._write(prompt, number_of(prompt, seed, index), sampling), rooms[index]), index=index)
+            replace(within(self._write(prompt, number_of(prompt, seed, index), how[index]), rooms[index]), index=index)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         answers.sort(key=lambda answer: len(answer.tokens))
@@ -297,25 +303,23 @@ def within(answer, room):
     return Answer(answer.index, answer.tokens[:room], answer.logprobs[:room], "length", [])
 
 
-class FakeActor:
-    def __init__(self, rank, size, device, tp=1, takes_stale=False):
-        self.takes_stale = takes_stale
+class FakeTrainer:
+    """What actor and critic have in common. Its weights are its version."""
+
+    def __init__(self, title, rank, size, device, tp):
+        self.title, self.device, self.version, self.awake, self.batches = title, device, 0, True, []
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
-        self.device, self.version, self.awake, self.batches = device, 0, True, []
-        device.take("actor")
+        device.take(title)
 
     def wake(self):
         assert not self.awake, "woken while awake"
         self.awake = True
-        self.device.take("actor")
+        self.device.take(self.title)
 
     def sleep(self):
         assert self.awake, "put to sleep while asleep"
         self.awake = False
-        self.device.give("actor")
-
-    def named_weights(self):
-        return iter(())
+        self.device.give(self.title)
 
     def snapshot(self, folder):
         """The weights are their version."""
@@ -339,6 +343,15 @@ class FakeActor:
         assert self.awake, "restored while asleep"
         self.version = int((folder / "__0_0.distcp").read_text())
 
+
+class FakeActor(FakeTrainer):
+    def __init__(self, rank, size, device, tp=1, takes_stale=False):
+        self.takes_stale = takes_stale
+        super().__init__("actor", rank, size, device, tp)
+
+    def named_weights(self):
+        return iter(())
+
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
@@ -353,6 +366,45 @@ class FakeActor:
         self.batches.append(samples)
         self.version += 1
         return {"train/loss": 0.0, "train/not_finite": 0.0}
+
+
+class FakeCritic(FakeTrainer):
+    """Its value of a token follows from the token alone. `log`: what it was asked."""
+
+    def __init__(self, name, *place):
+        self.name, self.log = name, []
+        super().__init__(f"{name} critic", *place)
+
+    async def appraise(self, mini_batches):
+        assert self.awake, "asked while asleep"
+        self.log.append("appraise")
+        for sample in flat(mini_batches):
+            assert sample.advantages is None, "appraised after the advantages were made"
+            sample.values[self.name] = [token / 200 for token in sample.response]
+
+    async def update(self, mini_batches):
+        samples = flat(mini_batches)
+        assert self.awake, "trained while asleep"
+        for sample in samples:
+            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), "a token without its facts"
+        self.log.append("update")
+        self.batches.append(samples)
+        self.version += 1
+        return {"critic/value_loss": 0.0}
+
+
+class FakeReference:
+    """Its log-probability of a token follows from the token alone. `log`: what it was asked."""
+
+    def __init__(self, actor):
+        self.actor, self.log = actor, []
+
+    async def appraise(self, mini_batches):
+        assert self.actor.awake, "asked while the actor sleeps"
+        self.log.append("appraise")
+        for sample in flat(mini_batches):
+            assert sample.advantages is None, "appraised after the advantages were made"
+            sample.reference_logprobs = [token / 200 for token in sample.response]
 
 
 class FakeCheckpoints:
@@ -370,6 +422,7 @@ class FakeCheckpoints:
     async def save_now(self, job):
         await job.world.barrier()
         assert job.actor.awake and not job.rollout.awake and not job.genrm.awake, "saved while an engine was awake"
+        assert all(critic.awake for critic in job.critics), "saved while a critic slept"
         self.saved.append((job.state.step, job.prompts.cursor, list(job.prompts.buffer)))
 
 
@@ -479,10 +532,14 @@ def simulate(
         judge = genrm.Judge([judge_model] * len(config.judge), to_text, genrm.Calls(timeout_s=20.0))
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
-        groups, roles = Groups(prompts, config.answers_per_prompt, config.partial_rollout), (actor, *pools, judge)
+        algorithm = get_algorithm(config.algorithm)
+        groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithm.greedy)
+        critics = [FakeCritic(name, rank, size, devices[rank], tp) for name in algorithm.critics]
+        reference = [FakeReference(actor)] if config.kl_coef else []
+        roles = (actor, *pools, judge)
         checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
         outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
-        job = controller.Job(config, world, plans, plans[0], *roles, *outside)
+        job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics)
         jobs.append(job)
         if prepare_job:
             prepare_job(job)

@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from algorithms import get_algorithm
 from balance import flat, pack, packed_length, plan_batch
 
 
 def actor_config(**overrides) -> SimpleNamespace:
     config = dict(
+        critic_warmup=0,
         seed=0, algorithm="grpo", tp=1, pp=1, cp=1, sp=False, dtype="float32", temperature=0.8, clip_low=0.2, clip_high=0.28,
         lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, steps=4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5,
         max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3, partial_rollout=False, stale_weight_max=2.0,
+        max_new_tokens=20, clip_dual=0.0, kl_coef=0.0, kl_in="loss", kl_estimator="k3", entropy_coef=0.0, mismatch_max=0.0,
+        mismatch_mask=0.0,
     )  # fmt: skip
     assert overrides.keys() <= config.keys()
     return SimpleNamespace(**{**config, **overrides})
@@ -77,6 +81,18 @@ def stale_update(actor, batch: list) -> dict[str, float]:
     return actor.update(balanced(batch, actor))
 
 
+def sequence_update(actor, batch: list) -> dict[str, float]:
+    """Metrics of an off-policy update by the ratio of sequences, which context parallelism cuts, with a KL and entropy that train."""
+    before = actor.algorithm, actor.config
+    actor.algorithm, actor.config = get_algorithm("gspo"), SimpleNamespace(**vars(actor.config) | {"kl_coef": 0.3, "entropy_coef": 0.2})
+    batch = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
+    for sample in batch:
+        sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)]
+    metrics = actor.update(balanced(batch, actor))
+    actor.algorithm, actor.config = before
+    return metrics
+
+
 def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
     """Under one layout: Megatron's sizes, and `arrange`, how samples are dealt and packed."""
     from actor import Actor
@@ -100,6 +116,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     )
     actor.export(export_to)
     stale = stale_update(actor, reference["batches"][1])
+    sequences = sequence_update(actor, reference["batches"][1])
     spread = spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor))) if actor.dp_size > 1 else None
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares))
@@ -113,6 +130,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         "logprob_distance": max(distance for _, _, distance, *_ in everyone),
         "heads": sorted(dp_rank for *_, dp_rank, is_head, _ in everyone if is_head),
         "shares": [shares for *_, shares in everyone],
+        "sequences": sequences,
         "stale": stale,
         "spread_with_a_slow_rank": spread,
     }

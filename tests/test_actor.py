@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -203,6 +204,18 @@ def test_one_stale_answer_under_every_layout(name, layouts_path):
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, layouts_path):
+    """GSPO's ratio is a mean over tokens that context parallelism cuts, the entropy a sum over logits that tensor parallelism does."""
+    family, ranks, layout = LAYOUTS[name]
+    got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["sequences"]
+    expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "dp2", "qwen2": "pp2_tied"}[family]]["sequences"]
+    assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
+    for metric in ("loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
+        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-3  # five updates have made more of rounding errors
+        assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
+
+
 def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path):
     """A rank that takes a second more than the others shows, although they wait for it in the sum of the gradients."""
     result = torch.load(f"{layouts_path}.2", weights_only=False)["dp2"]
@@ -288,8 +301,57 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
         assert torch.allclose(gradients[0], other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
+def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
+    """With a KL to a reference and the entropy in the loss; off-policy, in two optimizer steps of several micro-batches each."""
+    changes = {"kl_coef": 0.3, "entropy_coef": 0.2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
+    actor, rng = make_actor(model_dir, algorithm=row, **changes), random.Random(0)
+    samples = on_policy_samples(actor)
+    for sample in samples:
+        sample.logprobs = [logprob + rng.gauss(0, 0.2) for logprob in sample.logprobs]
+        sample.reference_logprobs = [logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs]
+    metrics = update(actor, samples)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
+    losses = []
+    for part in (samples[0::2], samples[1::2]):
+        optimizer.zero_grad()
+        losses.append(plain_row_loss(model, part, actor.config))
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), actor.config.clip_grad)
+        optimizer.step()
+    sizes = [len(part) if row != "cispo" else sum(len(sample.response) for sample in part) for part in (samples[0::2], samples[1::2])]
+    mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
+    expected = dict(model.named_parameters())
+    for name, weight in actor.named_weights():
+        assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
+
+
+def plain_row_loss(model, samples: list[Sample], config) -> torch.Tensor:
+    """Of one optimizer step, an answer at a time."""
+    total, tokens = 0.0, 0
+    for sample in samples:
+        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
+        log_ratio, advantages = logprobs - torch.tensor(sample.logprobs), torch.tensor(sample.advantages)
+        ratio = (log_ratio.mean() if config.algorithm == "gspo" else log_ratio).exp()
+        cut = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        loss = -torch.min(ratio * advantages, cut * advantages)
+        if config.algorithm == "cispo":
+            loss = -cut.detach() * advantages * logprobs
+        off = torch.tensor(sample.reference_logprobs) - logprobs
+        loss = loss + config.kl_coef * (off.exp() - 1 - off) - config.entropy_coef * entropy
+        divided = {"gspo": len(sample.response), "dr_grpo": config.max_new_tokens, "cispo": 1}[config.algorithm]
+        total, tokens = total + loss.sum() / divided, tokens + len(sample.response)
+    return total / (tokens if config.algorithm == "cispo" else len(samples))
+
+
 def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
     """Not even to the embedding's gradient, and not to the number of tokens that the loss is divided by."""
+    from actor import _sum_loss
+
     actor = make_actor(model_dir)
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)[:3]]
 
@@ -298,7 +360,7 @@ def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
 
     gradients = []
     for packed in ([sequences], [[], sequences, []]):
-        actor._forward_backward(packed, 1.0, cross_entropy)
+        actor._forward_backward(packed, partial(_sum_loss, 1.0, cross_entropy))
         gradients.append(actor.ddp.buffers[0].grad_data.clone())
     assert torch.equal(gradients[0], gradients[1]) and gradients[0].abs().max() > 0
 
@@ -454,6 +516,29 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, s
 
 
 @pytest.mark.parametrize("updates", [1, 2])
+def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates):
+    """Truncated: as if the engine had the trainer's numbers and every advantage its weight. Masked: that of some tokens is 0."""
+    for settings in ({"mismatch_max": 1.5}, {"mismatch_mask": 2.0}, {"mismatch_max": 1.5, "mismatch_mask": 2.0}):
+        metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
+        for corrected in (True, False):
+            changes = settings if corrected else {}
+            actor, rng = make_actor(model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes), random.Random(0)
+            samples, masked = on_policy_samples(actor), 0
+            for sample in samples:
+                for token in range(len(sample.response)):
+                    weight = math.exp(rng.uniform(-1, 1))
+                    sample.logprobs[token] -= math.log(weight) * corrected
+                    kept = 1 / 2 <= weight <= 2 or "mismatch_mask" not in settings
+                    sample.advantages[token] *= 1.0 if corrected else min(weight, settings.get("mismatch_max", 9)) * kept
+                    masked += not kept
+            metrics.append(update(actor, samples))
+        assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
+        assert metrics[0]["train/masked_frac"] * metrics[0]["train/tokens"] == pytest.approx(masked)
+        for name in ("train/loss", "train/grad_norm"):
+            assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
+
+
+@pytest.mark.parametrize("updates", [1, 2])
 def test_partial_rollout_changes_nothing_of_a_fresh_batch(make_actor, model_dir, updates):
     """Bit for bit: weights and metrics."""
     weights, metrics = [], []
@@ -529,6 +614,21 @@ def test_learning_rate_of_every_update():
     assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(LEARNING_RATES)
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
     assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
+    late = actor_config(critic_warmup=3, steps=7)  # the critic learns alone, and then all is as without
+    assert [learning_rate(version, late) for version in range(7)] == pytest.approx([0, 0, 0, *LEARNING_RATES])
+    assert learning_rate(0, actor_config(critic_warmup=1, lr_warmup_steps=0)) == 0
+
+
+def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_dir):
+    """Bit for bit, weight decay and a momentum from before included; its versions go on, and the engine is compared with."""
+    actor = make_actor(model_dir, critic_warmup=2, max_logprob_diff=1e-3)
+    before = weights_of(actor)
+    for _ in range(2):
+        metrics = update(actor, on_policy_samples(actor))
+        assert metrics["train/lr"] == 0 and metrics["train/grad_norm"] > 0
+        assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
+    assert actor.version == 2 and update(actor, on_policy_samples(actor))["train/lr"] > 0
+    assert not all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
 
 # ------------------------------------------------------------------------------------------------ the Hugging Face directory
@@ -623,8 +723,8 @@ def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir)
         make_actor(model_dir, pp=2)
     with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
         transformer_config(read_hf_config(model_dir), actor_config(tp=4))
-    with pytest.raises(ValueError, match="'gspo' is unknown; choose one of: grpo"):
-        make_actor(model_dir, algorithm="gspo")
+    with pytest.raises(ValueError, match="'a2c' is unknown; choose one of: grpo"):
+        make_actor(model_dir, algorithm="a2c")
     actor = make_actor(model_dir, max_tokens_per_micro_batch=20)
     with pytest.raises(ValueError, match="does not fit into --max-tokens-per-micro-batch 20"):
         actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])

@@ -67,6 +67,7 @@ RUNS = {  # name -> settings of a run
     "tp": dict(mode="partial", size=4, tp=2),
     "the tail isn't waited for": dict(mode="partial", size=4, over_dispatch=1.5, partial_rollout=True),
     "the same in turns": dict(mode="full", size=3, over_dispatch=1.5, partial_rollout=True, prompts_per_step=9),
+    "a critic": dict(mode="partial", size=2, algorithm="ppo", kl_coef=0.1),
     "the split moves": dict(mode="partial", size=4, over_dispatch=1.25, rebalance=True),
 }
 
@@ -103,6 +104,7 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     assert [job.report.carried for job in jobs] == [job.report.carried[stop:] for job in whole]
     assert jobs[0].state.groups_per_kept == whole[0].state.groups_per_kept
     assert jobs[0].plan == whole[0].plan
+    assert all(critic.version == 6 for job in (*jobs, *whole) for critic in job.critics)
     shutil.rmtree(out)
 
 
@@ -136,6 +138,21 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert (common["step"], common["ranks"], common["split"], common["config"]["keep"]) == (6, 2, "1|1", 2)
     assert files_of(folder) == EVERY_FILE | {"megatron/__1_0.distcp"}
     assert set(json.loads((folder / "manifest.json").read_text())) == files_of(folder) - {"manifest.json"}
+
+
+def test_a_critic_has_a_folder_of_its_own(tmp_path):
+    """In the manifest, and restored; what it takes for its own is missed."""
+    jobs, _ = simulate("partial", 2, steps=2, save_every=1, algorithm="ppo", out=tmp_path)
+    folder = tmp_path / "checkpoints" / "step_2"
+    ours = {"critic_reward/.metadata", "critic_reward/metadata.json", "critic_reward/common.pt"}
+    ours |= {f"critic_reward/__{rank}_0.distcp" for rank in range(2)}
+    assert files_of(folder) == EVERY_FILE | ours | {"megatron/__1_0.distcp"}
+    assert set(json.loads((folder / "manifest.json").read_text())) == files_of(folder) - {"manifest.json"}
+    assert {critic.version for job in jobs for critic in job.critics} == {2}
+    jobs, _ = simulate("partial", 2, steps=3, save_every=1, algorithm="ppo", out=tmp_path / "more", resumed=folder)
+    assert {critic.version for job in jobs for critic in job.critics} == {3}
+    (folder / "critic_reward" / "__0_0.distcp").unlink()
+    assert "critic_reward/__0_0.distcp" in durable.damage(folder)
 
 
 @pytest.mark.parametrize(
@@ -493,8 +510,11 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
     assert (got["version"], got["step"]) == (3, 2)
     for metric in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr"):
         assert got["metrics"][f"train/{metric}"] == pytest.approx(expected["metrics"][f"train/{metric}"], abs=1e-4), metric
-    for weight, tensor in expected["weights"].items():
-        assert (got["weights"][weight] - tensor).abs().max() < 5e-5, weight
+    for metric in ("value_loss", "explained_variance", "grad_norm", "lr"):
+        assert got["metrics"][f"critic/{metric}"] == pytest.approx(expected["metrics"][f"critic/{metric}"], abs=1e-4), metric
+    for model in ("weights", "critic"):
+        for weight, tensor in expected[model].items():
+            assert (got[model][weight] - tensor).abs().max() < 5e-5, weight
     assert got["prompts"] == {"cursor": 9, "buffer": list(range(9))}
     assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == parsed
     owners = dict(got["groups"]["owners"])
@@ -513,7 +533,8 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
         assert {k: v for k, v in got["metrics"].items() if k not in timed} == {
             k: v for k, v in expected["metrics"].items() if k not in timed
         }
-        assert all(torch.equal(got["weights"][name], tensor) for name, tensor in expected["weights"].items())
+        for model in ("weights", "critic"):
+            assert all(torch.equal(got[model][name], tensor) for name, tensor in expected[model].items())
         assert torch.equal(got["random"], expected["random"])
     assert not torch.equal(result(saved, "dp2", 0)["random"], result(saved, "dp2", 1)["random"])
 
@@ -521,12 +542,13 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
 def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
     """Not those of the update that went on meanwhile; transformers loads it."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    model = AutoModelForCausalLM.from_pretrained(saved / "checkpoints" / "step_2" / "hf")
-    weights = result(saved, "save")["saved"]
-    assert dict(model.named_parameters()).keys() == weights.keys()
-    assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
+    kinds = (("hf", AutoModelForCausalLM, "saved"), ("hf_critic_reward", AutoModelForSequenceClassification, "saved_critic"))
+    for folder, kind, which in kinds:
+        model, weights = kind.from_pretrained(saved / "checkpoints" / "step_2" / folder), result(saved, "save")[which]
+        assert dict(model.named_parameters()).keys() == weights.keys()
+        assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
     manifest = durable.read_canonical(saved / "checkpoints" / "step_2" / "manifest.json")
     assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= manifest.keys()
 

@@ -90,6 +90,10 @@ def test_presets_name_settings_and_work(name):
     check_batch(parse_config(["--preset", name]), 2)
 
 
+def test_one_sampled_answer_does_where_a_greedy_one_is_beside_it():
+    assert parse_config(["--algorithm", "remax", "--answers-per-prompt", "1"]).answers_per_prompt == 1
+
+
 VALUES = {
     "int": st.integers(1, 9999),
     "float": st.floats(0.01, 0.99),
@@ -99,7 +103,8 @@ VALUES = {
 # these are checked against others
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
 CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
-CHECKED |= {"engine_timeout_s"}
+CHECKED |= {"engine_timeout_s", "answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
+CHECKED |= {"critic", "critic_warmup"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
 FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
 
@@ -163,7 +168,17 @@ BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf"
         *[([*PATHS, "k", "--judge-weights", *bad.split()], f"--judge-weights {bad}: finite numbers are needed") for bad in BAD_WEIGHTS],
         (["--judge-weights"], "argument --judge-weights: expected at least one argument"),
         (["--judge-weights", "much"], "argument --judge-weights: invalid float value: 'much'"),
-        (["--answers-per-prompt", "1"], "--answers-per-prompt 1: at least 2 is needed"),
+        (["--answers-per-prompt", "1"], "--answers-per-prompt 1: at least 2 is needed by --algorithm grpo"),
+        (["--kl-in", "gradient"], "--kl-in gradient is unknown; choose one of loss, reward"),
+        (["--kl-estimator", "k4"], "--kl-estimator k4 is unknown; choose one of k1, k2, k3"),
+        (["--clip-dual", "0.5"], "--clip-dual 0.5: 0 or more than 1 is needed"),
+        (["--mismatch-mask", "1"], "--mismatch-mask 1: 0 or more than 1 is needed"),
+        (["--overlong-from", "72"], "--overlong-from 72 must be below --max-new-tokens 72"),
+        (["--critic", "c"], "--critic and --critic-warmup are for algorithms with a critic: --algorithm grpo has none"),
+        (["--critic-warmup", "3"], "--critic and --critic-warmup are for algorithms with a critic: --algorithm grpo has none"),
+        (["--algorithm", "ppo", "--critic", "c"], "--critic needs --model: the demo's critic starts from its actor"),
+        (["--algorithm", "ppo", "--critic-warmup", "40"], "--critic-warmup 40 leaves the actor none of --steps 40"),
+        (["--value-clip", "0"], "--value-clip 0.0: at least 1e-12 is needed"),
         (["--model", "m"], "those two need each other"),
         (["--judge", "j"], "those two need each other"),
         (["--data", "d"], "--data needs --model and --judge"),

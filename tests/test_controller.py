@@ -36,6 +36,25 @@ def test_devices_change_hands_in_order(mode, size, tp):
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+def test_a_critic_has_the_devices_with_the_actor(mode, size, tp):
+    """It leaves before the rollout weights come back. It is asked before there are advantages (the fakes assert it), and all learn."""
+    jobs, log = simulate(mode, size, tp=tp, algorithm="ppo", kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    for rank in range(size):
+        mine = [(verb, who) for r, verb, who in log if r == rank and who in ("actor", "reward critic", "rollout weights")]
+        trainers = [event for event in mine if event[1] != "rollout weights"]
+        hand_over = [("take", "actor"), ("take", "reward critic"), ("give", "reward critic"), ("give", "actor")]
+        assert trainers == hand_over * (jobs[0].config.steps + 1)
+        taken = [event for event in mine if event != ("give", "rollout weights")]
+        assert all(taken[i + 1] == ("give", "reward critic") for i, event in enumerate(taken) if event == ("take", "reward critic"))
+    for job in jobs:
+        (critic,) = job.critics
+        assert critic.version == job.actor.version == 3 and critic.batches == job.actor.batches
+        for sample in critic.batches[0]:
+            kl = sum(a - b for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True))
+            assert sample.returns["reward"][0] == pytest.approx(sample.reward - 0.1 * kl)
+
+
+@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_every_prompt_is_accounted_for(mode, size, tp):
     """Each prompt drawn is kept, filtered or carried by exactly one controller; what is kept is trained on once; the batch is full."""
     jobs, _ = simulate(mode, size, tp=tp, steps=4)

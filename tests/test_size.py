@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in [*ROOT.glob("*.py"), *ROOT.glob("cpu/*.py"), *ROOT.glob("bench/*.py")])
-MEGATRON, SGLANG = {"actor.py", "model.py", "shards.py", "megatron.py"}, {"sglang.py", "invariance.py"}
+MEGATRON, SGLANG = {"trainer.py", "actor.py", "critic.py", "model.py", "shards.py", "megatron.py"}, {"sglang.py", "invariance.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -24,7 +24,7 @@ def test_budget(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_only_its_role_imports_an_engine(path):
-    """megatron in actor.py, model.py and its adapter; sglang in the server process."""
+    """megatron in the trainers, model.py, shards.py and its adapter; sglang in the server process."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -1,0 +1,73 @@
+"""What test_critic.py starts as a process of its own: a critic learns the same batches under one parallel layout after another.
+
+Usage: critic_worker.py case.pt result.pt, as parallel_worker.py. The result holds for each layout the metrics of every update, and
+how far values and weights of any rank were from those of the plain reference.
+"""
+
+import datetime
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from parallel_worker import actor_config, balanced
+
+from balance import flat
+
+
+def critic_config(**overrides) -> SimpleNamespace:
+    own = dict(critic_lr=2e-3, critic_lr_warmup_steps=2, value_clip=0.2)
+    common = {name: value for name, value in overrides.items() if name not in own}
+    return SimpleNamespace(**vars(actor_config(**common)) | own | {name: overrides[name] for name in own.keys() & overrides.keys()})
+
+
+def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
+    """Under one layout of Megatron's sizes."""
+    from critic import Critic
+
+    critic = Critic(critic_config(**layout), model_dir)
+    metrics, value_distance = [], 0.0
+    for batch in reference["batches"]:
+        mine = balanced(batch, critic)
+        critic.appraise(mine)
+        for sample in flat(mine):
+            pairs = zip(sample.values["reward"], sample.true_values, strict=True)
+            value_distance = max([value_distance, *(abs(value - true) for value, true in pairs)])
+            sample.values["reward"] = sample.old_values
+        metrics.append(critic.update(mine))
+    weights = {name: tensor.clone() for name, tensor in critic.named_weights()}
+    assert weights.keys() == reference["weights"].keys()
+    distance = max((weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights)
+    critic.export(export_to)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (metrics, distance, value_distance))
+    critic.close()
+    assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
+    return {
+        "metrics": metrics,
+        "weight_distance": max(distance for _, distance, _ in everyone),
+        "value_distance": max(distance for _, _, distance in everyone),
+    }
+
+
+def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size)
+    results = {
+        name: train(case["model_dirs"][family], layout, case["references"][family], f"{result_path}.{name}")
+        for name, (family, ranks, layout) in case["layouts"].items()
+        if ranks == size
+    }
+    if rank == 0:
+        torch.save(results, f"{result_path}.{size}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import critic  # noqa: F401  before the fork
+
+    torch.set_num_threads(1)
+    case = torch.load(sys.argv[1], weights_only=False)
+    for size in (2, 4):
+        mp.start_processes(rank_main, (size, case, sys.argv[2]), nprocs=size, start_method="fork")

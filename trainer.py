@@ -1,0 +1,303 @@
+# ruff: noqa: E402
+"""One Megatron-Core model that is trained: what the policy (actor.py) and the value models (critic.py) have in common.
+
+Tensor, pipeline, context and sequence parallelism are Megatron's, by the sizes in the config; data parallelism is its
+DistributedDataParallel (DDP) with the DistributedOptimizer, which shards torch's AdamW over the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cpu.megatron import install
+
+install()
+
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+
+import model as models
+import shards
+from balance import flat, pack, packed_length
+from batch import NO_TARGET, MicroBatch, Sequence, make_micro_batches
+from rollout import Sample
+
+# (micro-batch, what the model made of it: [1, T, ...]) -> the sum of the loss, the number of tokens, statistics
+OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+class Trainer:
+    """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group are always given the same samples.
+
+    Attributes: `title` in messages; `version` counts the updates; `dp_rank` of `dp_size` says which share of the samples
+    this rank trains on; `is_head` marks the one rank of its model-parallel group that talks to engines; `cost(tokens)` is the work
+    of a sequence. All trainers of a process share the process groups, so their sizes are the same.
+    """
+
+    title = "model"
+    shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
+
+    def __init__(self, config, model_dir: str):
+        """Load the Hugging Face directory `model_dir` (collective over all ranks, after torch.distributed is initialised).
+
+        ValueError if the directory or the parallel sizes cannot be used.
+        """
+        self.config, self.model_dir = config, model_dir
+        group_size = config.tp * config.pp * config.cp
+        if dist.get_world_size() % group_size:
+            raise ValueError(f"--tp * --pp * --cp = {group_size} does not divide the {dist.get_world_size()} ranks")
+        hf = models.read_hf_config(model_dir)
+        if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
+            mpu.initialize_model_parallel(config.tp, config.pp, context_parallel_size=config.cp)
+            model_parallel_cuda_manual_seed(config.seed)
+        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        tp_rank, pp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+        self.is_head = (tp_rank, pp_rank, mpu.get_context_parallel_rank()) == (0, 0, 0)
+        self.device = models.device()
+        self.cost = partial(models.forward_cost, hf)
+        self.awake, self.version = True, 0
+        self._asleep_bytes = 0  # that the last sleep gave back
+        self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
+        self._build(hf)
+
+    def _build(self, hf: dict) -> None:
+        config, bf16 = self.config, self.config.dtype == "bfloat16"
+        model_config = models.transformer_config(hf, config)
+        self.gpt = self._load_model(hf, model_config)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True)
+        wrapped = Float16Module(model_config, self.gpt) if bf16 else self.gpt
+        self.ddp = DistributedDataParallel(model_config, ddp_config, wrapped)
+        model_config.finalize_model_grads_func = self._finalize_model_grads
+        self._build_optimizer(model_config)
+
+    def _load_model(self, hf: dict, model_config):
+        """The model on this rank's device, with the weights of `model_dir`. Collective over the pipeline group."""
+        gpt = models.build_model(hf, model_config).to(self.device)
+        models.load_weights(gpt, models.HFWeights(self.model_dir))
+        return gpt
+
+    def _build_optimizer(self, model_config) -> None:
+        config = self.config
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,  # every step sets it
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            clip_grad=config.clip_grad,
+            use_distributed_optimizer=self.shards_optimizer,
+            bf16=config.dtype == "bfloat16",
+            params_dtype=model_config.params_dtype,
+        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        model_config.grad_scale_func = self.optimizer.scale_loss
+
+    def close(self) -> None:
+        """Destroy the model, and the process groups of all trainers, so that others can be built. Collective over all ranks.
+
+        DDP's hooks hold the model and C++ holds the hooks, where the collector doesn't see the cycle: they are cut here. Megatron
+        only forgets its groups; each is a pair of threads that wake up all the time.
+        """
+        for node in self.ddp.grad_accs:
+            node.register_hook(print).hooks_dict_ref().clear()
+        if mpu.model_parallel_is_initialized():  # not closed with another trainer
+            for group in mpu._global_process_group_list[1:]:  # the first is None, the world's
+                dist.destroy_process_group(group)
+            mpu.destroy_model_parallel()
+
+    # ------------------------------------------------------------------------------------------------------ wake and sleep
+
+    def sleep(self) -> None:
+        """Give the device's memory back: weights and optimizer state go to the host, gradients are freed. Not collective.
+
+        On CPU there is nothing to give back to, and only `awake` changes.
+        """
+        assert self.awake, f"the {self.title} already sleeps"
+        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
+            before = torch.cuda.memory_allocated()
+            self.ddp.offload_grad_buffers()
+            for buffer in self.ddp.buffers:
+                buffer.offload_to_cpu(move_params=True, move_grads=False)
+            if self.config.dtype == "bfloat16":  # with float32 the optimizer's parameters are views of the weight buffer,
+                self.optimizer.offload_to_cpu()  # and moving them would cut that tie, so its state stays on the device
+            torch.cuda.empty_cache()
+            self._asleep_bytes = before - torch.cuda.memory_allocated()
+        self.awake = False
+
+    def wake(self) -> None:
+        """Undo `sleep`. Not collective. ValueError if others hold the memory."""
+        assert not self.awake, f"the {self.title} is already awake"
+        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
+            models.check_room(self._asleep_bytes, f"the {self.title}")
+            for buffer in self.ddp.buffers:
+                buffer.reload_from_cpu(move_params=True, move_grads=False)
+            self.ddp.restore_grad_buffers()
+            if self.config.dtype == "bfloat16":
+                self.optimizer.restore_from_cpu()
+        self.awake = True
+
+    # -------------------------------------------------------------------------------------------------------------- passes
+
+    def _read_tokens(self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Tensor], Tensor]) -> list[list[float]]:
+        """A number for every response token, as `read` takes them from the model's output for a micro-batch's targets: [targets].
+
+        A row a sample, in the order given. Collective over the model-parallel group.
+        """
+        assert self.awake, f"the {self.title} sleeps: wake it before a pass"
+        lengths = [len(sample.response) for sample in flat([micro_batches])]
+        result = torch.zeros(sum(lengths), device=self.device)
+
+        def collect(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+            result[batch.slots[batch.slots != NO_TARGET]] = read(batch, output)
+            return output.new_zeros(()), torch.ones((), dtype=torch.int32, device=self.device), {}
+
+        self._forward_backward(as_sequences(micro_batches), collect, forward_only=True)
+        for group in (mpu.get_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
+            dist.all_reduce(result, group=group)  # each rank filled in what it computed and left zeros elsewhere
+        return [row.tolist() for row in result.split(lengths)]
+
+    def _pack(self, sequences: list[Sequence]) -> list[list[int]]:
+        """This rank's own micro-batches, where the work of ranks need not be equal. ValueError as from `pack`."""
+        lengths = [packed_length(len(prompt) + len(response), self.config.cp) for prompt, response in sequences]
+        return pack(lengths, self.config.max_tokens_per_micro_batch)
+
+    def _forward_backward(
+        self, packed: list[list[Sequence]], output_loss: OutputLoss, forward_only: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """Run Megatron's schedule over micro-batches. Leaves the gradient of the mean loss of all ranks' targets in DDP.
+
+        Returns the statistics of each micro-batch, and nothing on other than the last pipeline stage. Collective over all ranks
+        (the model-parallel group with `forward_only`).
+        """
+        config, self._started = self.config, time.perf_counter()
+        cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
+        micro_batches = make_micro_batches(packed, config.cp, cp_rank, tp_with_sp)
+
+        def forward_step(remaining: Iterator[MicroBatch], model):
+            batch = next(remaining).to(self.device)
+            cu_seqlens = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
+            starts = PackedSeqParams("thd", **cu_seqlens, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
+            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=starts)  # [1, T, vocab / tp], or [1, T, 1]
+            return output, partial(output_loss, batch)
+
+        self.ddp.zero_grad_buffer()
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=self.ddp,
+                num_microbatches=len(micro_batches),
+                seq_length=config.max_tokens_per_micro_batch,  # not used: stages tell each other the real length
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _finalize_model_grads(self, *args, **kwargs) -> None:
+        """Megatron's own, which sums the gradients over ranks, after taking the time: what is waited for there is not own work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # the kernels have only been queued
+        self._own_seconds = time.perf_counter() - self._started
+        finalize_model_grads(*args, **kwargs)
+
+    def _optimizer_step(self, lr: float) -> float:
+        """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks.
+
+        If that isn't finite, weights and optimizer stay as they are.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
+        # not Megatron's own check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
+        self.optimizer.prepare_grads()
+        grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
+        return grad_norm
+
+    def _reduce(
+        self, stats: list[dict[str, Tensor]], summed: Iterable[str], largest: Iterable[str]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima of the micro-batches' statistics over all ranks (collective)."""
+        sums, maxima = dict.fromkeys(summed, 0.0), dict.fromkeys(largest, 0.0)
+        for stat in stats:
+            for name, value in stat.items():
+                if name in maxima:
+                    maxima[name] = max(maxima[name], value.item())
+                elif mpu.get_tensor_model_parallel_rank() == 0:  # the other tensor-parallel ranks hold copies
+                    sums[name] += value.item()
+        return all_reduce(sums, dist.ReduceOp.SUM), all_reduce(maxima, dist.ReduceOp.MAX)
+
+    # -------------------------------------------------------------------------------------------------------- weights, state
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model under its Hugging Face name, on every rank. Collective over the model-parallel group.
+
+        The tensors may be views of the live weights: use or copy them before the next update.
+        """
+        assert self.awake, f"the {self.title} sleeps: its weights are not there"
+        return models.named_weights(self.gpt)
+
+    def export(self, path: str) -> None:
+        """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were. Collective over all ranks."""
+        if weights := self.whole_weights():
+            self.write_hf(weights, path)
+        dist.barrier()
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """A copy of the model's tensors on the one rank that writes them, nothing on the others. Collective over all ranks."""
+        weights = self.named_weights() if self.dp_rank == 0 else ()
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_head}
+
+    def write_hf(self, weights: dict[str, Tensor], path: str) -> None:
+        """Write what `export` promises. Not collective."""
+        from safetensors.torch import save_file
+
+        Path(path).mkdir(parents=True, exist_ok=True)
+        for file in Path(self.model_dir).iterdir():
+            if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
+                shutil.copy(file, path)
+        hf = json.loads(Path(self.model_dir, "config.json").read_text())
+        Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
+        save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
+
+    def _hf_config(self, hf: dict) -> dict:
+        """config.json of an export, from that of `model_dir`."""
+        return hf | {"dtype": self.config.dtype}
+
+    def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+        """What writes the model and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
+        assert self.awake, f"the {self.title} sleeps: wake it before a save"
+        return shards.take(self, folder)
+
+    def restore(self, folder: Path) -> None:
+        """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
+        assert self.awake, f"the {self.title} sleeps: wake it before a load"
+        shards.load(self, folder)
+
+
+def as_sequences(micro_batches: list[list[Sample]]) -> list[list[Sequence]]:
+    """What a pass sees of samples."""
+    return [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
+
+
+def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
+    """Element by element over all ranks (collective)."""
+    tensor = torch.tensor(list(values.values()), dtype=torch.float64)
+    if values:
+        dist.all_reduce(tensor, op)
+    return dict(zip(values, tensor.tolist(), strict=True))
