@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
+import resume
 from actor import Actor, over_context_parallel, target_logprobs
 from balance import flat, packed_length, plan_batch
 from batch import NO_TARGET, MicroBatch
@@ -246,10 +247,21 @@ class Learner:
 
 
 def share(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:
-    """What this data-parallel rank trains on, by the plan that every rank makes (balance.plan_batch). A pair's answers stay together."""
+    """What this data-parallel rank trains on, by the plan that every rank makes (balance.py). The answers of a pair stay together."""
     rooms = {(number, 0): room(example, trainer.config.cp) + 1 for number, example in enumerate(examples)}  # as of one sequence
     plan = plan_batch(rooms, trainer.cost, trainer.config, trainer.dp_size)[trainer.dp_rank]
     return [[[sample for number, _ in micro_batch for sample in examples[number]] for micro_batch in part] for part in plan]
+
+
+async def prepare(config, rank: int, say: Callable[[str], None], resolved: Callable) -> None:
+    """An empty folder for what `train` leaves behind, made by rank 0; without --data with the demo's examples in it."""
+    if rank == 0:
+        out = Path(config.out)
+        resume.move_aside(out, say)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
+        if not config.data:
+            (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demo_rows(config.command, config.seed)))
 
 
 def train(config, out: Path, progress, rank: int) -> None:

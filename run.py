@@ -123,24 +123,10 @@ async def learn(config: Config, stop: exits.Stop) -> tuple[int, str]:
         if not config.model:
             model, _ = await warmstart.prepare(config, world, progress)
             config = dataclasses.replace(config, model=str(model))
-        await together(world, prepare_examples, config, world.rank, progress)
+        await together(world, preference.prepare, config, world.rank, progress.line, resolved)
         await world.run(preference.train, config, Path(config.out), progress, world.rank)
         await world.barrier()
     return 0, ""
-
-
-async def prepare_examples(config: Config, rank: int, progress) -> None:
-    """An empty folder for what `learn` leaves behind; without --data with the demo's examples in it."""
-    import preference
-
-    if rank == 0:
-        out = Path(config.out)
-        resume.move_aside(out, progress.line)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
-        if not config.data:
-            rows = preference.demo_rows(config.command, config.seed)
-            (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def conclude(job: controller.Job, progress) -> str:

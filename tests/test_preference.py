@@ -1,0 +1,360 @@
+"""SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows; pass@k against counting."""
+
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from models import save_tokenizer
+from preference_worker import config_of
+from test_actor import VOCAB, make_model
+from test_critic import make_value_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import data
+import preference
+import warmstart
+from config import parse_config
+from evaluation import pass_at_k, summarize
+from preference import compared, read_examples, scored, spoken
+from rollout import Sample
+
+LEARNING_RATES = [5e-4, 1e-3, 7.5e-4]  # worked by hand from config_of: 1e-3 after 2 steps of warm-up, to one half at the 4th
+LAYOUTS = {  # name -> ranks, sizes
+    "one": (1, {}),
+    "one_large": (1, {"max_tokens_per_micro_batch": 4096}),
+    "dp2": (2, {}),
+    "tp2_sp": (2, {"tp": 2, "sp": True}),
+    "pp2": (2, {"pp": 2}),
+    "cp2": (2, {"cp": 2}),
+}
+COMMANDS = ("sft", "rm", "dpo")
+
+
+# ---------------------------------------------------------------- the plain reference
+
+
+def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
+    """Ragged examples; the answers of a pair differ in length, and some share their prompt and half of the answer."""
+    rng, examples = random.Random(f"{command} {step}"), []
+    for _ in range(count):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
+        answers = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))] for _ in range(1 if command == "sft" else 2)]
+        example = [Sample(0, index, prompt, response=answer) for index, answer in enumerate(answers)]
+        if command == "rm":
+            example = [replace(sample, prompt=sample.prompt + sample.response, response=[0]) for sample in example]
+        examples.append(example)
+    return examples
+
+
+def plain_logprobs(model, sample: Sample) -> torch.Tensor:
+    ids = torch.tensor([sample.prompt + sample.response])
+    logprobs = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1].double(), -1)
+    return logprobs[range(len(sample.response)), sample.response]
+
+
+def plain_score(command: str, model, reference, sample: Sample) -> torch.Tensor:
+    """What a pair's margin is made of, one sequence at a time."""
+    if command == "rm":
+        return model(torch.tensor([sample.prompt])).logits[0, 0].double()  # as transformers pools: at the last token
+    with torch.no_grad():
+        before = plain_logprobs(reference, sample).sum()
+    return 0.1 * (plain_logprobs(model, sample).sum() - before)
+
+
+def plain_metrics(command: str, model, reference, examples: list) -> dict:
+    """From the definitions, one example after the other, in float64 behind the model; `loss` has its gradient."""
+    if command == "sft":
+        losses = [-logprob for (sample,) in examples for logprob in plain_logprobs(model, sample)]
+        return {"loss": sum(losses) / len(losses)}
+    scores = [[plain_score(command, model, reference, sample) for sample in example] for example in examples]
+    losses = [torch.log1p(torch.exp(b - a)) for a, b in scores]
+    found = {"accuracy": [float(a > b) for a, b in scores], "margin": [(a - b).item() for a, b in scores]}
+    found |= {"chosen": [a.item() for a, _ in scores], "rejected": [b.item() for _, b in scores]}
+    return {"loss": sum(losses) / len(losses)} | {name: fmean(values) for name, values in found.items()}
+
+
+def plain_learning(command: str, model_dir: str) -> dict:
+    """Three steps of plain transformers and AdamW, and held-out examples before and after."""
+    kind, config = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM, config_of(command, model_dir)
+    model, reference = kind.from_pretrained(model_dir), kind.from_pretrained(model_dir)
+    decayed, not_decayed = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2))
+    batches, held_out, metrics = [make_examples(command, step, 7) for step in range(3)], make_examples(command, 9, 3), []
+
+    def measured() -> dict:
+        with torch.no_grad():
+            return {name: float(value) for name, value in plain_metrics(command, model, reference, held_out).items()}
+
+    of_held_out = [measured()]
+    for batch, lr in zip(batches, LEARNING_RATES, strict=True):
+        found = plain_metrics(command, model, reference, batch)
+        optimizer.zero_grad()
+        found["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad).item()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        metrics.append({name: float(value) for name, value in found.items()} | {"grad_norm": norm, "skipped": 0.0, "lr": lr})
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    known = {"model_dir": model_dir, "batches": batches, "held_out": held_out, "weights": weights}
+    return known | {"metrics": metrics, "of_held_out": [*of_held_out, measured()]}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("models")
+    policy = make_model(path / "actor", "qwen3", tied=True)
+    value_model = make_value_model(path / "rm", "qwen3", tied=False)
+    return {command: plain_learning(command, value_model if command == "rm" else policy) for command in COMMANDS}
+
+
+@pytest.fixture(scope="module")
+def results(references, tmp_path_factory) -> tuple[dict, Path]:
+    """Of every command under every layout, and what the paths of the exports begin with."""
+    path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
+    torch.save({"references": references, "layouts": LAYOUTS}, path / "case.pt")
+    command = [sys.executable, str(root / "preference_worker.py"), str(path / "case.pt"), str(path / "result")]
+    environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output.decode()[-4000:]
+    return torch.load(path / "result.1") | torch.load(path / "result.2"), path / "result"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_learns_as_the_plain_reference(command, name, references, results):
+    """Metrics, gradients (by their norm and by where they take the weights) and held-out metrics, under every split of the batch."""
+    reference, result = references[command], results[0][command, name]
+    for step, expected in enumerate(reference["metrics"]):
+        assert result["metrics"][step] == pytest.approx(expected, rel=1e-5, abs=1e-5), f"step {step}"
+    for found, expected in zip(result["held_out"], reference["of_held_out"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert result["weight_distance"] < 5e-5
+
+
+def test_dpo_begins_at_its_reference(references):
+    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference's part of the tests above would be idle."""
+    first, *later = references["dpo"]["metrics"]
+    assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
+    assert all(abs(step["margin"]) > 1e-4 for step in later)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_transformers_load_what_was_learnt(command, references, results):
+    kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
+    model, loading = kind.from_pretrained(f"{results[1]}.{command}.dp2", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    reference = references[command]
+    start = kind.from_pretrained(reference["model_dir"])
+    with torch.no_grad():
+        found = plain_metrics(command, model, start, reference["held_out"])
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(reference["of_held_out"][1], rel=1e-4, abs=1e-4)
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> dict:
+    """One that has a chat template, and the demo's characters, which have none."""
+    path = tmp_path_factory.mktemp("tokenizers")
+    warmstart.new_model(path / "text", 0)
+    return {"chat": data.load_tokenizer(str(save_tokenizer(path / "chat"))), "text": data.load_tokenizer(str(path / "text"))}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def decoded(tokenizer, example: list[Sample]) -> list[tuple[str, str]]:
+    return [(tokenizer.decode(sample.prompt), tokenizer.decode(sample.response)) for sample in example]
+
+
+ASKED, ANSWERED = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n", "7<|im_end|>\n"
+
+
+def test_text_rows(tokenizers):
+    """The prompt as the rollout engine would see it; the answer ends with the end of the sequence."""
+    text = tokenizers["text"]
+    for name in ("response", "completion"):
+        assert decoded(text, spoken({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [("<bos>3+4=", ">7<eos>")]
+    row = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
+    assert decoded(text, compared(row, text, "f:1")) == [("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")]
+    for sample, whole in zip(scored(row, text, "f:1"), ("<bos>3+4=>7<eos>", "<bos>3+4=>6<eos>"), strict=True):
+        assert text.decode(sample.prompt) == whole and len(sample.response) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("3+4?"), assistant("7")]},
+        {"prompt": [user("3+4?")], "completion": [assistant("7")]},
+        {"prompt": [user("3+4?")], "response": "7"},
+        {"prompt": "3+4?", "response": [assistant("7")]},
+        {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
+    ],
+)
+def test_chat_rows_for_sft(row, tokenizers):
+    """All ways to say it mean the same; other turns are context."""
+    chat = tokenizers["chat"]
+    assert decoded(chat, spoken(row, chat, "f:1")) == [(ASKED, ANSWERED)]
+
+
+def test_earlier_turns_are_not_trained_on(tokenizers):
+    chat = tokenizers["chat"]
+    turns = [{"role": "system", "content": "Be right."}, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]
+    ((before, answer),) = decoded(chat, spoken({"messages": turns}, chat, "f:1"))
+    assert answer == ANSWERED and before.endswith(ASKED) and "2<|im_end|>" in before
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("3+4?")], "chosen": [assistant("7")], "rejected": [assistant("6")]},
+        {"prompt": [user("3+4?")], "chosen": "7", "rejected": "6"},
+        {"prompt": "3+4?", "chosen": [user("3+4?"), assistant("7")], "rejected": [user("3+4?"), assistant("6")]},
+        {"chosen": [user("3+4?"), assistant("7")], "rejected": [user("3+4?"), assistant("6")]},
+    ],
+)
+def test_chat_rows_of_pairs(row, tokenizers):
+    chat = tokenizers["chat"]
+    assert decoded(chat, compared(row, chat, "f:1")) == [(ASKED, ANSWERED), (ASKED, ANSWERED.replace("7", "6"))]
+
+
+NO_ANSWER = "a conversation ends with a turn of the assistant"
+BAD = [
+    ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and `completion`"),
+    ("sft", "text", {"prompt": "3+4=", "response": ">7", "completion": ">7"}, "one of `response` and `completion`"),
+    ("sft", "text", {"prompt": "3+4=", "response": 7}, "a prompt and an answer are needed"),
+    ("sft", "text", {"prompt": 3, "response": ">7"}, "a prompt and an answer are needed"),
+    ("sft", "text", {"response": ">7"}, NO_ANSWER),
+    ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
+    ("sft", "text", {"messages": [user("3+4?"), assistant("7")]}, "chat turns need a chat template, and the tokenizer in"),
+    ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
+    ("sft", "chat", {"messages": []}, "a prompt and an answer are needed"),
+    ("sft", "chat", {"messages": [user("3+4?"), {"role": "assistant"}]}, "a prompt and an answer are needed"),
+    ("sft", "chat", {"messages": [assistant("7")]}, NO_ANSWER),
+    ("sft", "text", {"prompt": "3+4=", "response": ">" + "7" * 48}, "tokens don't fit into --max-tokens-per-micro-batch 48"),
+    ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
+    ("rm", "text", {"prompt": "3+4=", "rejected": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
+    ("dpo", "text", {"prompt": "3+4=", "chosen": ">7", "rejected": None}, "a prompt and an answer are needed"),
+    ("dpo", "text", {"prompt": "3+4=", "chosen": ">" + "7" * 20, "rejected": ">" + "6" * 20}, "don't fit into"),  # each alone would
+    ("sft", "text", [1], "expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize("command,tokenizer,row,message", BAD)
+def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_path):
+    """With file and line, in one line."""
+    good = {"prompt": "1+1=", "response": ">2", "chosen": ">2", "rejected": ">3"}
+    if command != "sft":
+        del good["response"]
+    if tokenizer == "chat":
+        good = {"messages": [user("1"), assistant("2")]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(each) for each in (good, row)))
+    with pytest.raises(ValueError) as caught:
+        read_examples(path, preference.TASKS[command].read, tokenizers[tokenizer], config_of(command, "m"))
+    assert message in str(caught.value) and f"{path}:2: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_held_out_examples_are_never_trained_on_and_an_epoch_has_all_others():
+    rows = [[Sample(number, 0, [1], response=[2])] for number in range(50)]
+    examples = preference.Examples(rows, seed=3, held_out=200)
+    held_out = {sample.prompt_id for (sample,) in examples.held_out}
+    drawn = [sample.prompt_id for step in range(9) for (sample,) in examples.batch(step, 10)]  # two epochs of 45
+    assert len(held_out) == 5 and len(drawn) == 90
+    for epoch in (drawn[:45], drawn[45:]):
+        assert sorted(epoch) == sorted(set(range(50)) - held_out)
+    assert drawn[:45] != drawn[45:]
+    again = preference.Examples(rows, 3, 200)
+    assert [example[0].prompt_id for example in again.batch(5, 10)] == drawn[50:60]  # no need to draw what came before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
+    rows = preference.demo_rows(command, seed=0, count=40)
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = read_examples(path, preference.TASKS[command].read, tokenizers["text"], parse_config([command]))
+    assert len(examples.held_out) == 4 and rows == preference.demo_rows(command, seed=0, count=40)
+    for row in rows if command != "sft" else ():
+        a, b = map(int, row["prompt"][:-1].split("+"))
+        assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["eval"], "run.py eval needs --model DIR"),
+        (["sft", "--data", "d"], "run.py sft needs --model DIR with --data"),
+        (["dpo", "--judge", "j"], "run.py dpo has no --judge"),
+        (["rm", "--dry-run"], "run.py rm has no --judge, --dry-run"),
+        (["sft", "--updates-per-step", "2"], "run.py sft makes one update a step"),
+        (["eval", "--model", "m", "--samples", "4"], "--pass-at 1 4 8: each k from 1 to --samples 4 is needed"),
+        (["eval", "--model", "m", "--pass-at", "0"], "--pass-at 0: each k from 1"),
+        (["dpo", "--dpo-beta", "0"], "--dpo-beta 0.0: at least"),
+        (["train"], "unrecognized arguments: train"),
+    ],
+)
+def test_a_command_without_what_it_needs(arguments, message):
+    with pytest.raises(ValueError) as caught:
+        parse_config(arguments)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_commands_and_where_they_leave_things():
+    assert parse_config([]).command == parse_config(["rl"]).command == "rl"
+    assert parse_config(["rl", "--mode", "full"]).out == parse_config(["--mode", "full"]).out == "runs/tiny-full"
+    assert parse_config(["sft"]).out == "runs/sft"
+    config = parse_config(["eval", "--model", "m", "--samples", "16", "--pass-at", "1", "16"])
+    assert (config.command, config.pass_at, config.out) == ("eval", (1, 16), "runs/eval")
+
+
+# ---------------------------------------------------------------- pass@k
+
+
+@given(st.integers(1, 9), st.data())
+def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
+    """Over all ways to draw k of them, one by one."""
+    right, k = drawn.draw(st.integers(0, samples)), drawn.draw(st.integers(1, samples))
+    answers = [True] * right + [False] * (samples - right)
+    draws = list(itertools.combinations(answers, k))
+    assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples():
+    """Where the binomials are astronomic: 1 - C(900, 100) / C(1000, 100)."""
+    assert pass_at_k(1000, 100, 100) == pytest.approx(1 - math.comb(900, 100) / math.comb(1000, 100), rel=1e-12)
+    assert pass_at_k(200, 1, 1) == pytest.approx(1 / 200)
+
+
+def test_figures_are_means_over_prompts():
+    figures = summarize([True, False], [4, 1], samples=4, ks=(1, 2))
+    assert figures == pytest.approx({"eval/accuracy": 0.5, "eval/pass@1": (1 + 1 / 4) / 2, "eval/pass@2": (1 + 1 / 2) / 2})
