@@ -166,23 +166,24 @@ def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 
 
 def pair_loss(samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor], scale: float, trainer: Trainer) -> OutputLoss:
-    """For both: r = scale * (the sum over an answer's targets of what `read` gives, less the reference's sum).
+    """For both: r = scale * (the sum over an answer's targets of what `read` gives, less the reference's log-probability, if any).
 
     `samples`: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a part of each answer, gets
     all sums, and counts every pair: once too often in the sum for each further rank, and in what it is divided by.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
     answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
-    known = torch.tensor([sum(sample.reference_logprobs or ()) for sample in samples], device=trainer.device)  # [answers]
+    known = [x for sample in samples for x in sample.reference_logprobs or [0.0] * len(sample.response)]
+    reference = torch.tensor(known, dtype=torch.float32, device=trainer.device)  # [slots]
     total = over_context_parallel if trainer.config.cp > 1 else lambda sums: sums
 
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        values = read(batch, output)  # [targets]
+        slots = batch.slots[batch.slots != NO_TARGET]
+        values = read(batch, output) - reference[slots]  # [targets]; before they are summed: equal weights give 0, not nearly 0
         both = torch.stack([values, torch.ones_like(values)], -1)
-        answers = answer_of[batch.slots[batch.slots != NO_TARGET]]
-        sums, targets = total(values.new_zeros(len(samples), 2).index_add(0, answers, both)).unbind(-1)  # [answers]
+        sums, targets = total(values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)).unbind(-1)  # [answers]
         here = targets[::2] > 0  # pairs of this micro-batch
-        chosen, rejected = (scale * (sums - known)).view(-1, 2)[here].unbind(-1)
+        chosen, rejected = (scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
         losses, count = -F.logsigmoid(margin), here.sum()
         facts = {"loss": losses, "accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}

@@ -104,6 +104,7 @@ def plain_learning(command: str, model_dir: str) -> dict:
         found = plain_metrics(command, model, reference, batch)
         optimizer.zero_grad()
         found["loss"].backward()
+        found["loss"] = found["loss"].detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad).item()
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -144,17 +145,20 @@ def results(references, tmp_path_factory) -> tuple[dict, Path]:
 def test_a_command_learns_as_the_plain_reference(command, name, references, results):
     """Metrics, gradients (by their norm and by where they take the weights) and held-out metrics, under every split of the batch."""
     reference, result = references[command], results[0][command, name]
-    for step, expected in enumerate(reference["metrics"]):
-        assert result["metrics"][step] == pytest.approx(expected, rel=1e-5, abs=1e-5), f"step {step}"
-    for found, expected in zip(result["held_out"], reference["of_held_out"], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    found, expected = (side["metrics"] + side[of] for side, of in ((result, "held_out"), (reference, "of_held_out")))
+    for row, wanted in zip(found, expected, strict=True):
+        undecided = {"accuracy"} if command == "dpo" and wanted["margin"] == 0 else set()  # a pair that ties is told by round-off
+        wanted = {name: value for name, value in wanted.items() if name not in undecided}
+        assert {name: row[name] for name in row.keys() - undecided} == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert result["weight_distance"] < 5e-5
 
 
-def test_dpo_begins_at_its_reference(references):
+def test_dpo_begins_at_its_reference(references, results):
     """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference's part of the tests above would be idle."""
     first, *later = references["dpo"]["metrics"]
     assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
+    for found in (results[0]["dpo", name] for name in ("one", "dp2", "tp2_sp")):  # the others' passes round otherwise with a gradient
+        assert found["metrics"][0]["margin"] == found["metrics"][0]["accuracy"] == found["held_out"][0]["accuracy"] == 0.0
     assert all(abs(step["margin"]) > 1e-4 for step in later)
 
 
