@@ -1,5 +1,6 @@
 """From rewards to advantages in the real loop, under fakes on a virtual clock: every row, on any layout, ReMax's greedy answers."""
 
+import copy
 import re
 import sys
 from pathlib import Path
@@ -10,12 +11,22 @@ import torch
 from fakes import simulate, to_text, write_answer
 
 import run
-from algorithms import ALGORITHMS, rewards_of
+from algorithms import ALGORITHMS, moments, rewards_of, set_advantages, whiten
+from balance import flat
 from losses import Tokens
 from rollout import Answer
 
 LAYOUTS = [("full", 1, 1), ("partial", 4, 2), ("partial", 3, 1)]
 README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+class Reference:
+    """Its log-probability of a token follows from the token alone."""
+
+    def appraise(self, mini_batches):
+        for sample in flat(mini_batches):
+            assert sample.advantages is None, "appraised after the advantages were made"
+            sample.reference_logprobs = [-token / 200 for token in sample.response]
 
 
 def trained_on(jobs, step):
@@ -45,6 +56,11 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
         advantages = [a for sample in samples.values() for a in sample.advantages]
         if ALGORITHMS[row].whiten:
             assert fmean(advantages) == pytest.approx(0, abs=1e-9) and pstdev(advantages) == pytest.approx(1, abs=1e-6)
+            together = copy.deepcopy(list(samples.values()))  # by the same mean and deviation on all ranks
+            set_advantages(together, [rewards_of(together, jobs[0].config)], jobs[0].config)
+            whiten(together, [moments([a for sample in together for a in sample.advantages])])
+            for sample in together:
+                assert samples[sample.prompt_id, sample.index].advantages == pytest.approx(sample.advantages, abs=1e-9)
         else:
             for group in groups.values():
                 group.sort(key=lambda sample: sample.index)
@@ -56,12 +72,16 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_the_kl_in_the_reward_comes_off_before_the_score_or_off_its_token(mode, size, tp):
     """GRPO: off the answer's reward; ReMax: off the token's, so that early tokens are told of it all."""
+
+    def with_reference(job):
+        job.reference = [Reference()]
+
     for row in ("grpo", "remax"):
         kl = dict(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6, steps=1, **kl)
+        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prepare_job=with_reference, prompts_per_step=6, steps=1, **kl)
         for sample in trained_on(jobs, 0).values():
             kls = [0.1 * (a - b) for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True)]
-            (reward,) = rewards_of([sample], jobs[0].config).values()
+            reward = rewards_of([sample], jobs[0].config)[sample.prompt_id][sample.index]
             if row == "grpo":
                 assert reward == pytest.approx(sample.reward - sum(kls)) and len(set(sample.advantages)) == 1
             else:
@@ -103,20 +123,27 @@ def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, size, more):
 
 
 def test_a_group_whose_greedy_answer_has_no_verdict_is_filtered():
-    """It has no baseline; nothing stops."""
+    """It has no baseline, though the others differ; nothing stops."""
+
+    def settle_elsewhere(prompt, index, sampling):
+        number = int(to_text(prompt).split("+")[0])
+        if sampling.temperature > 0 or number % 4 != 1:
+            return write_or_settle(prompt, index, sampling)
+        text = f"   >{number + 2}"
+        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
 
     def unreadable_when_settled(prompt, index, sampling):
         from fakes import write_verdict
 
         question, answer = to_text(prompt).rstrip("?").split(">")
         number = int(question.split("+")[0])
-        if number % 4 == 1 and answer == str(number + 1):  # the greedy answers to prompts 1, 5, 9 ..., and wrong sampled ones
+        if answer == str(number + 2):  # the greedy answers to prompts 1, 5, 9 ...
             return Answer(0, [ord("?")], [-0.1], "stop", [])
         return write_verdict(prompt, index, sampling)
 
-    jobs, _ = simulate("partial", 2, algorithm="remax", write=write_or_settle, verdict=unreadable_when_settled, max_judge_failures=500)
+    jobs, _ = simulate("partial", 2, algorithm="remax", write=settle_elsewhere, verdict=unreadable_when_settled, max_judge_failures=500)
     filtered = [group for job in jobs for step in range(3) for group in job.report.steps[step][1].filtered]
-    assert any(group[-1].reward is None and len({s.reward for s in group[:-1]} - {None}) for group in filtered)
+    assert any(group[-1].reward is None and len({sample.reward for sample in group[:-1]}) == 2 for group in filtered)
     for step in range(3):
         assert all(prompt_id % 4 != 1 for prompt_id, _ in trained_on(jobs, step))
 
