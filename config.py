@@ -297,7 +297,9 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     usage: how the program is started, for --help.
     """
     command, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
-    parser = Parser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    commands = "commands:\n" + "\n".join(f"  {name:5} {what}" for name, what in COMMANDS.items())
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=usage, epilog=commands, formatter_class=form, allow_abbrev=False)
     comments = field_comments()
     for field in dataclasses.fields(Config)[1:]:  # the command has been read
         help_text = f"{comments.get(field.name, '')} [{as_text(field.default)}]".replace("%", "%%")

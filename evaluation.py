@@ -18,6 +18,7 @@ from statistics import fmean
 import data
 import exits
 import genrm
+import resume
 from config import printable
 from rollout import Answer, Engine, Sampling, seed_of
 from server import EngineLost
@@ -75,6 +76,8 @@ async def run(config, stop: exits.Stop) -> tuple[int, str]:
     """Start the engine, ask, write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
     out, tokenizer = Path(config.out), data.load_tokenizer(config.model, config.trust_remote_code)
     problems, decode = read_problems(config, tokenizer), functools.partial(data.decode, tokenizer)
+    resume.move_aside(out, print)
+    (out / "logs").mkdir(parents=True, exist_ok=True)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
     engine = Engine.launch("rollout", 0, config.port, config.model, config, str(out / "logs" / "rollout-0.log"))
     try:

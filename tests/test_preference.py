@@ -1,5 +1,7 @@
 """SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows; pass@k against counting."""
 
+import asyncio
+import gc
 import itertools
 import json
 import math
@@ -11,9 +13,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,12 +28,14 @@ from test_critic import make_value_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import data
+import evaluation
+import exits
 import preference
 import warmstart
 from config import parse_config
 from evaluation import pass_at_k, summarize
 from preference import compared, read_examples, scored, spoken
-from rollout import Sample
+from rollout import Answer, Sample
 
 LEARNING_RATES = [5e-4, 1e-3, 7.5e-4]  # worked by hand from config_of: 1e-3 after 2 steps of warm-up, to one half at the 4th
 LAYOUTS = {  # name -> ranks, sizes
@@ -310,6 +316,78 @@ def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
         assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
 
 
+# ---------------------------------------------------------------- a whole run
+
+
+class Quiet:
+    """A progress bar that only keeps its lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def doing(self, what: str) -> None:
+        pass
+
+    go_on = doing
+
+
+@pytest.fixture
+def single_rank():
+    """A process group of one, and none of Megatron's left behind."""
+    from actor import mpu
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
+    """A run on the demo's examples from new weights, as `run.py` puts it together. Returns its folder."""
+    warmstart.new_model(path / "model", 0)
+    out, progress = path / "out", Quiet()
+    given = ["--model", str(path / "model"), "--out", str(out), "--max-tokens-per-micro-batch", "1024", *arguments]
+    config = parse_config([command, *given])
+    asyncio.run(preference.prepare(config, 0, progress.line, lambda config: {"command": config.command}))
+    preference.train(config, out, progress, rank=0)
+    return out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
+    arguments = ("--steps", "8", "--eval-every", "5", "--eval-prompts", "40", "--lr", "3e-3", "--batch-size", "16")
+    out = run_on_demo(command, tmp_path, *arguments)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(9))
+    held_out = {row["step"]: row[f"{command}/held_out_loss"] for row in rows if f"{command}/held_out_loss" in row}
+    assert list(held_out) == [0, 5, 8] and held_out[8] < held_out[0] - 0.01
+    metrics = preference.TASKS[command].metrics
+    assert {f"{command}/{name}" for name in (*metrics, "lr", "grad_norm", "skipped")} | {"time/step_s"} <= rows[7].keys()
+    assert command == "sft" or 0 <= rows[8][f"{command}/held_out_accuracy"] <= 1
+    assert list((out / "tensorboard").iterdir()) and json.loads((out / "config.json").read_text()) == {"command": command}
+    kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
+    assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
+
+
+def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
+    """After --max-skips updates whose loss isn't finite, by name; the weights stay."""
+    broken = replace(preference.TASKS["sft"], loss=lambda samples, trainer: not_a_number)
+    monkeypatch.setitem(preference.TASKS, "sft", broken)
+    with pytest.raises(ValueError, match="--max-skips 2: the loss or the gradient"):
+        run_on_demo("sft", tmp_path, "--max-skips", "2", "--eval-prompts", "0", "--batch-size", "4")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["sft/skipped"] for row in rows] == [1.0, 1.0]
+
+
+def not_a_number(batch, logits):
+    count = torch.ones((), dtype=torch.int32)
+    return logits.sum() * math.nan, count, {"loss": torch.tensor(math.nan), "count": count}
+
+
 # ---------------------------------------------------------------- settings
 
 
@@ -339,6 +417,51 @@ def test_commands_and_where_they_leave_things():
     assert parse_config(["sft"]).out == "runs/sft"
     config = parse_config(["eval", "--model", "m", "--samples", "16", "--pass-at", "1", "16"])
     assert (config.command, config.pass_at, config.out) == ("eval", (1, 16), "runs/eval")
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+class FakeEngine:
+    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last sampled one off. Latest first."""
+
+    name = "rollout engine of rank 0"
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.closed = tokenizer, False
+
+    async def ready(self, deadline_s: float) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def generate(self, prompts, sampling, seeds, greedy):
+        assert len(set(seeds)) == len(prompts) and greedy == [False] * (len(prompts) - 1) + [True]
+        for index in reversed(range(len(prompts))):
+            text = ">8" if index % 2 and not greedy[index] else ">7"
+            tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            yield Answer(index, tokens, [], "length" if index == len(prompts) - 2 else "stop", [])
+
+
+def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, monkeypatch, capsys):
+    """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems. No key, no question."""
+    rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = FakeEngine(tokenizers["text"])
+    monkeypatch.setattr(evaluation, "Engine", SimpleNamespace(launch=lambda *settings: engine))
+    out = tmp_path / "out"
+    given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(out), "--judge-format", "addition"]
+    given += ["--samples", "5", "--pass-at", "1", "2"]
+    config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
+    assert asyncio.run(evaluation.run(config, exits.Stop())) == (0, "") and engine.closed
+    found = json.loads((out / "eval.json").read_text())
+    of_first = {"eval/accuracy": 1, "eval/pass@1": 2 / 5, "eval/pass@2": 1 - 3 / 10}  # 3 of the 10 ways to draw 2 have no right one
+    assert {name: found[name] for name in of_first} == pytest.approx({name: value / 2 for name, value in of_first.items()})
+    assert found["prompts"] == 2 and "pass@2 0.350" in capsys.readouterr().out
+    first, second = (json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines())
+    assert (first["question"], first["greedy"], first["sampled"][1]) == ("3+4=", ">7", ">8")
+    assert first["right"] == [True, False, True, False, False, True] and not any(second["right"])
 
 
 # ---------------------------------------------------------------- pass@k
