@@ -102,7 +102,7 @@ class Examples:
         random.Random(f"held out {seed}").shuffle(order)
         aside = min(held_out, len(rows) // 10)
         self.held_out, self._training = ([rows[i] for i in sorted(part)] for part in (order[:aside], order[aside:]))
-        self._seed, self._epoch, self._order = seed, -1, []
+        self.count, self._seed, self._epoch, self._order = len(self._training), seed, -1, []
 
     def batch(self, step: int, size: int) -> list[Example]:
         """The examples of a step: the same on every rank, whatever their number."""
@@ -270,6 +270,10 @@ def train(config, out: Path, progress, rank: int) -> None:
     name, path = config.command, Path(config.data or out / "data.jsonl")
     tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
     examples = read_examples(path, TASKS[name].read, tokenizer, config)
+    progress.line(
+        f"nanoYATT {name}: {config.model} learns from {examples.count} examples of {path}, {len(examples.held_out)} more are held out; "
+        f"{config.steps} steps of {config.batch_size}"
+    )
     learner, writer, skips = Learner(config), Writer(out) if rank == 0 else None, 0
     for step in range(config.steps + 1):
         row, began = {}, time.perf_counter()
@@ -284,7 +288,7 @@ def train(config, out: Path, progress, rank: int) -> None:
             skips = skips + 1 if learnt["skipped"] else 0
             row |= {f"{name}/{metric}": value for metric, value in learnt.items()} | {"time/step_s": time.perf_counter() - began}
             progress.line(f"step {step + 1:3d}/{config.steps}  {spelled({m: learnt[m] for m in learner.task.metrics})}")
-            progress.go_on(step + 1)
+            progress.done()
         if writer:
             writer.row(step, row)
         if skips == config.max_skips:

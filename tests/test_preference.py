@@ -31,6 +31,7 @@ import data
 import evaluation
 import exits
 import preference
+import run
 import warmstart
 from config import parse_config
 from evaluation import pass_at_k, summarize
@@ -331,7 +332,8 @@ class Quiet:
     def doing(self, what: str) -> None:
         pass
 
-    go_on = doing
+    def done(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -409,6 +411,22 @@ def test_a_command_without_what_it_needs(arguments, message):
     with pytest.raises(ValueError) as caught:
         parse_config(arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command,ranks,message",
+    [
+        ("sft", None, "start with: torchrun"),
+        ("rl", None, "start with: torchrun"),
+        ("eval", "2", "run.py eval needs one engine, and 2 ranks would start one each"),
+    ],
+)
+def test_a_command_that_is_started_the_wrong_way(command, ranks, message, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(ValueError, match=message):
+        run.choose(parse_config([command, *(["--model", "m"] if command == "eval" else [])]), exits.Stop())
 
 
 def test_commands_and_where_they_leave_things():
