@@ -81,7 +81,7 @@ class Actor(Trainer):
         config, packed = self.config, as_sequences(micro_batches)
         mean = (self.algorithm.mean, config.max_new_tokens)
         known = known_of(flat([micro_batches]), self.version, proximal, *mean, self.device)
-        token_loss = partial(policy_loss, known, self.algorithm, config, _over_context_parallel if config.cp > 1 else lambda sums: sums)
+        token_loss = partial(policy_loss, known, self.algorithm, config, over_context_parallel if config.cp > 1 else lambda sums: sums)
         loss = partial(_sum_loss, config.temperature, token_loss, entropy_trains=config.entropy_coef > 0)
         sums, maxima = self._reduce(self._forward_backward(packed, loss), SUMS, MAXIMA)
         is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
@@ -125,7 +125,7 @@ class Actor(Trainer):
 
     def packed_logprobs(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
         """The same of samples that come packed, in their order. Collective over the model-parallel group."""
-        return self._read_tokens(micro_batches, partial(_target_logprobs, self.config.temperature))
+        return self._read_tokens(micro_batches, partial(target_logprobs, self.config.temperature))
 
 
 def _target_logits(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _target_logits(temperature: float, batch: MicroBatch, logits: Tensor) -> Ten
     return logits[0, batch.slots != NO_TARGET].float() / temperature
 
 
-def _target_logprobs(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
+def target_logprobs(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
     """Log-probabilities of the targets: [targets]. Collective over the tensor-parallel group."""
     return -vocab_parallel_cross_entropy(_target_logits(temperature, batch, logits), batch.targets[batch.slots != NO_TARGET])
 
@@ -158,7 +158,7 @@ def _sum_loss(
     return loss.sum(), stats["normaliser"].int(), stats
 
 
-def _over_context_parallel(sums: Tensor) -> Tensor:
+def over_context_parallel(sums: Tensor) -> Tensor:
     """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
     return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
 

@@ -15,12 +15,13 @@ from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
+AT_LEAST_1 += ("batch_size", "samples")
 AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
 AT_LEAST_0 += ("clip_dual", "kl_coef", "entropy_coef", "overlong_from", "overlong_penalty", "mismatch_max", "mismatch_mask")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
-ABOVE_0 += ("critic_lr", "value_clip")
+ABOVE_0 += ("critic_lr", "value_clip", "dpo_beta")
 ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max", "engine_probe_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
@@ -28,11 +29,22 @@ LIMITS |= {name: (0, 1) for name in ("gamma", "gae_lambda")}
 LIMITS |= {"answers_per_prompt": (1, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
+# the first word of the command line
+COMMANDS = {
+    "rl": "reinforcement learning: the loop of controller.py",
+    "sft": "supervised fine-tuning",
+    "rm": "a reward model from pairs of answers",
+    "dpo": "direct preference optimisation, from such pairs",
+    "eval": "accuracy and pass@k of a model",
+}
+
+
 @dataclass(frozen=True)
 class Config:
     """Every setting. Sizes in tokens, times in seconds; the values below suit the demo."""
 
     # ---- what to run
+    command: str = "rl"  # a row of COMMANDS
     preset: str = ""  # a row of PRESETS; default: tiny
     mode: str = "partial"  # who holds the devices when: full | partial (colocation) | auto: the faster of both
     algorithm: str = "grpo"  # a row of algorithms.ALGORITHMS
@@ -116,6 +128,11 @@ class Config:
     critic_lr_warmup_steps: int = 5  # linear, from 0; then constant
     critic_warmup: int = 0  # first steps in which the critic learns alone; the actor's learning rate begins after them
     value_clip: float = 0.2  # a value that moved by more towards its return since the step began isn't pulled on; inf: no limit
+    # ---- sft, rm, dpo and eval
+    batch_size: int = 32  # examples of a step: conversations, or pairs of answers
+    dpo_beta: float = 0.1  # dpo: how dear it is to leave the start weights
+    samples: int = 8  # eval: answers to each prompt, beside a greedy one
+    pass_at: tuple[int, ...] = (1, 4, 8)  # eval: the k of pass@k, at most `samples`
     # ---- the engines
     max_model_len: int = 256  # context of an engine, prompt and answer
     max_running_requests: int = 128  # answers that one engine decodes at once
@@ -152,8 +169,7 @@ class Config:
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
-        if bool(self.model) != bool(self.judge) or (self.data and not self.model):
-            raise ValueError("--data needs --model and --judge, and those two need each other: the demo's models only know addition")
+        self._check_command()
         self._check_judges()
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp 2 or more")
@@ -161,6 +177,22 @@ class Config:
             raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
         if self.train_only != bool(self.replay):
             raise ValueError("--train-only needs --replay FILE, what a --rollout-only run wrote, and nothing else reads that")
+
+    def _check_command(self):
+        """What the command asks of models, data and switches. Raises ValueError like the rest."""
+        if self.command == "rl":
+            if bool(self.model) != bool(self.judge) or (self.data and not self.model):
+                needed = "--data needs --model and --judge, and those two need each other"
+                raise ValueError(f"{needed}: the demo's models only know addition")
+            return
+        if self.judge or self.dry_run or self.rollout_only or self.train_only:
+            raise ValueError(f"run.py {self.command} has no --judge, --dry-run, --rollout-only or --train-only")
+        if not self.model and (self.data or self.command == "eval"):
+            raise ValueError(f"run.py {self.command} needs --model DIR{' with --data' if self.command != 'eval' else ''}")
+        if self.updates_per_step > 1:
+            raise ValueError(f"run.py {self.command} makes one update a step: --updates-per-step is for run.py rl")
+        if not all(1 <= k <= self.samples for k in self.pass_at):
+            raise ValueError(f"--pass-at {as_text(self.pass_at)}: each k from 1 to --samples {self.samples} is needed")
 
     def _check_algorithm(self):
         """What the settings of the algorithm ask of each other. Raises ValueError like the rest."""
@@ -264,23 +296,26 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
 
     usage: how the program is started, for --help.
     """
-    parser = Parser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    command, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
+    commands = "commands:\n" + "\n".join(f"  {name:5} {what}" for name, what in COMMANDS.items())
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=usage, epilog=commands, formatter_class=form, allow_abbrev=False)
     comments = field_comments()
-    for field in dataclasses.fields(Config):
+    for field in dataclasses.fields(Config)[1:]:  # the command has been read
         help_text = f"{comments.get(field.name, '')} [{as_text(field.default)}]".replace("%", "%%")
         parser.add_argument(f"--{dashed(field.name)}", default=argparse.SUPPRESS, help=help_text, **option(field.type))
-    parsed = vars(parser.parse_args(arguments))
+    parsed = vars(parser.parse_args(rest))
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.items()}
     preset = given.get("preset") or "tiny"
     if preset not in PRESETS:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
-    config = Config(**PRESETS[preset] | given | {"preset": preset})
+    config = Config(**PRESETS[preset] | given | {"preset": preset, "command": command})
     judges = max(1, len(config.judge))  # the demo's isn't named
     formats = config.judge_format or (("chat" if config.data else "addition"),)
     seam = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only  # or a run would move its own replay aside
     return dataclasses.replace(
         config,
-        out=config.out or f"runs/{preset}-{config.mode}{seam}",
+        out=config.out or (f"runs/{preset}-{config.mode}{seam}" if command == "rl" else f"runs/{command}"),
         partial_rollout=config.partial_rollout or config.train_only,  # from the second step on, older weights wrote the samples
         judge_format=formats if len(formats) == judges else formats * judges,
         judge_weights=config.judge_weights or (1.0,) * judges,

@@ -142,6 +142,7 @@ class PromptFile:
                 )
             answer = row.get("answer")
             prompts.append(Prompt(tokens, _question_of(row), None if answer is None else str(answer).strip()))
+        self.prompts = prompts  # all of them, in the file's order
         order = list(range(len(prompts)))
         random.Random(f"held out {seed}").shuffle(order)
         aside = min(held_out, len(prompts) // 10)
@@ -175,7 +176,7 @@ def read_rows(path: Path) -> list[tuple[int, dict]]:
     else:
         raise ValueError(f"--data {path}: expected a .jsonl, .json or .parquet file")
     if not rows:
-        raise ValueError(f"--data {path}: the file holds no prompt")
+        raise ValueError(f"--data {path}: the file holds no row")
     return rows
 
 
@@ -204,12 +205,16 @@ def _json_row(line: bytes, where: str) -> dict:
 
 def _prompt_of(row: dict, where: str) -> str | list[dict]:
     prompt = row.get("messages") or row.get("prompt")
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in prompt
-    )
-    if prompt and (isinstance(prompt, str) or is_chat):
+    if prompt and (isinstance(prompt, str) or is_chat(prompt)):
         return prompt
     raise ValueError(f"{where}: needs `messages` (a list of {{role, content}}, both text) or `prompt` (text, or such a list)")
+
+
+def is_chat(prompt) -> bool:
+    """Whether it is a list of chat turns."""
+    return isinstance(prompt, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in prompt
+    )
 
 
 def _question_of(row: dict) -> str:

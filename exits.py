@@ -76,7 +76,7 @@ def leave(message: str, status: int, number: int) -> None:
     """Leave as signal `number` wants it: SIGTERM ends ranks, any other the launcher, too. Engines must be closed already."""
     if number != signal.SIGTERM:
         give_up(message, status)
-    if os.environ["RANK"] == "0":
+    if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)
     go(status)
 

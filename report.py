@@ -42,6 +42,10 @@ class Progress:
         """The run goes on after so many steps."""
         self._bar.initial = self._bar.n = step
 
+    def done(self) -> None:
+        """One more step is."""
+        self._bar.update()
+
     def doing(self, what: str) -> None:
         """Say what the run is doing now."""
         self._bar.set_description_str(what)

@@ -118,7 +118,7 @@ def shown(value) -> str:
 
 def move_aside(out: Path, say: Callable[[str], None]) -> None:
     """What an earlier run left is moved, not overwritten."""
-    if (out / "metrics.jsonl").exists() or (out / "checkpoints").exists():
+    if any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "eval.json")):
         aside = next(path for i in range(1, 10**6) if not (path := out.with_name(f"{out.name}-{i}")).exists())
         out.rename(aside)
         say(f"moved the earlier run in {out} to {aside}")

@@ -4,12 +4,15 @@
     torchrun --nproc-per-node 2 run.py --mode full --seed 1 --steps 60   every setting is --name value
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl    your own models and prompts
     torchrun --nproc-per-node 2 run.py --dry-run [--name value ...]      says what would run where, and starts nothing
+    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE   learns from examples instead: see preference.py
+    python run.py eval --model DIR --data FILE                           greedy accuracy and pass@k: see evaluation.py
     python run.py check [--name value ...]                               says what is installed and whether ports, disk and memory do
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -61,28 +64,38 @@ async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> 
 
     Returns the signal that stopped it before the asked steps were done, 0 if none did, and what to say then.
     """
+    engines, pools = [], []
+    async with joined(config) as (world, progress):
+        try:
+            loop, job = await prepare_job(config, plans, world, progress, engines)
+            pools += (job.rollout, job.genrm)
+            job.stop, stop.gently = stop, True
+            stopped = await loop(job)
+            stop.gently = False
+            await world.barrier()
+            return stopped, how_to_go_on(job) if stopped else conclude(job, progress)
+        finally:
+            progress.close()
+            for pool in pools:
+                pool.close()
+            await asyncio.gather(*(engine.close() for engine in engines))
+
+
+@contextlib.asynccontextmanager
+async def joined(config: Config):
+    """The World of all ranks and the progress bar, while they are together (collective)."""
     from report import Progress
 
     # off the event loop, which must hear signals while ranks wait; not asyncio.to_thread, whose threads are waited for at the end
     world = await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), join_ranks, config)
     world.enter_device()
     progress = Progress(config.steps, world.rank == 0)
-    engines, pools = [], []
     ticking = asyncio.create_task(progress.tick())
     try:
-        loop, job = await prepare_job(config, plans, world, progress, engines)
-        pools += (job.rollout, job.genrm)
-        job.stop, stop.gently = stop, True
-        stopped = await loop(job)
-        stop.gently = False
-        await world.barrier()
-        return stopped, how_to_go_on(job) if stopped else conclude(job, progress)
+        yield world, progress
     finally:
         ticking.cancel()
         progress.close()
-        for pool in pools:
-            pool.close()
-        await asyncio.gather(*(engine.close() for engine in engines))
         world.close()
         doors.close()
 
@@ -99,6 +112,21 @@ async def prepare_job(config: Config, plans: list[placement.Plan], world, progre
     await together(world, end_orphans, config, world.rank, progress)
     out, found = await prepare_out(config, world, progress.line)
     return loop, await build(config, plans, world, out, found, inputs, progress, engines)
+
+
+async def learn(config: Config, stop: exits.Stop) -> tuple[int, str]:
+    """sft, rm, dpo: the same from examples, without engines (collective: every rank). It isn't gone on with: it starts anew."""
+    import preference
+    import warmstart
+
+    async with joined(config) as (world, progress):
+        if not config.model:
+            model, _ = await warmstart.prepare(config, world, progress)
+            config = dataclasses.replace(config, model=str(model))
+        await together(world, preference.prepare, config, world.rank, progress.line, resolved)
+        await world.run(preference.train, config, Path(config.out), progress, world.rank)
+        await world.barrier()
+    return 0, ""
 
 
 def conclude(job: controller.Job, progress) -> str:
@@ -303,6 +331,20 @@ def resolved(config: Config) -> dict:
     return dataclasses.asdict(config) | {"ranks": int(os.environ["WORLD_SIZE"]), "versions": packages, "commit": commit}
 
 
+def choose(config: Config, stop: exits.Stop):
+    """The command's program, a coroutine that returns as `run`. ValueError if it can't be on these ranks."""
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    if config.command == "eval":
+        import evaluation
+
+        if ranks > 1:
+            raise ValueError(f"run.py eval needs one engine, and {ranks} ranks would start one each: python run.py eval ...")
+        return evaluation.run(config, stop)
+    if not ranks:
+        raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+    return run(config, check_batch(config, ranks), stop) if config.command == "rl" else learn(config, stop)
+
+
 def main(arguments: list[str]) -> None:
     """One rank: exit status 0 when the asked steps are done or a stop was asked for, else 1 after one line on stderr.
 
@@ -320,10 +362,7 @@ def main(arguments: list[str]) -> None:
             import preview
 
             return preview.dry_run(config)
-        if "RANK" not in os.environ:
-            raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
-        plans = check_batch(config, int(os.environ["WORLD_SIZE"]))
-        stopped_by, line = asyncio.run(exits.until_told(run(config, plans, stop), stop))
+        stopped_by, line = asyncio.run(exits.until_told(choose(config, stop), stop))
     except ValueError as error:
         exits.give_up(f"error: {printable(str(error))}", 1)
     except (KeyboardInterrupt, asyncio.CancelledError):

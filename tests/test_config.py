@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import placement
 import run
-from config import AT_LEAST_1, LIMITS, PRESETS, Config, as_text, check_batch, dashed, field_comments, parse_config
+from config import AT_LEAST_1, COMMANDS, LIMITS, PRESETS, Config, as_text, check_batch, dashed, field_comments, parse_config
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -104,9 +104,9 @@ VALUES = {
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
 CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
 CHECKED |= {"engine_timeout_s", "answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
-CHECKED |= {"critic", "critic_warmup"}
+CHECKED |= {"critic", "critic_warmup", "samples", "pass_at"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
-FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
+FREE = sorted(set(FIELDS) - {"command", "preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
 
 
 def within_limits(name):
@@ -292,7 +292,8 @@ def test_help():
     code = f"import sys, run\ntry: run.parse_config(['--help'], run.__doc__)\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr
-    for name, field in FIELDS.items():
+    assert all(f"\n  {name} " in ran.stdout for name in COMMANDS)
+    for name, field in list(FIELDS.items())[1:]:  # but the command, which is the first word
         assert f"--{dashed(name)}" in ran.stdout
         assert f"[{as_text(field.default)}]" in ran.stdout
     assert "torchrun --nproc-per-node 2 run.py --mode partial" in ran.stdout

@@ -223,8 +223,8 @@ def test_a_bad_row_is_named(tmp_path, rows, line, message):
     "name,content,message",
     [
         ("missing.jsonl", None, "--data .*missing.jsonl: no such file"),
-        ("empty.jsonl", b"", "--data .*empty.jsonl: the file holds no prompt"),
-        ("blank.jsonl", b"\n \n", "holds no prompt"),
+        ("empty.jsonl", b"", "--data .*empty.jsonl: the file holds no row"),
+        ("blank.jsonl", b"\n \n", "holds no row"),
         ("a.csv", b"prompt\nx\n", "expected a .jsonl, .json or .parquet"),
         pytest.param("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "latin.jsonl"),
         pytest.param("not.parquet", b"PAR1 no", "not.parquet"),
