@@ -6,7 +6,7 @@
         critic_<name>/                        the same of a critic, where the algorithm has one
         common.json                           what is the same on every controller
         controllers/rank_<r>.json             what is one controller's own: answers that were cut off, random states, counts
-        hf/                                   on request: a Hugging Face directory
+        hf/, hf_critic_<name>/                on request: Hugging Face directories
     OUT/checkpoints/step_<n>.partial-<pid>/   one that is being written, or was when the run died; never read
     OUT/checkpoints/latest.json               {"step": n}: the newest that is complete; 0 when there is none yet
 
@@ -35,6 +35,7 @@ from rollout import Sample
 
 FORMAT = 1  # of the JSON files
 TRACKER, COMMON = "latest.json", "common.json"
+HF = {"megatron": "hf"}  # the Hugging Face directory beside a trainer's folder; a critic's has its name
 POLL_S = 0.05
 COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips")  # of the State
 COUNTS = ("failed", "parsed")  # of a Judge
@@ -129,22 +130,22 @@ def set_random_state(states: dict[str, str]) -> None:
 
 
 def write_part(
-    folder: Path, rank: int, state: tuple[dict, dict], write_shards: dict[str, Callable[[], list]], write_hf
+    folder: Path, rank: int, state: tuple[dict, dict], write_shards: dict[str, Callable[[], list]], write_hf: dict[str, Callable]
 ) -> tuple[dict[str, list], dict[str, list]]:
     """Write one rank's files; returns the descriptions of its shards, and size and SHA-256 of each file. Runs in the forked process.
 
-    write_shards: by the folder of a trainer. write_hf: None on ranks that write no Hugging Face directory.
+    Both by folder; write_hf is empty on ranks that write no Hugging Face directory.
     """
     common, own = state
-    mine = [f"controllers/rank_{rank}.json", *(f"{name}/__{rank}_*" for name in write_shards), *["hf/*"] * bool(write_hf)]
+    mine = [f"controllers/rank_{rank}.json", *(f"{name}/__{rank}_*" for name in write_shards), *(f"{name}/*" for name in write_hf)]
     mine += [COMMON, *(f"{name}/common.pt" for name in write_shards)] if rank == 0 else []
     try:
         described = {name: write() for name, write in write_shards.items()}
         (folder / mine[0]).write_text(canonical(own))
         if rank == 0:
             (folder / COMMON).write_text(canonical(common))
-        if write_hf:
-            write_hf(folder / "hf")
+        for name, write in write_hf.items():
+            write(folder / name)
         return described, {str(path.relative_to(folder)): digest(path) for name in mine for path in folder.glob(name)}
     except OSError:  # a disk that is full: the run needs what is left of it
         for path in [path for name in mine for path in folder.glob(name)]:
@@ -238,12 +239,17 @@ class Checkpoints:
             return self._give_up(job, step, folder, error)
         for name, trainer in trainers.items():
             write_shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
-        write_hf, every = None, self.config.save_hf_every
-        if every and (step % every == 0 or step == self.config.steps) and (weights := await self.world.run(job.actor.whole_weights)):
-            write_hf = partial(job.actor.write_hf, weights)
-        work = partial(write_part, folder, rank, state, write_shards, write_hf)
+        work = partial(write_part, folder, rank, state, write_shards, await self._hf_writers(trainers, step))
         writer = await self.world.run(self._start_writer, work)  # by the thread that lives as long as the run: its end is the process's
         self._saving = Saving(step, folder, writer, complete_shards)
+
+    async def _hf_writers(self, trainers: dict[str, Any], step: int) -> dict[str, Callable]:
+        """What writes the Hugging Face directories, by folder, if they are due; nothing on most ranks. Takes their weights now."""
+        every = self.config.save_hf_every
+        if not every or (step % every and step != self.config.steps):
+            return {}
+        weights = {name: await self.world.run(trainer.whole_weights) for name, trainer in trainers.items()}
+        return {HF.get(name, f"hf_{name}"): partial(trainers[name].write_hf, of) for name, of in weights.items() if of}
 
     def _make(self, folder: Path, trainers) -> None:
         folder.mkdir(parents=True)

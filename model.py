@@ -179,6 +179,14 @@ def check_sizes(hf: dict, config) -> None:
                 raise ValueError(f"{flag} {size} does not divide {name} = {hf[name]} of --model")
 
 
+def check_critic(config) -> None:
+    """ValueError if the value model of --critic can't read the actor's tokens, or the sizes don't divide it."""
+    hf, tokens = read_hf_config(config.critic), read_hf_config(config.model)["vocab_size"]
+    if hf["vocab_size"] < tokens:
+        raise ValueError(f"--critic {config.critic}: it knows {hf['vocab_size']} tokens, and --model has {tokens}")
+    check_sizes(hf, config)
+
+
 def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
     """This rank's part of the model, with random weights. Collective over the pipeline group if embeddings are tied."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model_config.qk_layernorm)

@@ -6,6 +6,7 @@ Neither starts anything. Sizes come from the headers of the models' safetensors 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
+import algorithms
 import doors
 import placement
 import server
@@ -25,6 +27,7 @@ from config import Config, as_text, check_batch, dashed
 BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its children. The demo's 2 and 2 take 4,700 MB on a CPU
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil", "tensorboard")
+HEAD = "score.weight"  # of a value model
 LEAST = {"disk": 1000, "memory": PROCESS_MB, "shared memory": 64}  # MB free; memory: for each rank. Weights are pushed by shared memory
 
 Shapes = dict[str, list[int]]  # of the tensors of a Hugging Face directory, by name
@@ -65,6 +68,8 @@ def shapes_of(config: Config) -> tuple[Shapes, list[Shapes]]:
         model.check_sizes(shape, config)
         return qwen3_shapes(shape), [qwen3_shapes(shape)]
     model.check_sizes(model.read_hf_config(config.model), config)
+    if config.critic:
+        model.check_critic(config)
     return server.checkpoint_shapes(config.model), [server.checkpoint_shapes(judge) for judge in config.judge]
 
 
@@ -114,13 +119,25 @@ def device_map(config, plans: list[placement.Plan], ranks: int) -> list[str]:
     return lines
 
 
+def critic_shapes(config, model: Shapes) -> Shapes:
+    """The tensors of a value model: a policy's, with one row in place of the output layer."""
+    shapes = server.checkpoint_shapes(config.critic) if config.critic else model
+    body = {name: shape for name, shape in shapes.items() if name not in ("lm_head.weight", "value_head.weight")}
+    return body | {HEAD: [1, *shapes["model.norm.weight"]]}
+
+
 def memory(config, model: Shapes, judges: list[Shapes], ranks: int) -> list[str]:
-    """What a rank's part of the actor takes, by pipeline stage, and what an engine takes."""
+    """What a rank's part of the actor takes, by pipeline stage, so critics and reference, and what an engine takes."""
     dp = ranks // (config.tp * config.cp * config.pp)
     lines = ["  memory in MB, of a rank's part or of an engine on each of its ranks; activations come on top:"]
-    for stage in range(config.pp):
-        parts = actor_bytes(model, config, dp, stage)
-        lines.append(f"    actor{f', stage {stage} of {config.pp}' if config.pp > 1 else ''}: {as_mb(parts)}")
+    names = () if config.rollout_only else algorithms.get_algorithm(config.algorithm).critics
+    trainers = [("actor", model), *((f"{name} critic", critic_shapes(config, model)) for name in names)]
+    for (name, shapes), stage in itertools.product(trainers, range(config.pp)):
+        at = f", stage {stage} of {config.pp}" if config.pp > 1 else ""
+        lines.append(f"    {name}{at}: {as_mb(trainer_bytes(shapes, config, dp, stage))}")
+    if config.kl_coef and not config.rollout_only:
+        most = max(parameters(model, config.tp, config.pp, stage) for stage in range(config.pp))
+        lines.append(f"    reference, in the host's memory: {as_mb({'weights': most * BYTES[config.dtype]})}")
     if not config.train_only:
         names = [f"genrm of {judge}" for judge in config.judge] or ["genrm"]  # the demo's judge isn't named
         engines = [("rollout", model, config.rollout_tp)]
@@ -130,25 +147,28 @@ def memory(config, model: Shapes, judges: list[Shapes], ranks: int) -> list[str]
     return [*lines, f"    libraries: about {PROCESS_MB} for each rank and each server"]
 
 
-def actor_bytes(shapes: Shapes, config, dp: int, stage: int) -> dict[str, int]:
+def trainer_bytes(shapes: Shapes, config, dp: int, stage: int) -> dict[str, int]:
     """Bytes of one rank of a pipeline stage. AdamW's two states are fp32 and shared out over data- and context-parallel ranks.
 
-    In bfloat16 it also keeps the weights in fp32. Logits: one copy, of a full micro-batch, which only the last stage has.
+    In bfloat16 it also keeps the weights in fp32. Logits: one copy, of a full micro-batch, which only the last stage has,
+    and no critic.
     """
     count = parameters(shapes, config.tp, config.pp, stage)
     states = 8 if config.dtype == "float32" else 12
     parts = {"weights": count * BYTES[config.dtype], "gradients": 4 * count, "optimizer": states * count // (dp * config.cp)}
-    if stage == config.pp - 1:
+    if stage == config.pp - 1 and HEAD not in shapes:
         tokens, vocab = config.max_tokens_per_micro_batch // config.cp, shapes["model.embed_tokens.weight"][0]
         parts["logits"] = 4 * tokens * vocab // config.tp
     return parts
 
 
 def parameters(shapes: Shapes, tp: int, pp: int, stage: int) -> int:
-    """Parameters of one rank of a pipeline stage: layers are dealt to the stages, all but the norms is cut by tensor parallelism."""
+    """Parameters of one rank of a pipeline stage: layers are dealt to the stages, all but norms and value heads is cut by tensor
+    parallelism.
+    """
     layer_of = {name: int(found[1]) for name in shapes if (found := re.search(r"\.layers\.(\d+)\.", name))}
     a_stage = (1 + max(layer_of.values())) // pp
-    is_tied = "lm_head.weight" not in shapes
+    is_tied = not {"lm_head.weight", HEAD} & shapes.keys()
 
     def is_here(name: str) -> bool:
         if name in layer_of:
@@ -156,7 +176,7 @@ def parameters(shapes: Shapes, tp: int, pp: int, stage: int) -> int:
         is_embedding = "embed_tokens" in name
         return (is_embedding and stage == 0) or ((is_tied or not is_embedding) and stage == pp - 1)  # tied: a copy on the last stage
 
-    return sum(prod(shape) // (1 if "norm" in name else tp) for name, shape in shapes.items() if is_here(name))
+    return sum(prod(shape) // (1 if "norm" in name or name == HEAD else tp) for name, shape in shapes.items() if is_here(name))
 
 
 def engine_bytes(shapes: Shapes, config, tp: int) -> dict[str, int]:

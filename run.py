@@ -172,7 +172,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
-    actor, reference, critics = await world.run(build_trainers, config)
+    actor, models = await world.run(build_trainers, config)
     await together(world, ready, engines, config.engine_timeout_s)
 
     def on_open(name: str, step: int) -> None:
@@ -185,12 +185,12 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
-    groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithms.get_algorithm(config.algorithm).greedy)
-    roles = (actor, pools["rollout"], pools["genrm"], judge)
+    greedy_too = algorithms.get_algorithm(config.algorithm).greedy
+    groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, greedy_too)
     report = Report(config, world, out, progress, decode, found)
     checkpoints = Checkpoints(config, world, out, found and found.step)
     outside = (prompts, groups, sampling, greedy, timeline, report, checkpoints)
-    job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics)
+    job = controller.Job(config, world, plans, plans[0], actor, pools["rollout"], pools["genrm"], judge, *outside, **models)
     if found:
         await restore(job, found.folder)
     await world.barrier()
@@ -274,20 +274,23 @@ def load_prompts(config: Config):
 
 
 def build_trainers(config: Config) -> tuple:
-    """The policy, its reference model and the critics, the last two lists that may be empty (collective).
+    """The policy, and what learns or looks on beside it: {"reference": [...], "critics": [...]}, which may be empty (collective).
 
     To be called before a checkpoint is restored: the reference has the start weights. Imported late: megatron takes seconds, which
     the engines use to start.
     """
+    import model as models
     from actor import Actor
     from critic import Critic
     from reference import Reference
 
     actor, names = Actor(config, config.model), algorithms.get_algorithm(config.algorithm).critics
     if config.rollout_only:
-        return actor, [], []
+        return actor, {}
+    if config.critic:
+        models.check_critic(config)
     critics = [Critic(config, config.critic or config.model, name) for name in names]
-    return actor, [Reference(actor)] if config.kl_coef else [], critics
+    return actor, {"reference": [Reference(actor)] if config.kl_coef else [], "critics": critics}
 
 
 def resolved(config: Config) -> dict:

@@ -66,7 +66,7 @@ async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     for batch in batches[:2]:
         actor.update(balanced(batch, actor))
         learn(critic, batch)
-    saved, job.state.step = weights_of(actor), 2
+    saved, saved_critic, job.state.step = weights_of(actor), weights_of(critic), 2
     job.judge.parsed[0] = 5 + world.rank
     torch.manual_seed(world.rank + 100)
     draws = job.prompts.take(9)
@@ -82,7 +82,7 @@ async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     assert not notes, notes
     assert await checkpoints.save_now(job), "saved already"
     (span,) = job.timeline.spans
-    weights = {"weights": weights_of(actor), "critic": weights_of(critic)}
+    weights = {"weights": weights_of(actor), "critic": weights_of(critic), "saved_critic": saved_critic}
     return weights | {"metrics": metrics, "saved": saved, "random": random, "save_s": span.end - span.start}
 
 

@@ -369,39 +369,42 @@ class FakeActor(FakeTrainer):
 
 
 class FakeCritic(FakeTrainer):
-    """Expects half a point of every token."""
+    """Its value of a token follows from the token alone. `log`: what it was asked."""
 
     def __init__(self, name, *place):
-        self.name = name
+        self.name, self.log = name, []
         super().__init__(f"{name} critic", *place)
 
     async def appraise(self, mini_batches):
         assert self.awake, "asked while asleep"
+        self.log.append("appraise")
         for sample in flat(mini_batches):
-            assert sample.advantages is None, "appraised too late"
-            sample.values[self.name] = [0.5] * len(sample.response)
+            assert sample.advantages is None, "appraised after the advantages were made"
+            sample.values[self.name] = [token / 200 for token in sample.response]
 
     async def update(self, mini_batches):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
             assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), "a token without its facts"
+        self.log.append("update")
         self.batches.append(samples)
         self.version += 1
         return {"critic/value_loss": 0.0}
 
 
 class FakeReference:
-    """Swaps its weights in for the actor's."""
+    """Its log-probability of a token follows from the token alone. `log`: what it was asked."""
 
     def __init__(self, actor):
-        self.actor = actor
+        self.actor, self.log = actor, []
 
     async def appraise(self, mini_batches):
         assert self.actor.awake, "asked while the actor sleeps"
+        self.log.append("appraise")
         for sample in flat(mini_batches):
-            assert sample.advantages is None, "appraised too late"
-            sample.reference_logprobs = [-0.25] * len(sample.response)
+            assert sample.advantages is None, "appraised after the advantages were made"
+            sample.reference_logprobs = [token / 200 for token in sample.response]
 
 
 class FakeCheckpoints:

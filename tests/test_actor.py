@@ -591,6 +591,21 @@ def test_learning_rate_of_every_update():
     assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(LEARNING_RATES)
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
     assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
+    late = actor_config(critic_warmup=3, steps=7)  # the critic learns alone, and then all is as without
+    assert [learning_rate(version, late) for version in range(7)] == pytest.approx([0, 0, 0, *LEARNING_RATES])
+    assert learning_rate(0, actor_config(critic_warmup=1, lr_warmup_steps=0)) == 0
+
+
+def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_dir):
+    """Bit for bit, weight decay and a momentum from before included; its versions go on, and the engine is compared with."""
+    actor = make_actor(model_dir, critic_warmup=2, max_logprob_diff=1e-3)
+    before = weights_of(actor)
+    for _ in range(2):
+        metrics = update(actor, on_policy_samples(actor))
+        assert metrics["train/lr"] == 0 and metrics["train/grad_norm"] > 0
+        assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
+    assert actor.version == 2 and update(actor, on_policy_samples(actor))["train/lr"] > 0
+    assert not all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
 
 # ------------------------------------------------------------------------------------------------ the Hugging Face directory

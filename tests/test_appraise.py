@@ -11,21 +11,11 @@ from fakes import simulate, to_text, write_answer
 
 import run
 from algorithms import ALGORITHMS, rewards_of
-from balance import flat
 from losses import Tokens
 from rollout import Answer
 
 LAYOUTS = [("full", 1, 1), ("partial", 4, 2), ("partial", 3, 1)]
 README = (Path(__file__).parent.parent / "README.md").read_text()
-
-
-class Reference:
-    """Its log-probability of a token follows from the token alone."""
-
-    def appraise(self, mini_batches):
-        for sample in flat(mini_batches):
-            assert sample.advantages is None, "appraised after the advantages were made"
-            sample.reference_logprobs = [-token / 200 for token in sample.response]
 
 
 def trained_on(jobs, step):
@@ -42,8 +32,11 @@ def trained_on(jobs, step):
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
     """Advantages are those of whole groups, though their answers are trained on by several ranks; whitened over all of them."""
-    jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6)
-    assert all(critic.version == 3 and len(job.critics) == len(ALGORITHMS[row].critics) for job in jobs for critic in job.critics)
+    jobs, _ = simulate(mode, size, tp=tp, algorithm=row, kl_coef=0.1, prompts_per_step=6 * (3 if size == 3 else 1))
+    for job in jobs:
+        assert [critic.name for critic in job.critics] == list(ALGORITHMS[row].critics)
+        assert [model.log for model in job.reference] == [["appraise"] * 3]
+        assert all(critic.log == ["appraise", "update"] * 3 for critic in job.critics)
     for step in range(3):
         samples = trained_on(jobs, step)
         groups = {}
@@ -63,13 +56,9 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_the_kl_in_the_reward_comes_off_before_the_score_or_off_its_token(mode, size, tp):
     """GRPO: off the answer's reward; ReMax: off the token's, so that early tokens are told of it all."""
-
-    def with_reference(job):
-        job.reference = [Reference()]
-
     for row in ("grpo", "remax"):
         kl = dict(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prepare_job=with_reference, prompts_per_step=6, steps=1, **kl)
+        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6, steps=1, **kl)
         for sample in trained_on(jobs, 0).values():
             kls = [0.1 * (a - b) for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True)]
             (reward,) = rewards_of([sample], jobs[0].config).values()

@@ -542,12 +542,13 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
 def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
     """Not those of the update that went on meanwhile; transformers loads it."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    model = AutoModelForCausalLM.from_pretrained(saved / "checkpoints" / "step_2" / "hf")
-    weights = result(saved, "save")["saved"]
-    assert dict(model.named_parameters()).keys() == weights.keys()
-    assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
+    kinds = (("hf", AutoModelForCausalLM, "saved"), ("hf_critic_reward", AutoModelForSequenceClassification, "saved_critic"))
+    for folder, kind, which in kinds:
+        model, weights = kind.from_pretrained(saved / "checkpoints" / "step_2" / folder), result(saved, "save")[which]
+        assert dict(model.named_parameters()).keys() == weights.keys()
+        assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
     manifest = durable.read_canonical(saved / "checkpoints" / "step_2" / "manifest.json")
     assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= manifest.keys()
 

@@ -104,6 +104,7 @@ VALUES = {
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
 CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
 CHECKED |= {"engine_timeout_s", "answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
+CHECKED |= {"critic", "critic_warmup"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
 FREE = sorted(set(FIELDS) - {"preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
 
@@ -173,6 +174,11 @@ BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf"
         (["--clip-dual", "0.5"], "--clip-dual 0.5: 0 or more than 1 is needed"),
         (["--mismatch-mask", "1"], "--mismatch-mask 1: 0 or more than 1 is needed"),
         (["--overlong-from", "72"], "--overlong-from 72 must be below --max-new-tokens 72"),
+        (["--critic", "c"], "--critic and --critic-warmup are for algorithms with a critic: --algorithm grpo has none"),
+        (["--critic-warmup", "3"], "--critic and --critic-warmup are for algorithms with a critic: --algorithm grpo has none"),
+        (["--algorithm", "ppo", "--critic", "c"], "--critic needs --model: the demo's critic starts from its actor"),
+        (["--algorithm", "ppo", "--critic-warmup", "40"], "--critic-warmup 40 leaves the actor none of --steps 40"),
+        (["--value-clip", "0"], "--value-clip 0.0: at least 1e-12 is needed"),
         (["--model", "m"], "those two need each other"),
         (["--judge", "j"], "those two need each other"),
         (["--data", "d"], "--data needs --model and --judge"),

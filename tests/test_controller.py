@@ -50,7 +50,7 @@ def test_a_critic_has_the_devices_with_the_actor(mode, size, tp):
         (critic,) = job.critics
         assert critic.version == job.actor.version == 3 and critic.batches == job.actor.batches
         for sample in critic.batches[0]:
-            kl = sum(logprob + 0.25 for logprob in sample.logprobs)  # the fake reference's log-probabilities are -0.25
+            kl = sum(a - b for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True))
             assert sample.returns["reward"][0] == pytest.approx(sample.reward - 0.1 * kl)
 
 

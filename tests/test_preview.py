@@ -17,7 +17,7 @@ from tiny_models import make_tiny_qwen3
 
 import preview
 from config import Config, check_batch, parse_config
-from preview import Place, actor_bytes, device_map, engine_bytes, parameters, qwen3_shapes
+from preview import Place, critic_shapes, device_map, engine_bytes, parameters, qwen3_shapes, trainer_bytes
 from server import checkpoint_shapes
 
 ROOT = Path(__file__).parent.parent
@@ -54,13 +54,39 @@ def test_a_ranks_part_of_the_actor_by_hand():
 def test_bytes_of_the_actor_by_hand():
     """1288 parameters in fp32: 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 data-parallel ranks; logits 256 x 10 x 4."""
     config = settings(max_tokens_per_micro_batch=256)
-    assert actor_bytes(TWO_LAYERS, config, dp=2, stage=0) == {
+    assert trainer_bytes(TWO_LAYERS, config, dp=2, stage=0) == {
         "weights": 5152, "gradients": 5152, "optimizer": 5152, "logits": 10240,
     }  # fmt: skip
-    bf16 = actor_bytes(TWO_LAYERS, dataclasses.replace(config, dtype="bfloat16"), dp=1, stage=0)
+    bf16 = trainer_bytes(TWO_LAYERS, dataclasses.replace(config, dtype="bfloat16"), dp=1, stage=0)
     assert (bf16["weights"], bf16["gradients"], bf16["optimizer"]) == (2576, 5152, 15456)  # and the weights in fp32
-    first = actor_bytes(TWO_LAYERS, dataclasses.replace(config, pp=2), dp=1, stage=0)
+    first = trainer_bytes(TWO_LAYERS, dataclasses.replace(config, pp=2), dp=1, stage=0)
     assert "logits" not in first  # the last stage alone has them
+
+
+def test_a_ranks_part_of_a_critic_by_hand():
+    """Without an output layer, tied or not: 80 of embeddings, 1200 of layers, a norm and a head of 8 each; no logits."""
+    for policy in (TWO_LAYERS, TWO_LAYERS | {"lm_head.weight": [10, 8]}):
+        shapes = critic_shapes(settings(), policy)
+        assert parameters(shapes, tp=1, pp=1, stage=0) == 80 + 1200 + 8 + 8
+        assert parameters(shapes, tp=2, pp=1, stage=0) == 40 + 2 * (96 + 192 + 24) + 8 + 8
+        assert (parameters(shapes, 1, 2, 0), parameters(shapes, 1, 2, 1)) == (680, 616)
+        parts = trainer_bytes(shapes, settings(), dp=2, stage=0)
+        assert parts == {"weights": 4 * 1296, "gradients": 4 * 1296, "optimizer": 4 * 1296}
+
+
+def test_memory_counts_critics_and_the_reference():
+    """Only where the algorithm has them, and is trained."""
+    lines = preview.memory(settings(), TWO_LAYERS, [TWO_LAYERS], 2)
+    assert not any("critic" in line or "reference" in line for line in lines)
+    ppo = settings(algorithm="ppo", kl_coef=0.1, pp=2)
+    lines = preview.memory(ppo, TWO_LAYERS, [TWO_LAYERS], 2)
+    assert [line.split(":")[0].strip() for line in lines[1:6]] == [
+        "actor, stage 0 of 2", "actor, stage 1 of 2", "reward critic, stage 0 of 2", "reward critic, stage 1 of 2",
+        "reference, in the host's memory",
+    ]  # fmt: skip
+    assert lines[5].endswith("weights 0.0; together 0.0")
+    lines = preview.memory(dataclasses.replace(ppo, rollout_only=True), TWO_LAYERS, [TWO_LAYERS], 2)
+    assert not any("critic" in line or "reference" in line for line in lines)
 
 
 def test_bytes_of_an_engine_by_hand():
