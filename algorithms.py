@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
 WHITEN_EPSILON = 1e-8  # the same for the tokens of a step
 
-Key = tuple[int, int]  # prompt_id and index of a sample
+Rewards = dict[int, dict[int, float]]  # prompt_id -> index -> reward
 
 
 # ---------------------------------------------------------------- scores: rewards of one group (all answers to one prompt) -> scores
@@ -162,7 +162,7 @@ def kl_penalties(sample: Sample, config) -> list[float]:
     return (config.kl_coef * KL[config.kl_estimator](log_ratio)).tolist()
 
 
-def rewards_of(samples: list[Sample], config) -> dict[Key, float]:
+def rewards_of(samples: list[Sample], config) -> Rewards:
     """What the score of each sample is made of: its reward, less what the settings take off the whole answer. Not collective."""
     rewards = {}
     for sample in samples:
@@ -170,24 +170,25 @@ def rewards_of(samples: list[Sample], config) -> dict[Key, float]:
         off = sample.baseline + overlong_penalty(len(sample.response), config)
         if not get_algorithm(config.algorithm).kl_by_token:
             off += math.fsum(kl_penalties(sample, config))
-        rewards[sample.prompt_id, sample.index] = sample.reward - off
+        rewards.setdefault(sample.prompt_id, {})[sample.index] = sample.reward - off
     return rewards
 
 
-def set_advantages(samples: list[Sample], rewards: dict[Key, float], config) -> None:
+def set_advantages(samples: list[Sample], parts: list[Rewards], config) -> None:
     """Fill `advantages` and, of every critic, `returns` of each sample. Not collective.
 
-    rewards: as `rewards_of` has them, of all the step's samples, wherever they are: a score needs the whole group's.
+    parts: what `rewards_of` says on each rank: a score needs the rewards of the whole group, wherever its answers are.
     """
-    algorithm, groups, scores = get_algorithm(config.algorithm), {}, {}
-    for prompt_id, index in sorted(rewards):
-        groups.setdefault(prompt_id, []).append((prompt_id, index))
-    for prompt_id in {sample.prompt_id for sample in samples}:
-        keys = groups[prompt_id]
-        scores |= zip(keys, algorithm.score([rewards[key] for key in keys]), strict=True)
+    algorithm, groups = get_algorithm(config.algorithm), {sample.prompt_id: {} for sample in samples}
+    for part in parts:
+        for prompt_id in groups.keys() & part.keys():
+            groups[prompt_id] |= part[prompt_id]
+    ordered = {prompt_id: sorted(group.items()) for prompt_id, group in groups.items()}
+    scores = {prompt_id: algorithm.score([reward for _, reward in group]) for prompt_id, group in ordered.items()}
+    score_of = {(p, index): score for p, group in ordered.items() for (index, _), score in zip(group, scores[p], strict=True)}
     (name,) = algorithm.critics or ("",)
     for sample in samples:
-        length, score = len(sample.response), scores[sample.prompt_id, sample.index]
+        length, score = len(sample.response), score_of[sample.prompt_id, sample.index]
         token_rewards = [0.0] * (length - 1) + [score][:length]
         if algorithm.kl_by_token:
             token_rewards = [r - penalty for r, penalty in zip(token_rewards, kl_penalties(sample, config), strict=True)]

@@ -205,8 +205,7 @@ async def appraise(job: Job, mini_batches: list[list[list[Sample]]]) -> None:
     for model in (*job.reference, *job.critics):
         await world.run(model.appraise, mini_batches)
     mine = samples if job.actor.is_head else []  # the other ranks of its model-parallel group hold the same
-    parts = await world.gather(algorithms.rewards_of(mine, config))
-    algorithms.set_advantages(samples, {key: reward for part in parts for key, reward in part.items()}, config)
+    algorithms.set_advantages(samples, await world.gather(algorithms.rewards_of(mine, config)), config)
     if algorithms.get_algorithm(config.algorithm).whiten:
         algorithms.whiten(samples, await world.gather(algorithms.moments([a for s in mine for a in s.advantages])))
 

@@ -53,11 +53,10 @@ class Prompts:
         """Draw numbers whose answers weren't used: their prompts come first in the next step, before what waits already."""
         self.buffer[:0] = draws
 
-    def group(self, draw: int, answers: int, greedy: bool = False) -> list[Sample]:
-        """The group of one prompt: `answers` empty samples, and with `greedy` one more; the draw number as `prompt_id`."""
-        prompt, indices = self.source.training(draw), range(answers + greedy)
-        given = (prompt.tokens, prompt.question, prompt.answer_key)
-        return [Sample(draw, index, *given, greedy=index == answers) for index in indices]
+    def group(self, draw: int, answers: int) -> list[Sample]:
+        """The group of one prompt: `answers` empty samples, with the draw number as `prompt_id`."""
+        prompt = self.source.training(draw)
+        return [Sample(draw, index, prompt.tokens, prompt.question, prompt.answer_key) for index in range(answers)]
 
     def state(self) -> dict:
         """What a checkpoint keeps."""

@@ -189,7 +189,12 @@ class Groups:
 
     def take(self, draw: int) -> list[Sample]:
         """The group of a prompt: as far as it was written, or empty samples."""
-        return self._written.pop(draw, None) or self._prompts.group(draw, self._answers, self._greedy)
+        if draw in self._written:
+            return self._written.pop(draw)
+        group = self._prompts.group(draw, self._answers + self._greedy)
+        for sample in group[self._answers :]:
+            sample.greedy = True
+        return group
 
     @property
     def carried(self) -> list[list[Sample]]:

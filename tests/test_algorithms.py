@@ -47,7 +47,7 @@ def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fiel
 
 def appraised(samples: list[Sample], config) -> list[Sample]:
     """What the controllers do, on one rank."""
-    set_advantages(samples, rewards_of(samples, config), config)
+    set_advantages(samples, [rewards_of(samples, config)], config)
     if get_algorithm(config.algorithm).whiten:
         whiten(samples, [moments([a for sample in samples for a in sample.advantages])])
     return samples
@@ -153,9 +153,9 @@ def test_grpo_s_advantages_have_the_bits_that_they_always_had():
         rewards = [round(rng.random(), rng.choice([0, 2, 9])) for _ in range(8)]
         group = [answer(trial, index, reward, rng.randint(1, 9)) for index, reward in enumerate(rewards)]
         rng.shuffle(group)
-        known = {(trial, index): reward for index, reward in enumerate(rewards)}
+        known = {trial: dict(enumerate(rewards))}
         assert rewards_of(group, config) == known
-        set_advantages(group[:3], known, config)
+        set_advantages(group[:3], [known], config)
         for sample in group[:3]:
             assert sample.advantages == [(sample.reward - fmean(rewards)) / (pstdev(rewards) + 1e-4)] * len(sample.response)
             assert sample.returns == {}
@@ -250,7 +250,7 @@ def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, con
     shares = [[] for _ in range(ranks)]
     for sample in samples_of(groups):
         rng.choice(shares).append(sample)
-    gathered = {key: reward for share in shares for key, reward in rewards_of(share, config).items()}
+    gathered = [rewards_of(share, config) for share in shares]
     for share in shares:
         set_advantages(share, gathered, config)
     if ALGORITHMS[row].whiten:
@@ -277,7 +277,7 @@ def test_the_overlong_penalty_by_hand():
     """0 up to 4 tokens, then linear to 0.5 at 8."""
     config = settings_of(overlong_from=4, overlong_penalty=0.5, max_new_tokens=8)
     samples = [answer(0, index, 1.0, tokens) for index, tokens in enumerate((1, 4, 6, 8))]
-    assert list(rewards_of(samples, config).values()) == [1.0, 1.0, 0.75, 0.5]
+    assert rewards_of(samples, config) == {0: {0: 1.0, 1: 1.0, 2: 0.75, 3: 0.5}}
 
 
 def test_remax_takes_the_greedy_answer_s_reward_off():

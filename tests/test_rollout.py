@@ -124,6 +124,20 @@ def test_logprobs_equal_transformers(engine, run, models, temperature):
         assert answer.finish == ("stop" if answer.tokens[-1] == EOS else "length")
 
 
+def test_a_greedy_answer_among_sampled_ones(engine, run, models):
+    """In one request: it is greedy, and the others are what they are without it."""
+    import torch
+
+    async def ask(greedy):
+        answers = [answer async for answer in engine.generate([PROMPT] * 4, Sampling(1.0, 30), None, [5, 6, 7, 8], greedy)]
+        return [answer.tokens for answer in sorted(answers, key=lambda answer: answer.index)]
+
+    mixed, sampled = run(ask([False, True, False, False])), run(ask(None))
+    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[0, len(PROMPT) :]
+    assert mixed[1] == expected.tolist() != sampled[1]
+    assert [mixed[i] for i in (0, 2, 3)] == [sampled[i] for i in (0, 2, 3)]
+
+
 def test_ragged_batch_equals_transformers(engine, run, models):
     """40 requests at once, of 1 to 118 prompt tokens: the batched attention against one sequence at a time."""
     prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
@@ -551,7 +565,7 @@ def test_a_connection_that_breaks_when_all_has_come_is_not_opened_again():
 
     async def ask_for_nothing():
         engine = Engine("rollout", 0, "http://127.0.0.1:1", 64)  # nobody listens there
-        return [answer async for answer in engine._stream([PROMPT], Sampling(1.0, 8), [8], None, (), 0.0)]
+        return [answer async for answer in engine._stream([PROMPT], [(Sampling(1.0, 8), 8, None)], (), 0.0)]
 
     assert asyncio.run(ask_for_nothing()) == []
 
