@@ -30,6 +30,7 @@ import genrm
 import orphans
 import placement
 import resume
+import rewards
 import seams
 from checkpoint import Checkpoints, restore
 from config import Config, as_text, check_batch, dashed, parse_config, printable
@@ -184,13 +185,15 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
+    rules = rewards.build(config, judge, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
     greedy_too = algorithms.get_algorithm(config.algorithm).greedy
     groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, greedy_too)
     report = Report(config, world, out, progress, decode, found)
     checkpoints = Checkpoints(config, world, out, found and found.step)
     outside = (prompts, groups, sampling, greedy, timeline, report, checkpoints)
-    job = controller.Job(config, world, plans, plans[0], actor, pools["rollout"], pools["genrm"], judge, *outside, **models)
+    roles = (actor, pools["rollout"], pools["genrm"], judge)
+    job = controller.Job(config, world, plans, plans[0], *roles, *outside, **models, rules=rules)
     if found:
         await restore(job, found.folder)
     await world.barrier()

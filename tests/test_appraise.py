@@ -43,6 +43,8 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
         for (prompt_id, _), sample in samples.items():
             groups.setdefault(prompt_id, []).append(sample)
         advantages = [a for sample in samples.values() for a in sample.advantages]
+        if not ALGORITHMS[row].filters:
+            assert not any(job.report.steps[step][1].filtered for job in jobs)
         if ALGORITHMS[row].whiten:
             assert fmean(advantages) == pytest.approx(0, abs=1e-9) and pstdev(advantages) == pytest.approx(1, abs=1e-6)
         else:
