@@ -134,7 +134,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more than `clip` towards its
     return since before the step isn't pulled on. Source: PPO's own code (baselines/ppo2), not its paper; without: clip = infinity.
     """
-    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    clipped_values = values.clamp(old_values - clip, old_values + clip)  # bit for bit `values` where they are inside
     plain, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
 

@@ -187,8 +187,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     judge = build_judge(config, judge_tokenizers, decode)
     rules = rewards.build(config, judge, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
-    greedy_too = algorithms.get_algorithm(config.algorithm).greedy
-    groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, greedy_too)
+    groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithms.get_algorithm(config.algorithm).greedy)
     report = Report(config, world, out, progress, decode, found)
     checkpoints = Checkpoints(config, world, out, found and found.step)
     outside = (prompts, groups, sampling, greedy, timeline, report, checkpoints)

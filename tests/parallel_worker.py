@@ -115,8 +115,8 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         abs(a - b) for sample, row in zip(mine, logprobs, strict=True) for a, b in zip(sample.true_logprobs, row, strict=True)
     )
     actor.export(export_to)
-    sequences = sequence_update(actor, reference["batches"][1])
     stale = stale_update(actor, reference["batches"][1])
+    sequences = sequence_update(actor, reference["batches"][1])
     spread = spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor))) if actor.dp_size > 1 else None
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares))

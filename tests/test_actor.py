@@ -212,7 +212,7 @@ def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, lay
     expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "dp2", "qwen2": "pp2_tied"}[family]]["sequences"]
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
     for metric in ("loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
-        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-4
+        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-3  # five updates have made more of rounding errors
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
 
@@ -513,6 +513,29 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, s
     assert metrics[0]["train/clip_frac"] == pytest.approx(metrics[1]["train/clip_frac"])
     assert metrics[0]["train/loss"] == pytest.approx(metrics[1]["train/loss"], abs=1e-5)
     assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0])
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates):
+    """Truncated: as if the engine had the trainer's numbers and every advantage its weight. Masked: that of some tokens is 0."""
+    for settings in ({"mismatch_max": 1.5}, {"mismatch_mask": 2.0}, {"mismatch_max": 1.5, "mismatch_mask": 2.0}):
+        metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
+        for corrected in (True, False):
+            changes = settings if corrected else {}
+            actor, rng = make_actor(model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes), random.Random(0)
+            samples, masked = on_policy_samples(actor), 0
+            for sample in samples:
+                for token in range(len(sample.response)):
+                    weight = math.exp(rng.uniform(-1, 1))
+                    sample.logprobs[token] -= math.log(weight) * corrected
+                    kept = 1 / 2 <= weight <= 2 or "mismatch_mask" not in settings
+                    sample.advantages[token] *= 1.0 if corrected else min(weight, settings.get("mismatch_max", 9)) * kept
+                    masked += not kept
+            metrics.append(update(actor, samples))
+        assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
+        assert metrics[0]["train/masked_frac"] * metrics[0]["train/tokens"] == pytest.approx(masked)
+        for name in ("train/loss", "train/grad_norm"):
+            assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
 
 
 @pytest.mark.parametrize("updates", [1, 2])

@@ -1,5 +1,6 @@
 """From rewards to advantages in the real loop, under fakes on a virtual clock: every row, on any layout, ReMax's greedy answers."""
 
+import copy
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from fakes import simulate, to_text, write_answer
 
 import run
-from algorithms import ALGORITHMS, rewards_of
+from algorithms import ALGORITHMS, moments, multiplier_of, rewards_of, set_advantages, signals_of, update_multiplier, whiten
+from controller import State
 from losses import Tokens
 from rollout import Answer
 
@@ -37,6 +39,7 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
         assert [critic.name for critic in job.critics] == list(ALGORITHMS[row].critics)
         assert [model.log for model in job.reference] == [["appraise"] * 3]
         assert all(critic.log == ["appraise", "update"] * 3 for critic in job.critics)
+    state = State()
     for step in range(3):
         samples = trained_on(jobs, step)
         groups = {}
@@ -47,6 +50,13 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
             assert not any(job.report.steps[step][1].filtered for job in jobs)
         if ALGORITHMS[row].whiten:
             assert fmean(advantages) == pytest.approx(0, abs=1e-9) and pstdev(advantages) == pytest.approx(1, abs=1e-6)
+            together = copy.deepcopy(list(samples.values()))  # by the same mean and deviation on all ranks
+            parts = [signals_of(together, jobs[0].config)]
+            update_multiplier(state, parts, jobs[0].config)
+            set_advantages(together, parts, jobs[0].config, multiplier_of(state, jobs[0].config))
+            whiten(together, [moments([a for sample in together for a in sample.advantages])])
+            for sample in together:
+                assert samples[sample.prompt_id, sample.index].advantages == pytest.approx(sample.advantages, abs=1e-9)
         else:
             for group in groups.values():
                 group.sort(key=lambda sample: sample.index)
@@ -105,20 +115,27 @@ def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, size, more):
 
 
 def test_a_group_whose_greedy_answer_has_no_verdict_is_filtered():
-    """It has no baseline; nothing stops."""
+    """It has no baseline, though the others differ; nothing stops."""
+
+    def settle_elsewhere(prompt, index, sampling):
+        number = int(to_text(prompt).split("+")[0])
+        if sampling.temperature > 0 or number % 4 != 1:
+            return write_or_settle(prompt, index, sampling)
+        text = f"   >{number + 2}"
+        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
 
     def unreadable_when_settled(prompt, index, sampling):
         from fakes import write_verdict
 
         question, answer = to_text(prompt).rstrip("?").split(">")
         number = int(question.split("+")[0])
-        if number % 4 == 1 and answer == str(number + 1):  # the greedy answers to prompts 1, 5, 9 ..., and wrong sampled ones
+        if answer == str(number + 2):  # the greedy answers to prompts 1, 5, 9 ...
             return Answer(0, [ord("?")], [-0.1], "stop", [])
         return write_verdict(prompt, index, sampling)
 
-    jobs, _ = simulate("partial", 2, algorithm="remax", write=write_or_settle, verdict=unreadable_when_settled, max_judge_failures=500)
+    jobs, _ = simulate("partial", 2, algorithm="remax", write=settle_elsewhere, verdict=unreadable_when_settled, max_judge_failures=500)
     filtered = [group for job in jobs for step in range(3) for group in job.report.steps[step][1].filtered]
-    assert any(group[-1].reward is None and len({s.reward for s in group[:-1]} - {None}) for group in filtered)
+    assert any(group[-1].reward is None and len({sample.reward for sample in group[:-1]}) == 2 for group in filtered)
     for step in range(3):
         assert all(prompt_id % 4 != 1 for prompt_id, _ in trained_on(jobs, step))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from critic_worker import critic_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_actor import make_model, make_samples, save
 from transformers import AutoModelForSequenceClassification
@@ -349,6 +349,7 @@ def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
 NUMBERS = st.floats(-3, 3, width=32)
 
 
+@settings(deadline=None)  # the first import of megatron
 @given(tokens=st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=8), clip=st.sampled_from([0.1, 0.5, math.inf]))
 def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens, clip):
     """A token is pulled on unless it has moved beyond the clip towards its return."""
@@ -362,7 +363,7 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
         near = min(max(value, before - clip), before + clip)
         assert loss[row].item() == pytest.approx(max((value - target) ** 2, (near - target) ** 2) / 2, abs=1e-12)
         further = (near - target) ** 2 - (value - target) ** 2
-        assert clipped[row].item() == (further > 0) or abs(further) < 1e-9  # a tie is either
+        assert clipped[row].item() == (further > 0)
         if clipped[row]:
             assert values.grad[row] == 0 and abs(value - before) > clip
         elif further < -1e-9 or value == near:  # beyond the clip, away from the return; or inside
@@ -380,6 +381,7 @@ def test_value_loss_by_hand():
     assert loss.tolist() == pytest.approx([0.405, 0.125, 1.125]) and not clipped.any()
 
 
+@settings(deadline=None)
 @given(sequences=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_only_response_tokens_have_a_gradient(sequences, seed):
     """Exactly zero at prompts and padding."""
