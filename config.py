@@ -15,10 +15,10 @@ from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
-AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips")
+AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips", "ptx_batch")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
-AT_LEAST_0 += ("lagrange_init", "lagrange_lr")
+AT_LEAST_0 += ("lagrange_init", "lagrange_lr", "ptx_coef")
 AT_LEAST_0 += ("clip_dual", "kl_coef", "entropy_coef", "overlong_from", "overlong_penalty", "mismatch_max", "mismatch_mask")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
 ABOVE_0 += ("critic_lr", "value_clip")
@@ -113,6 +113,9 @@ class Config:
     overlong_from: int = 0  # tokens of an answer from where the reward falls, up to max_new_tokens; 0: it doesn't
     overlong_penalty: float = 1.0  # by so much at max_new_tokens
     mismatch_max: float = 0.0  # correct for the engine's numbers by importance weights, at most this large (truncated); 0: don't
+    ptx_coef: float = 0.0  # weight of the pretraining term, cross-entropy on --ptx-data; 0: there is none
+    ptx_data: str = ""  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
+    ptx_batch: int = 16  # texts of an optimizer step
     mismatch_mask: float = 0.0  # tokens whose importance weight isn't in [1/this, this] give no gradient; 0: all do
     # ---- the constraint, of algorithms with a cost: the mean cost of an answer shall be at most cost_limit
     cost_limit: float = 0.0  # of any sign
@@ -190,6 +193,8 @@ class Config:
                 raise ValueError(f"--{dashed(name)} {value:g}: 0 or more than 1 is needed")
         if "cost" in algorithms.get_algorithm(self.algorithm).signals and not self.cost_rule:
             raise ValueError(f"--algorithm {self.algorithm} needs a --cost-rule, which says what an answer costs")
+        if bool(self.ptx_coef) != bool(self.ptx_data):
+            raise ValueError("--ptx-coef and --ptx-data need each other")
         if not math.isfinite(self.cost_limit):
             raise ValueError(f"--cost-limit {self.cost_limit}: a finite number is needed")
         if self.overlong_from >= self.max_new_tokens:

@@ -29,6 +29,7 @@ import exits
 import genrm
 import orphans
 import placement
+import pretraining
 import resume
 import rewards
 import seams
@@ -166,7 +167,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     from rollout import Sampling
     from timeline import Timeline
 
-    actor_tokenizer, judge_tokenizers, prompts = inputs
+    actor_tokenizer, judge_tokenizers, prompts, texts = inputs
     progress.doing("starting engines")
     key = await world.broadcast(secrets.token_hex(32))  # rank 0's: what the servers of this run want to see
     await together(world, launch_engines, config, [] if config.train_only else plans, world.rank, out, engines, key)
@@ -174,6 +175,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
     actor, models = await world.run(build_trainers, config)
+    actor.texts = texts
     await together(world, ready, engines, config.engine_timeout_s)
 
     def on_open(name: str, step: int) -> None:
@@ -263,7 +265,7 @@ async def connect(engines: list, world, timeline, deadline_s: float) -> dict[str
 
 
 def load_prompts(config: Config):
-    """The actor's tokenizer, the judges', and the prompts."""
+    """The actor's tokenizer, the judges', the prompts, and the texts of the pretraining term."""
     load = functools.partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
     actor_tokenizer, judge_tokenizers = load(config.model), [load(judge) for judge in config.judge]
     encode = functools.partial(data.encode, actor_tokenizer)
@@ -272,7 +274,8 @@ def load_prompts(config: Config):
         source = data.PromptFile(Path(config.data), encode, config.seed, config.eval_prompts, room)
     else:
         source = data.Addition(config.seed, encode)
-    return actor_tokenizer, judge_tokenizers, data.Prompts(source)
+    texts = pretraining.read_texts(Path(config.ptx_data), actor_tokenizer, config.max_model_len) if config.ptx_data else []
+    return actor_tokenizer, judge_tokenizers, data.Prompts(source), texts
 
 
 def build_trainers(config: Config) -> tuple:
