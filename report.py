@@ -207,7 +207,6 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "answers_wrong": len(wrong),
         "wrong_accepted": sum(s.verdict for s in wrong),
         "failed": sum(s.reward is None for s in served.dropped + filtered),
-        "rule_failures": job.rules.failed,
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
@@ -222,7 +221,7 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
 
     capacity: answers that the engines of each role decode at once, all together.
     """
-    shown = {"aborted": "rollout", "failed": "genrm", "timeouts": "genrm", "rule_failures": "reward"} | dict.fromkeys(TOKENS, "rollout")
+    shown = {"aborted": "rollout", "failed": "genrm", "timeouts": "genrm"} | dict.fromkeys(TOKENS, "rollout")
     total = {name: sum(f[name] for f in facts) for name in ("truncated", "filtered", "groups", "carried", *shown)}
     lists = ("kept_rewards", "rewards", "costs", "verdicts", "lengths", "trained_lengths", "latencies")
     merged = {name: [value for f in facts for value in f[name]] for name in lists}

@@ -118,10 +118,7 @@ def load(option: str, spec: str) -> Rule:
 
 
 class Rules:
-    """All rules of a run, and their part in a sample's reward; its cost is the sum of the cost rules'. None by default.
-
-    failed: answers of this step that a rule couldn't be asked about. Not collective.
-    """
+    """All rules of a run, none by default, and their part in a sample's reward. Its cost is the sum of the cost rules'."""
 
     def __init__(
         self, rewards: tuple[Rule, ...] = (), costs: tuple[Rule, ...] = (), weights: tuple[float, ...] = (), judges: bool = True,
@@ -136,7 +133,6 @@ class Rules:
         self._read, self._retries, self._timeout_s, self._most_failures = read, retries, timeout_s, most_failures
         self._answered, self._given_up = Counter(), Counter()  # by rule, since the run's start
         self._calls: set[asyncio.Task] = set()
-        self.failed = 0
 
     async def ask(self, sample: Sample) -> list[float | None]:
         """What each rule says of a finished answer, then each cost rule; None of one that couldn't be asked."""
@@ -160,12 +156,7 @@ class Rules:
         lines = [f"{rule.title}: {value}" for rule, value in zip(self.rewards + self.costs, said, strict=True)]
         sample.critique = "\n".join(filter(None, (sample.critique, *lines)))
         if None in said:
-            self.failed += 1
             sample.reward = sample.verdict = None
-
-    def forget(self) -> None:
-        """New step: its count starts again."""
-        self.failed = 0
 
     async def cancel(self) -> None:
         """Cancel every call that isn't finished, and return when none runs. Samples that wait for one get CancelledError."""

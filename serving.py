@@ -233,7 +233,6 @@ async def serve(job, serve_wave) -> Served:
     """
     config = job.config
     job.judge.forget()
-    job.rules.forget()
     how = (config.over_dispatch == 1, job.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
     step = Step(job, Draws(config.prompts_per_step, *how))
     draws = step.draws

@@ -152,7 +152,6 @@ def test_a_rule_that_can_t_be_reached_is_asked_again_then_the_sample_is_dropped_
     assert all(sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2) for sample in samples)
     calls = jobs[0].rules.rewards[0].function.__globals__["calls"]
     assert {index: count for (_, index, _), count in calls.items()} == {0: 1, 1: 3, 2: 3, 3: 1}
-    assert all(job.rules.failed > 0 for job in jobs)
 
 
 def test_a_rule_that_never_can_be_reached_stops_the_run(tmp_path):
