@@ -3,7 +3,7 @@
     loss = mean policy loss + ptx_coef * mean over the texts' tokens of -log p(token)
 
 in one optimizer step: two steps of their own would each be scaled to the same size by AdamW, whatever ptx_coef. Source: PPO-ptx of
-InstructGPT (arXiv 2203.02155), section 3.5; Safe RLHF (arXiv 2310.12773), appendix B. Knows no Megatron.
+InstructGPT (arXiv 2203.02155), section 3.5; Safe RLHF (arXiv 2310.12773), appendix B. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 import data
-from batch import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from batch import Sequence
+
+    TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # as in actor.py
 
 SUMS = ("ptx", "ptx_tokens")  # statistics of the texts, beside objective.SUMS
-
-TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # as in actor.py
 
 
 def read_texts(path: Path, tokenizer, longest: int) -> list[Sequence]:
@@ -66,7 +68,7 @@ def with_texts(policy: TokenLoss, first: int, weight: float, slots: Tensor, logp
     loss, stats = policy(slots[ours], logprobs[ours], entropy[ours])  # also of none: it may meet other ranks
     text = -logprobs[~ours]
     stats = {"tokens": ours.sum()} | stats | {"ptx": text.detach().sum(), "ptx_tokens": (~ours).sum()}
-    return torch.cat([loss, weight * text]), stats
+    return (-weight * logprobs).masked_scatter(ours, loss), stats
 
 
 def metrics(steps: list[dict[str, float]]) -> dict[str, float]:

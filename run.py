@@ -174,8 +174,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
-    actor, models = await world.run(build_trainers, config)
-    actor.texts = texts
+    actor, models = await world.run(build_trainers, config, texts)
     await together(world, ready, engines, config.engine_timeout_s)
 
     def on_open(name: str, step: int) -> None:
@@ -187,14 +186,13 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
-    rules = rewards.build(config, judge, decode)
+    models["rules"] = rewards.build(config, judge, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
     groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithms.get_algorithm(config.algorithm).greedy)
     report = Report(config, world, out, progress, decode, found)
     checkpoints = Checkpoints(config, world, out, found and found.step)
     outside = (prompts, groups, sampling, greedy, timeline, report, checkpoints)
-    roles = (actor, pools["rollout"], pools["genrm"], judge)
-    job = controller.Job(config, world, plans, plans[0], *roles, *outside, **models, rules=rules)
+    job = controller.Job(config, world, plans, plans[0], actor, pools["rollout"], pools["genrm"], judge, *outside, **models)
     if found:
         await restore(job, found.folder)
     await world.barrier()
@@ -278,7 +276,7 @@ def load_prompts(config: Config):
     return actor_tokenizer, judge_tokenizers, data.Prompts(source), texts
 
 
-def build_trainers(config: Config) -> tuple:
+def build_trainers(config: Config, texts: list) -> tuple:
     """The policy, and what learns or looks on beside it: {"reference": [...], "critics": [...]}, which may be empty (collective).
 
     To be called before a checkpoint is restored: the reference has the start weights. Imported late: megatron takes seconds, which
@@ -290,6 +288,7 @@ def build_trainers(config: Config) -> tuple:
     from reference import Reference
 
     actor, names = Actor(config, config.model), algorithms.get_algorithm(config.algorithm).critics
+    actor.texts = texts
     if config.rollout_only:
         return actor, {}
     if config.critic:

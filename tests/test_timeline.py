@@ -17,6 +17,7 @@ import draws
 import report
 import serving
 import timeline as tl
+from config import Config
 from placement import Plan
 from pool import RoleLoad
 from rebalance import Load
@@ -359,7 +360,7 @@ def facts_of(groups, wanted):
     answers = {id(s): ("5" if s.index % 2 == 0 else "6") for group in groups for s in group}
     judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5], timeouts=3)
     actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
-    job = SimpleNamespace(judge=judge, actor=actor, groups=SimpleNamespace(put_back=lambda again, carried: None))
+    job = SimpleNamespace(config=Config(), judge=judge, actor=actor, groups=SimpleNamespace(put_back=lambda again, carried: None))
     served = served_of(job, groups, wanted)
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
@@ -417,7 +418,8 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     line = tl.Timeline(0, loop.time, tmp_path / "spans")
     judge = SimpleNamespace(final_answer=lambda sample: "5", latencies=[], timeouts=0)
     actor = SimpleNamespace(dp_rank=0, dp_size=1, cost=lambda tokens: tokens)
-    job = SimpleNamespace(timeline=line, judge=judge, actor=actor, groups=SimpleNamespace(put_back=lambda again, carried: None))
+    groups = SimpleNamespace(put_back=lambda again, carried: None)
+    job = SimpleNamespace(config=Config(), timeline=line, judge=judge, actor=actor, groups=groups)
     work = RoleLoad(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     load = Load(Plan("partial", (0, 1, 2), (3,), (0, 1, 2, 3)), work, work, 1, 2.0, 0.25, 0.5)
     job.state = controller.State(groups_per_kept=1.25, history=[load])
