@@ -4,7 +4,7 @@ The clock jumps to the next event when every task waits, so a step of minutes ta
 """
 
 import asyncio
-import copy
+import pickle
 import random
 import selectors
 from dataclasses import replace
@@ -84,10 +84,10 @@ class FakeWorld:
         await self.gather(None)
 
     async def exchange(self, outgoing):
-        """What goes to others is a copy, as by pickle."""
+        """What goes to others is a copy."""
         sent = await self.gather(outgoing)
         incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
-        return {sender: parcel if sender == self.rank else copy.deepcopy(parcel) for sender, parcel in incoming.items()}
+        return {sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel)) for sender, parcel in incoming.items()}
 
 
 MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})

@@ -1,5 +1,6 @@
 """The critic against plain transformers + torch AdamW under every kind of parallelism; the value loss; the reference model."""
 
+import asyncio
 import copy
 import gc
 import math
@@ -10,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,10 @@ from hypothesis import strategies as st
 from test_actor import make_model, make_samples, save
 from transformers import AutoModelForSequenceClassification
 
+import controller
 from batch import NO_TARGET, make_micro_batches
+from config import Config
+from reference import Reference
 from rollout import Sample
 
 LEARNING_RATES = [1e-3, 2e-3, 2e-3]  # worked by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
@@ -173,10 +178,10 @@ def start():
             dist.destroy_process_group()
         gc.collect()
 
-    def make(model_dir: str, critic_dir: str = "", **overrides):
+    def make(model_dir: str, critic_dir: str = "", config=None, **overrides):
         take_down()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        config = critic_config(**overrides)
+        config = config or critic_config(**overrides)
         trainers.append(Actor(config, model_dir))
         trainers.append(Critic(config, critic_dir or model_dir))
         return trainers
@@ -344,6 +349,38 @@ def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
     cost.close()
 
 
+class OneRank:
+    """The World of a single rank."""
+
+    async def run(self, function, *args):
+        return function(*args)
+
+    async def gather(self, value):
+        return [value]
+
+
+def test_ppo_steps_of_the_real_models(start, model_dir):
+    """What the loop does with them: reference and critic appraise, advantages, critic and actor learn. The values come to explain."""
+    kl = dict(kl_coef=0.01, kl_in="reward", kl_estimator="k1")
+    config = Config(algorithm="ppo", lr=1e-5, critic_lr=3e-3, critic_warmup=2, steps=99, **kl)
+    actor, critic = start(model_dir, config=config)
+    job = SimpleNamespace(config=config, world=OneRank(), actor=actor, critics=[critic], reference=[Reference(actor)])
+    history, samples, before = [], trained_on(0), weights_of(actor)
+    for step in range(20):
+        batch = [Sample(s.prompt_id, s.index, s.prompt, response=s.response, versions=[step] * len(s.response)) for s in samples]
+        for sample, logprobs in zip(batch, actor.packed_logprobs([batch]), strict=True):
+            sample.logprobs, sample.reward = logprobs, float(sample.prompt_id % 2)
+        asyncio.run(controller.appraise(job, [[batch]]))
+        for sample in batch:
+            assert len(sample.values["reward"]) == len(sample.returns["reward"]) == len(sample.advantages) == len(sample.response)
+            assert step or all(x == pytest.approx(y, abs=1e-6) for x, y in zip(sample.logprobs, sample.reference_logprobs, strict=True))
+        history.append(asyncio.run(controller.update(job, [[batch]])))
+        assert same_weights(weights_of(actor), before) == (step < 2)
+    assert history[0]["critic/explained_variance"] == pytest.approx(0) and history[-1]["critic/explained_variance"] > 0.8
+    assert history[-1]["critic/value_loss"] < history[0]["critic/value_loss"] / 4
+    assert actor.version == critic.version == 20 and all(map(math.isfinite, (value for row in history for value in row.values())))
+
+
 # ---------------------------------------------------------------------------------------------------------------- the loss
 
 NUMBERS = st.floats(-3, 3, width=32)
@@ -405,8 +442,6 @@ def test_only_response_tokens_have_a_gradient(sequences, seed):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_dir, dtype):
     """Its log-probabilities stay those of the first weights, bit for bit; training goes on as without it, bit for bit."""
-    from reference import Reference
-
     runs = []
     for asked in (False, True):
         actor = start(model_dir, dtype=dtype)[0]
@@ -427,8 +462,6 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
 
 def test_the_reference_is_made_before_a_checkpoint_is_restored(start, model_dir, tmp_path):
     """Then a resumed run compares with the weights that the first began with."""
-    from reference import Reference
-
     actor = start(model_dir)[0]
     samples = trained_on(0)
     at_start = actor.packed_logprobs([samples])
@@ -443,8 +476,6 @@ def test_the_reference_is_made_before_a_checkpoint_is_restored(start, model_dir,
 
 
 def test_a_reference_that_fails_gives_the_policy_back(start, model_dir):
-    from reference import Reference
-
     actor = start(model_dir)[0]
     reference = Reference(actor)
     actor.supervised([(sample.prompt, sample.response) for sample in make_samples(0)], lr=1e-2)
