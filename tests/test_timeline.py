@@ -444,7 +444,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     assert (first["time/swap_s"], first["split/swaps"], first["genrm/cache_hit_frac"], first["genrm/tokens"]) == (0.25, 2, 0.4, 100)
     assert last == {"step": 1, "eval/accuracy": 0.75}
     samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
-    keys = {"step", "prompt_id", "question", "answer_key", "response", "finish", "critique", "verdict", "reward"}
+    keys = {"step", "prompt_id", "question", "answer_key", "response", "finish", "critique", "verdict", "reward", "cost"}
     assert [s["prompt_id"] for s in samples] == [0, 1] and all(s.keys() == keys for s in samples)
     assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
