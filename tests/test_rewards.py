@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import simulate, to_text
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import rewards
@@ -198,6 +198,7 @@ def test_a_step_of_the_multiplier_by_hand():
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.integers(1, 4), st.floats(0, 5), st.floats(-1, 1))
+@example([1e16, 1.0, -1e16], 2, 1.0, 0.0)  # added in another order, floats would give another sum
 def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, ranks, init, limit):
     config = constraint(lagrange_init=init, cost_limit=limit)
     results = []
