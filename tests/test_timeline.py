@@ -360,7 +360,8 @@ def facts_of(groups, wanted):
     answers = {id(s): ("5" if s.index % 2 == 0 else "6") for group in groups for s in group}
     judge = SimpleNamespace(final_answer=lambda sample: answers[id(sample)], latencies=[0.5], timeouts=3)
     actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
-    job = SimpleNamespace(config=Config(), judge=judge, actor=actor, groups=SimpleNamespace(put_back=lambda again, carried: None))
+    groups_of = SimpleNamespace(put_back=lambda again, carried: None)
+    job = SimpleNamespace(config=Config(), judge=judge, actor=actor, groups=groups_of)
     served = served_of(job, groups, wanted)
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
