@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
 WHITEN_EPSILON = 1e-8  # the same for the tokens of a step
-LOG_MULTIPLIER_MAX = 50.0  # ln(lambda / lagrange_init): the cost counts alone by then
+MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
+MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda): one step's slack could end a large lambda for good, for its steps are as large as itself
 
 Rewards = dict[int, dict[int, float]]  # prompt_id -> index -> reward
 
@@ -270,7 +271,9 @@ def update_multiplier(state, parts: list[dict[str, Rewards]], config) -> dict[st
         return {}
     mean, before = math.fsum(costs) / len(costs), multiplier_of(state, config)  # fsum: the same on any number of ranks
     step = config.lagrange_lr * before * (mean - config.cost_limit)
-    state.log_multiplier = min(state.log_multiplier + step, LOG_MULTIPLIER_MAX)
+    step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
+    most = math.log(MULTIPLIER_MAX / max(config.lagrange_init, 1e-12))
+    state.log_multiplier = min(state.log_multiplier + step, most)
     after = multiplier_of(state, config)
     return {"cost/mean": mean, "cost/multiplier": after, "cost/violation": mean - config.cost_limit}
 

@@ -18,14 +18,14 @@ AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step
 AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips", "ptx_batch")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
-AT_LEAST_0 += ("lagrange_init", "lagrange_lr", "ptx_coef")
+AT_LEAST_0 += ("lagrange_lr", "ptx_coef")
 AT_LEAST_0 += ("clip_dual", "kl_coef", "entropy_coef", "overlong_from", "overlong_penalty", "mismatch_max", "mismatch_mask")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
 ABOVE_0 += ("critic_lr", "value_clip")
 ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max", "engine_probe_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
-LIMITS |= {name: (0, 1) for name in ("gamma", "gae_lambda")}
+LIMITS |= {name: (0, 1) for name in ("gamma", "gae_lambda")} | {"lagrange_init": (0, algorithms.MULTIPLIER_MAX)}
 LIMITS |= {"answers_per_prompt": (1, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 

@@ -226,6 +226,16 @@ def test_the_multiplier_settles_where_the_constraint_is_met():
         assert multiplier_of(state, config) == pytest.approx(1 / limit - 1, abs=0.05)
 
 
+def test_a_large_multiplier_stops_at_100_and_finds_back():
+    """A constraint that can't be met for a while, then one step of slack: lambda falls by e, not to nothing."""
+    config, state = constraint(cost_limit=0.0, lagrange_lr=1.0), SimpleNamespace(log_multiplier=0.0)
+    for _ in range(50):
+        update_multiplier(state, [{"cost": {0: {0: 1.0}}}], config)
+    assert multiplier_of(state, config) == pytest.approx(100)
+    update_multiplier(state, [{"cost": {0: {0: -1.0}}}], config)
+    assert multiplier_of(state, config) == pytest.approx(100 / math.e)
+
+
 @pytest.mark.parametrize("mode,size,tp", [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1)])
 def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     """Two critics, by name; lambda from all samples of the step, the same on every controller; nothing is filtered."""
