@@ -241,6 +241,7 @@ def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     """Two critics, by name; lambda from all samples of the step, the same on every controller; nothing is filtered."""
     jobs, _ = simulate(mode, size, tp=tp, algorithm="safe_rlhf", cost_limit=0.1, lagrange_lr=0.5)
     assert len({job.state.log_multiplier for job in jobs}) == 1
+    assert not any(each.filtered for each in served(jobs))
     log_multiplier = 0.0
     for step in range(3):
         samples = kept_of(jobs, step)
