@@ -167,6 +167,8 @@ async def judge_one(step: Step, sample: Sample) -> None:
     job, clock = step.job, asyncio.get_running_loop().time
     start = clock()
     said = await job.rules.ask(sample)
+    if step.closed:
+        return  # likewise: it was cut off while its rules were asked
     await job.judge.judge(sample, job.genrm)
     job.rules.mix(sample, said)  # in one go with the judges' reward: a sample that is given up meanwhile keeps none
     end = clock()

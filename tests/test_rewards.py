@@ -171,6 +171,14 @@ def test_an_answer_that_is_given_up_while_its_rule_is_asked_keeps_no_half_a_rewa
     assert all(not job.rules._calls for job in jobs)
 
 
+def test_what_isn_t_needed_any_more_isn_t_waited_for(tmp_path):
+    """A rule that takes 100 s on some prompts: the others make the batch, and its calls are given up with their groups."""
+    slow = "import asyncio\nasync def reward(sample):\n    await asyncio.sleep(100 * (sample.prompt_id % 4 == 3))\n    return 1.0\n"
+    jobs, _ = simulate("partial", 2, rule=(write(tmp_path, slow),), prompts_per_step=4, over_dispatch=4.0, steps=1)
+    assert jobs[0].timeline.now() < 100 and all(not job.rules._calls for job in jobs)
+    assert kept(jobs, 1) and all(sample.prompt_id % 4 != 3 for sample in kept(jobs, 1))
+
+
 # ---------------------------------------------------------------------------------------------------------------- Safe-RLHF
 
 
