@@ -231,7 +231,7 @@ def test_the_multiplier_settles_where_the_constraint_is_met():
         state.log_multiplier, config.cost_limit = 4.0, limit
         for _ in range(400):
             update_multiplier(state, [{"cost": {0: {0: 1 / (1 + multiplier_of(state, config))}}}], config)
-        assert multiplier_of(state, config) == pytest.approx(1 / limit - 1, abs=0.05)
+        assert multiplier_of(state, config) == pytest.approx(1 / limit - 1, abs=0.1)
 
 
 def test_a_large_multiplier_stops_at_100_and_finds_back():
