@@ -19,10 +19,11 @@ install()
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+import pretraining
 from algorithms import get_algorithm
 from balance import Key, flat
 from batch import NO_TARGET, MicroBatch, Sequence
-from objective import MAXIMA, SUMS, corrects_all, known_of, learning_rate, policy_loss, update_metrics
+from objective import MAXIMA, SUMS, Known, corrects_all, known_of, learning_rate, policy_loss, update_metrics
 from rollout import Sample
 from trainer import Trainer, all_reduce, as_sequences
 
@@ -38,6 +39,7 @@ class Actor(Trainer):
     def __init__(self, config, model_dir: str):
         """As a Trainer. ValueError if there is no such algorithm, too."""
         self.algorithm = get_algorithm(config.algorithm)
+        self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         super().__init__(config, model_dir)
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
@@ -56,11 +58,11 @@ class Actor(Trainer):
         lr = learning_rate(self.version, self.config)
         proximal = self._proximal_logprobs(mini_batches)
         steps = [
-            self._policy_step(micro_batches, proximal, lr, compare_engine=number == 0)
+            self._policy_step(micro_batches, proximal, lr, number)
             for number, micro_batches in enumerate(mini_batches)
         ]
         self.version += 1
-        return update_metrics(steps, lr)
+        return update_metrics(steps, lr) | pretraining.metrics(steps)
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of the samples with stale tokens, or if all are corrected of all.
@@ -75,20 +77,21 @@ class Actor(Trainer):
         return {(sample.prompt_id, sample.index): row for sample, row in zip(wanted, self.logprobs(wanted), strict=True)}
 
     def _policy_step(
-        self, micro_batches: list[list[Sample]], proximal: dict[Key, list[float]], lr: float, compare_engine: bool
+        self, micro_batches: list[list[Sample]], proximal: dict[Key, list[float]], lr: float, number: int
     ) -> dict[str, float]:
-        """One optimizer step on one mini-batch. Returns sums and extremes over all ranks and the gradient norm."""
+        """Optimizer step `number` of an update, on one mini-batch. Returns sums and extremes over all ranks and the gradient norm."""
         config, packed = self.config, as_sequences(micro_batches)
         mean = (self.algorithm.mean, config.max_new_tokens)
         known = known_of(flat([micro_batches]), self.version, proximal, *mean, self.device)
         token_loss = partial(policy_loss, known, self.algorithm, config, over_context_parallel if config.cp > 1 else lambda sums: sums)
+        texts, token_loss = self._add_texts(number, known, token_loss)
         loss = partial(_sum_loss, config.temperature, token_loss, entropy_trains=config.entropy_coef > 0)
-        sums, maxima = self._reduce(self._forward_backward(packed, loss), SUMS, MAXIMA)
-        is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
+        sums, maxima = self._reduce(self._forward_backward(packed + texts, loss), SUMS + pretraining.SUMS, MAXIMA)
+        is_finite = math.isfinite(sums["loss"] + sums["ptx"])  # the sum over all ranks, so they agree
         facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
         least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
         assert least["micro_batches"] == most["micro_batches"], "ranks have different numbers of micro-batches"
-        if compare_engine and is_finite and not maxima["engine_logprob_diff_max"] <= self.config.max_logprob_diff:
+        if number == 0 and is_finite and not maxima["engine_logprob_diff_max"] <= self.config.max_logprob_diff:
             raise ValueError(
                 f"the trainer's log-probabilities differ from the engine's by up to {maxima['engine_logprob_diff_max']:.2e}, "
                 f"more than --max-logprob-diff {self.config.max_logprob_diff:.2e}"
@@ -100,6 +103,24 @@ class Actor(Trainer):
             sums, maxima, grad_norm = *finite, 0.0
         extremes = {"micro_batches": most["micro_batches"], "slowest": most["seconds"], "fastest": least["seconds"]}
         return {**sums, **maxima, **extremes, **skipped, "grad_norm": grad_norm}
+
+    def _add_texts(self, number: int, known: Known, token_loss: TokenLoss) -> tuple[list[list[Sequence]], TokenLoss]:
+        """This rank's micro-batches of texts for an optimizer step, and the loss with them: see pretraining.py.
+
+        All ranks bring the same number of micro-batches. Collective over all ranks, if there are texts.
+        """
+        if not self.texts:
+            return [], token_loss
+        config, step = self.config, self.version * self.config.updates_per_step + number
+        mine = pretraining.choose(self.texts, step, config.ptx_batch, config.seed, self.dp_rank, self.dp_size)
+        packed = [[mine[index] for index in chosen] for chosen in self._pack(mine)] if mine else []
+        most = int(all_reduce({"micro_batches": float(len(packed))}, dist.ReduceOp.MAX)["micro_batches"])
+        # every data-parallel rank's own counts as often as its model-parallel group has ranks: only their ratio matters
+        counts = {"divisor": known.divisors.sum().item(), "tokens": float(sum(len(response) for _, response in mine))}
+        total = all_reduce(counts, dist.ReduceOp.SUM)
+        first = len(known.divisors)
+        loss = pretraining.add_texts(token_loss, first, total["divisor"], total["tokens"], config.ptx_coef)
+        return packed + [[]] * (most - len(packed)), loss
 
     def supervised(self, sequences: list[Sequence], lr: float) -> float:
         """One optimizer step of cross-entropy on the response tokens of (prompt, response) pairs. Collective over all ranks.

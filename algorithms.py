@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
 WHITEN_EPSILON = 1e-8  # the same for the tokens of a step
+MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
+MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda): one step's slack could end a large lambda for good, for its steps are as large as itself
 
 Rewards = dict[int, dict[int, float]]  # prompt_id -> index -> reward
 
@@ -89,6 +91,23 @@ def gae(rewards: list[float], values: list[float], config) -> tuple[list[float],
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
 
+# ---------------------------------------------------------------- signals: advantages by reward, and by cost -> those that train
+
+
+def the_reward_s(advantages: dict[str, list[float]], multiplier: float) -> list[float]:
+    """A = A_reward: there is no other signal."""
+    return advantages["reward"]
+
+
+def lagrangian(advantages: dict[str, list[float]], multiplier: float) -> list[float]:
+    """A = (A_reward - lambda * A_cost) / (1 + lambda): what lowers the cost counts more, the longer the constraint is broken.
+
+    Source: Safe RLHF (arXiv 2310.12773), section 3.3 and appendix B.3; the division keeps the size of a step.
+    """
+    pairs = zip(advantages["reward"], advantages["cost"], strict=True)
+    return [(reward - multiplier * cost) / (1 + multiplier) for reward, cost in pairs]
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -104,7 +123,10 @@ class Algorithm:
     whiten: bool = False  # advantages are standardised over all tokens of the step, on all ranks
     # with --kl-in reward the KL is taken off the rewards of its tokens; else off the answer's, before the score
     kl_by_token: bool = False
-    critics: tuple[str, ...] = ()  # names of the value models that are trained, by what they predict
+    signals: tuple[str, ...] = ("reward",)  # rows of SIGNALS: each is scored and credited, then combined
+    combine: Callable[[dict[str, list[float]], float], list[float]] = the_reward_s  # (advantages by signal, lambda) -> those that train
+    critics: tuple[str, ...] = ()  # names of the value models that are trained, by the signal that they predict
+    filters: bool = True  # groups of equal rewards are replaced (dynamic sampling); False: an answer's worth isn't up to its group
     greedy: bool = False  # one more answer a prompt, greedy: its reward is taken off the others', and it isn't trained on
 
 
@@ -112,12 +134,16 @@ ALGORITHMS = {
     "grpo": Algorithm(group_standardised, clipped_loss),
     "dr_grpo": Algorithm(less_group_mean, clipped_loss, mean="constant"),
     "rloo": Algorithm(less_others_mean, clipped_loss),
-    "reinforce++": Algorithm(as_they_are, clipped_loss, whiten=True, kl_by_token=True),
+    "reinforce++": Algorithm(as_they_are, clipped_loss, whiten=True, kl_by_token=True, filters=False),
     "reinforce++_baseline": Algorithm(less_group_mean, clipped_loss, whiten=True),
     "remax": Algorithm(as_they_are, clipped_loss, greedy=True, kl_by_token=True),
     "gspo": Algorithm(group_standardised, gspo_loss, mean="sequence"),
     "cispo": Algorithm(group_standardised, cispo_loss),
-    "ppo": Algorithm(as_they_are, clipped_loss, gae, whiten=True, kl_by_token=True, critics=("reward",)),
+    "ppo": Algorithm(as_they_are, clipped_loss, gae, whiten=True, kl_by_token=True, critics=("reward",), filters=False),
+    "safe_rlhf": Algorithm(
+        as_they_are, clipped_loss, gae, whiten=True, kl_by_token=True, filters=False,
+        signals=("reward", "cost"), combine=lagrangian, critics=("reward", "cost"),
+    ),
 }
 
 
@@ -174,26 +200,82 @@ def rewards_of(samples: list[Sample], config) -> Rewards:
     return rewards
 
 
-def set_advantages(samples: list[Sample], parts: list[Rewards], config) -> None:
-    """Fill `advantages` and, of every critic, `returns` of each sample. Not collective.
+def costs_of(samples: list[Sample], config) -> Rewards:
+    """What the score of each sample's cost is made of. Not collective."""
+    costs = {}
+    for sample in samples:
+        assert sample.cost is not None, f"sample {sample.index} of prompt {sample.prompt_id} has no cost yet"
+        costs.setdefault(sample.prompt_id, {})[sample.index] = sample.cost
+    return costs
 
-    parts: what `rewards_of` says on each rank: a score needs the rewards of the whole group, wherever its answers are.
-    """
-    algorithm, groups = get_algorithm(config.algorithm), {sample.prompt_id: {} for sample in samples}
+
+SIGNALS = {"reward": rewards_of, "cost": costs_of}
+KL_SIGN = {"reward": -1.0, "cost": 1.0}  # so that combined, too, the KL comes off once, whatever lambda is; the paper halves both
+
+
+def signals_of(samples: list[Sample], config) -> dict[str, Rewards]:
+    """What scores are made of, of every signal of the algorithm. Not collective."""
+    return {name: SIGNALS[name](samples, config) for name in get_algorithm(config.algorithm).signals}
+
+
+def scores_of(prompt_ids: set[int], parts: list[Rewards], score: Callable[[list[float]], list[float]]) -> dict[tuple[int, int], float]:
+    """By prompt_id and index, the scores of whole groups, of whose values each of `parts` may hold some. Not collective."""
+    groups = {prompt_id: {} for prompt_id in prompt_ids}
     for part in parts:
         for prompt_id in groups.keys() & part.keys():
             groups[prompt_id] |= part[prompt_id]
-    ordered = {prompt_id: sorted(group.items()) for prompt_id, group in groups.items()}
-    scores = {prompt_id: algorithm.score([reward for _, reward in group]) for prompt_id, group in ordered.items()}
-    score_of = {(p, index): score for p, group in ordered.items() for (index, _), score in zip(group, scores[p], strict=True)}
-    (name,) = algorithm.critics or ("",)
+    scores = {}
+    for prompt_id, group in groups.items():
+        ordered = sorted(group)
+        scores |= zip([(prompt_id, index) for index in ordered], score([group[index] for index in ordered]), strict=True)
+    return scores
+
+
+def set_advantages(samples: list[Sample], parts: list[dict[str, Rewards]], config, multiplier: float = 0.0) -> None:
+    """Fill `advantages` and, of every critic, `returns` of each sample. Not collective.
+
+    parts: what `signals_of` says on each rank: a score needs the rewards of the whole group, wherever its answers are.
+    multiplier: lambda, the weight of the cost, where the algorithm has one.
+    """
+    algorithm, prompt_ids = get_algorithm(config.algorithm), {sample.prompt_id for sample in samples}
+    scores = {name: scores_of(prompt_ids, [part[name] for part in parts], algorithm.score) for name in algorithm.signals}
     for sample in samples:
-        length, score = len(sample.response), score_of[sample.prompt_id, sample.index]
-        token_rewards = [0.0] * (length - 1) + [score][:length]
-        if algorithm.kl_by_token:
-            token_rewards = [r - penalty for r, penalty in zip(token_rewards, kl_penalties(sample, config), strict=True)]
-        sample.advantages, returns = algorithm.credit(token_rewards, sample.values.get(name), config)
-        sample.returns = dict.fromkeys(algorithm.critics, returns)
+        length, advantages, returns = len(sample.response), {}, {}
+        for name in algorithm.signals:
+            token_rewards = [0.0] * (length - 1) + [scores[name][sample.prompt_id, sample.index]][:length]
+            if algorithm.kl_by_token:
+                penalties = zip(token_rewards, kl_penalties(sample, config), strict=True)
+                token_rewards = [reward + KL_SIGN[name] * penalty for reward, penalty in penalties]
+            advantages[name], returns[name] = algorithm.credit(token_rewards, sample.values.get(name), config)
+        sample.advantages = algorithm.combine(advantages, multiplier)
+        sample.returns = {name: returns[name] for name in algorithm.critics}
+
+
+# ---------------------------------------------------------------- the constraint
+
+
+def multiplier_of(state, config) -> float:
+    """lambda, the weight of the cost: `lagrange_init` times what the steps so far have made of it. Never negative."""
+    return config.lagrange_init * math.exp(state.log_multiplier)
+
+
+def update_multiplier(state, parts: list[dict[str, Rewards]], config) -> dict[str, float]:
+    """One step of lambda on the mean cost of the step: ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Not collective.
+
+    It is gradient ascent in ln(lambda) on lambda * (mean cost - cost_limit): lambda rises while the constraint is broken and falls
+    while there is slack. parts: as in `set_advantages`, the same on every rank. Returns metrics, none where there is no cost.
+    Source: Safe RLHF (arXiv 2310.12773), appendix B.3.
+    """
+    costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
+    if not costs:
+        return {}
+    mean, before = math.fsum(costs) / len(costs), multiplier_of(state, config)  # fsum: the same on any number of ranks
+    step = config.lagrange_lr * before * (mean - config.cost_limit)
+    step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
+    most = math.log(MULTIPLIER_MAX / max(config.lagrange_init, 1e-12))
+    state.log_multiplier = min(state.log_multiplier + step, most)
+    after = multiplier_of(state, config)
+    return {"cost/mean": mean, "cost/multiplier": after, "cost/violation": mean - config.cost_limit}
 
 
 Moments = tuple[int, float, float]  # count, mean, and sum of squared distances from it

@@ -37,7 +37,7 @@ FORMAT = 1  # of the JSON files
 TRACKER, COMMON = "latest.json", "common.json"
 HF = {"megatron": "hf"}  # the Hugging Face directory beside a trainer's folder; a critic's has its name
 POLL_S = 0.05
-COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips")  # of the State
+COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips", "log_multiplier")  # of the State
 COUNTS = ("failed", "parsed")  # of a Judge
 
 
@@ -78,7 +78,7 @@ def restore_controller(job, common: dict, controllers: list[dict]) -> None:
     what was measured on other ranks is forgotten.
     """
     state, judge, rank = job.state, job.judge, job.world.rank
-    state.step, state.groups_per_kept, state.empty_steps, state.skips = (common[name] for name in COUNTERS)
+    vars(state).update({name: common[name] for name in COUNTERS if name in common})  # those that came later may not be there
     job.prompts.load_state(common["prompts"])
     carried = [[Sample(**sample) for sample in group] for own in controllers for group in own["carried"]]
     job.groups.load_state(common["groups"], job.actor.dp_size, carried, job.actor.dp_rank if job.actor.is_head else -1)

@@ -15,17 +15,17 @@ from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
-AT_LEAST_1 += ("batch_size", "samples")
-AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips")
+AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips", "ptx_batch", "batch_size", "samples")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
+AT_LEAST_0 += ("lagrange_lr", "ptx_coef")
 AT_LEAST_0 += ("clip_dual", "kl_coef", "entropy_coef", "overlong_from", "overlong_penalty", "mismatch_max", "mismatch_mask")
 ABOVE_0 = ("temperature", "lr", "clip_grad", "clip_high", "max_logprob_diff", "engine_timeout_s", "collective_timeout_s")
 ABOVE_0 += ("critic_lr", "value_clip", "dpo_beta")
 ABOVE_0 += ("judge_timeout_s", "request_timeout_s", "meet_every_s", "stale_weight_max", "engine_probe_s")
 LIMITS = {name: (1, math.inf) for name in AT_LEAST_1} | {name: (0, math.inf) for name in AT_LEAST_0}
 LIMITS |= {name: (1e-12, math.inf) for name in ABOVE_0} | {name: (0, 1) for name in ("lr_decay_to", "adam_beta1", "adam_beta2")}
-LIMITS |= {name: (0, 1) for name in ("gamma", "gae_lambda")}
+LIMITS |= {name: (0, 1) for name in ("gamma", "gae_lambda")} | {"lagrange_init": (0, algorithms.MULTIPLIER_MAX)}
 LIMITS |= {"answers_per_prompt": (1, math.inf), "over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
@@ -60,6 +60,9 @@ class Config:
     judge: tuple[str, ...] = ()  # Hugging Face directory of the generative reward model, or of several
     judge_weights: tuple[float, ...] = ()  # of each judge's verdict in the reward, in proportion; default: equal
     data: str = ""  # prompts, JSONL or Parquet; default: the built-in addition task
+    rule: tuple[str, ...] = ()  # rules beside the judges: FILE.py (its function reward), FILE.py:name or a row of rewards.RULES
+    reward_weights: tuple[float, ...] = ()  # in the reward, in proportion: of the judges together, then of each --rule; default: equal
+    cost_rule: tuple[str, ...] = ()  # likewise (in FILE.py: cost), for the cost, which is their sum
     judge_format: tuple[str, ...] = ()  # a row of genrm.FORMATS, for all or for each; default: chat with --data, addition without
     trust_remote_code: bool = False  # run Python code that a model's directory brings along, for its tokenizer or in its server
     # ---- the batch
@@ -121,7 +124,14 @@ class Config:
     overlong_from: int = 0  # tokens of an answer from where the reward falls, up to max_new_tokens; 0: it doesn't
     overlong_penalty: float = 1.0  # by so much at max_new_tokens
     mismatch_max: float = 0.0  # correct for the engine's numbers by importance weights, at most this large (truncated); 0: don't
+    ptx_coef: float = 0.0  # weight of the pretraining term, cross-entropy on --ptx-data; 0: there is none
+    ptx_data: str = ""  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
+    ptx_batch: int = 16  # texts of an optimizer step
     mismatch_mask: float = 0.0  # tokens whose importance weight isn't in [1/this, this] give no gradient; 0: all do
+    # ---- the constraint, of algorithms with a cost: the mean cost of an answer shall be at most cost_limit
+    cost_limit: float = 0.0  # of any sign
+    lagrange_init: float = 1.0  # lambda, the weight of the cost against the reward, before the first step; 0: it stays 0
+    lagrange_lr: float = 0.1  # a step adds this times lambda times (mean cost - cost_limit) to ln(lambda)
     # ---- the critic, of algorithms that have one
     critic: str = ""  # Hugging Face directory of the value model it starts from; default: the actor's, with a head of zeros
     critic_lr: float = 1e-3  # AdamW; the other settings of its optimizer are the actor's
@@ -212,6 +222,12 @@ class Config:
         for name in ("clip_dual", "mismatch_mask"):
             if 0 < (value := vars(self)[name]) <= 1:
                 raise ValueError(f"--{dashed(name)} {value:g}: 0 or more than 1 is needed")
+        if "cost" in algorithms.get_algorithm(self.algorithm).signals and not self.cost_rule:
+            raise ValueError(f"--algorithm {self.algorithm} needs a --cost-rule, which says what an answer costs")
+        if bool(self.ptx_coef) != bool(self.ptx_data):
+            raise ValueError("--ptx-coef and --ptx-data need each other")
+        if not math.isfinite(self.cost_limit):
+            raise ValueError(f"--cost-limit {self.cost_limit}: a finite number is needed")
         if self.overlong_from >= self.max_new_tokens:
             raise ValueError(f"--overlong-from {self.overlong_from} must be below --max-new-tokens {self.max_new_tokens}")
 
@@ -225,8 +241,13 @@ class Config:
             raise ValueError(f"--judge-format {as_text(self.judge_format)}: one for all judges is needed, or one for each, so {judges}")
         if len(weights) not in (0, judges):
             raise ValueError(f"--judge-weights {as_text(weights)}: one for each judge is needed, so {judges}")
-        if weights and not (all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf):  # NaN is refused, too
-            raise ValueError(f"--judge-weights {as_text(weights)}: finite numbers are needed, none below 0 and one above")
+        if len(self.reward_weights) not in (0, 1 + len(self.rule)):
+            needed = f"one for the judges and one for each --rule is needed, so {1 + len(self.rule)}"
+            raise ValueError(f"--reward-weights {as_text(self.reward_weights)}: {needed}")
+        for name in ("judge_weights", "reward_weights"):
+            weights = vars(self)[name]
+            if weights and not (all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf):  # NaN is refused, too
+                raise ValueError(f"--{dashed(name)} {as_text(weights)}: finite numbers are needed, none below 0 and one above")
         if (1 + self.judge_retries) * self.judge_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"--judge-retries {self.judge_retries} with --judge-timeout-s {self.judge_timeout_s:g} may take longer than the other "

@@ -18,6 +18,7 @@ from checkpoint import Checkpoints
 from draws import Groups
 from pool import Pool, RoleLoad
 from rebalance import HISTORY, Load, rebalance
+from rewards import Rules
 from rollout import Sample
 from serving import SERVE, Step, cut_off, have_written, serve, until_settled
 
@@ -32,6 +33,7 @@ class State:
     hand_over_s: float = 0.0  # that the last wake-up and weight push took here: the one field in which controllers differ
     empty_steps: int = 0  # steps in a row without one informative group
     skips: int = 0  # updates in a row whose loss or gradient wasn't finite
+    log_multiplier: float = 0.0  # of the cost, where there is a constraint: ln(lambda / lagrange_init), see algorithms.py
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Job:
     stopping: int = 0  # the signal that asked one of the controllers to stop, once all have heard
     reference: list = field(default_factory=list)  # the reference model, if the KL to it is asked for
     critics: list = field(default_factory=list)  # the value models that the algorithm has
+    rules: Rules = field(default_factory=Rules)  # what else than the judges the reward comes from, and the cost
 
 
 async def train(job: Job) -> int:
@@ -83,8 +86,7 @@ async def train(job: Job) -> int:
         # ---- train: every rank belongs to the actor now
         await placement.to_training(actor, job.critics, rollout, genrm, world, job.timeline)
         with job.timeline.span("train"):
-            await appraise(job, mini_batches)
-            stats = await update(job, mini_batches)
+            stats = await appraise(job, mini_batches) | await update(job, mini_batches)
         check_skips(job, stats, mini_batches)
 
         # ---- everything sleeps but the actor: the split may move, and what is now is saved while the next step is served
@@ -196,18 +198,22 @@ async def balance(samples: list[Sample], config, actor, world) -> list[list[list
     return [[[got[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan[actor.dp_rank]]
 
 
-async def appraise(job: Job, mini_batches: list[list[list[Sample]]]) -> None:
+async def appraise(job: Job, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
     """Give every sample its advantages: what the reference model and the critics make of it, then the algorithm (collective).
 
-    A score needs the rewards of the whole group, whose answers may be trained on elsewhere: a number for each is gathered.
+    A score needs the rewards of the whole group, whose answers may be trained on elsewhere: a number for each is gathered. The weight
+    of a cost follows from the same numbers. Returns its metrics, if there is one.
     """
     config, world, samples = job.config, job.world, flat(mini_batches)
     for model in (*job.reference, *job.critics):
         await world.run(model.appraise, mini_batches)
     mine = samples if job.actor.is_head else []  # the other ranks of its model-parallel group hold the same
-    algorithms.set_advantages(samples, await world.gather(algorithms.rewards_of(mine, config)), config)
+    parts = await world.gather(algorithms.signals_of(mine, config))
+    metrics = algorithms.update_multiplier(job.state, parts, config)
+    algorithms.set_advantages(samples, parts, config, algorithms.multiplier_of(job.state, config))
     if algorithms.get_algorithm(config.algorithm).whiten:
         algorithms.whiten(samples, await world.gather(algorithms.moments([a for s in mine for a in s.advantages])))
+    return metrics
 
 
 async def update(job: Job, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:

@@ -143,13 +143,14 @@ def moving_average(groups_per_kept: float, draws: Draws) -> float:
     return 0.9 * groups_per_kept + 0.1 * min(groups / max(1, kept), 10.0)
 
 
-def is_informative(group: list[Sample]) -> bool:
+def is_informative(group: list[Sample], filters: bool = True) -> bool:
     """Whether the judged answers of a group have more than one reward: one differs from the baseline, where there is one.
 
-    Answers that the judge failed on don't count; without the greedy one there is no baseline, and nothing to learn.
+    Answers that the judge failed on don't count; without the greedy one there is no baseline, and nothing to learn. filters: see
+    algorithms.py; if not, one judged answer will do.
     """
     rewards = {sample.reward for sample in group if sample.reward is not None}
-    return len(rewards) > 1 and not any(sample.greedy and sample.reward is None for sample in group)
+    return len(rewards) > filters and not any(sample.greedy and sample.reward is None for sample in group)
 
 
 def is_written(group: list[Sample]) -> bool:

@@ -157,7 +157,7 @@ class Report:
             rows.append(
                 {"step": step, "prompt_id": sample.prompt_id, "question": sample.question, "answer_key": sample.answer_key}
                 | {"response": self.decode(sample.response), "finish": sample.finish, "critique": sample.critique}
-                | {"verdict": sample.verdict, "reward": sample.reward}
+                | {"verdict": sample.verdict, "reward": sample.reward, "cost": sample.cost}
             )
         with (self.out / "samples.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -191,6 +191,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
     wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
     return {
         "kept_rewards": [s.reward for s in served.kept],
+        "costs": [s.cost for s in everything if s.cost is not None],
         "rewards": [s.reward for s in everything if s.reward is not None],
         "verdicts": [s.verdict for s in everything if s.verdict is not None],
         "lengths": [len(s.response) for s in everything],
@@ -209,7 +210,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "answers_keyed": len(keyed),
         "answers_wrong": len(wrong),
         "wrong_accepted": sum(s.verdict for s in wrong),
-        "failed": sum(s.verdict is None for s in served.dropped + filtered),
+        "failed": sum(s.reward is None for s in served.dropped + filtered),
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
         "dp_rank": job.actor.dp_rank,
@@ -226,7 +227,7 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
     """
     shown = {"aborted": "rollout", "failed": "genrm", "timeouts": "genrm"} | dict.fromkeys(TOKENS, "rollout")
     total = {name: sum(f[name] for f in facts) for name in ("truncated", "filtered", "groups", "carried", *shown)}
-    lists = ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")
+    lists = ("kept_rewards", "rewards", "costs", "verdicts", "lengths", "trained_lengths", "latencies")
     merged = {name: [value for f in facts for value in f[name]] for name in lists}
     slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
     keyed, wrong, accepted_wrong = (sum(f[name] for f in facts) for name in ("answers_keyed", "answers_wrong", "wrong_accepted"))
@@ -247,6 +248,8 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
         "genrm/p99_s": _quantile(merged["latencies"], 0.99),
         "balance/max_over_mean": max(work) / max(1e-9, fmean(work)),
     } | {f"{role}/{name}": float(total[name]) for name, role in shown.items()}
+    if merged["costs"]:
+        metrics["cost/unfiltered_mean"] = _mean(merged["costs"])
     if keyed:  # only prompts with an answer key can tell
         metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
         metrics["rollout/correct_frac"] = 1 - wrong / keyed

@@ -17,7 +17,7 @@ from config import as_text, dashed
 from durable import PARTIAL, damage, put_away, read_canonical, step_of, steps_in, write_whole
 
 # else the numbers are another run's
-SAME = ("seed", "model", "critic", "judge", "data", "algorithm", "prompts_per_step", "answers_per_prompt")
+SAME = ("seed", "model", "critic", "judge", "rule", "cost_rule", "data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 

@@ -54,6 +54,7 @@ class Sample:
     critique: str = ""
     verdict: bool | None = None
     reward: float | None = None
+    cost: float | None = None  # by rewards.py, which also adds the rules' part to the reward
     baseline: float = 0.0  # taken off the reward; by algorithms.py
     # reference.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
@@ -122,9 +123,8 @@ class Engine:
         self._events = 0  # of all streams: a busy server's signs of life
         self._log_path, self._private = Path(os.devnull), ""  # a folder of the server's that nobody else may read
         self._shapes: dict[str, list[int]] = {}
-        self._tp = 1
+        self._tp, self._session = 1, None
         self._aborted = False  # since it woke up
-        self._session = None
 
     # ---- the server's life -------------------------------------------------------------------------------------------
 

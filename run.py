@@ -32,7 +32,9 @@ import exits
 import genrm
 import orphans
 import placement
+import pretraining
 import resume
+import rewards
 import seams
 from checkpoint import Checkpoints, restore
 from config import Config, as_text, check_batch, dashed, parse_config, printable
@@ -193,14 +195,14 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     from rollout import Sampling
     from timeline import Timeline
 
-    actor_tokenizer, judge_tokenizers, prompts = inputs
+    actor_tokenizer, judge_tokenizers, prompts, texts = inputs
     progress.doing("starting engines")
     key = await world.broadcast(secrets.token_hex(32))  # rank 0's: what the servers of this run want to see
     await together(world, launch_engines, config, [] if config.train_only else plans, world.rank, out, engines, key)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
-    actor, models = await world.run(build_trainers, config)
+    actor, models = await world.run(build_trainers, config, texts)
     await together(world, ready, engines, config.engine_timeout_s)
 
     def on_open(name: str, step: int) -> None:
@@ -212,6 +214,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
+    models["rules"] = rewards.build(config, judge, decode)
     greedy = dataclasses.replace(sampling, temperature=0.0)
     groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithms.get_algorithm(config.algorithm).greedy)
     report = Report(config, world, out, progress, decode, found)
@@ -288,7 +291,7 @@ async def connect(engines: list, world, timeline, deadline_s: float) -> dict[str
 
 
 def load_prompts(config: Config):
-    """The actor's tokenizer, the judges', and the prompts."""
+    """The actor's tokenizer, the judges', the prompts, and the texts of the pretraining term."""
     load = functools.partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
     actor_tokenizer, judge_tokenizers = load(config.model), [load(judge) for judge in config.judge]
     encode = functools.partial(data.encode, actor_tokenizer)
@@ -297,10 +300,11 @@ def load_prompts(config: Config):
         source = data.PromptFile(Path(config.data), encode, config.seed, config.eval_prompts, room)
     else:
         source = data.Addition(config.seed, encode)
-    return actor_tokenizer, judge_tokenizers, data.Prompts(source)
+    texts = pretraining.read_texts(Path(config.ptx_data), actor_tokenizer, config.max_model_len) if config.ptx_data else []
+    return actor_tokenizer, judge_tokenizers, data.Prompts(source), texts
 
 
-def build_trainers(config: Config) -> tuple:
+def build_trainers(config: Config, texts: list) -> tuple:
     """The policy, and what learns or looks on beside it: {"reference": [...], "critics": [...]}, which may be empty (collective).
 
     To be called before a checkpoint is restored: the reference has the start weights. Imported late: megatron takes seconds, which
@@ -312,6 +316,7 @@ def build_trainers(config: Config) -> tuple:
     from reference import Reference
 
     actor, names = Actor(config, config.model), algorithms.get_algorithm(config.algorithm).critics
+    actor.texts = texts
     if config.rollout_only:
         return actor, {}
     if config.critic:

@@ -89,8 +89,7 @@ async def train_only(job: Job, steps: list[list[Sample]]) -> int:
         served = Served(kept=share(samples, actor))
         mini_batches = await controller.balance(served.kept, config, actor, world)
         with job.timeline.span("train"):
-            await controller.appraise(job, mini_batches)
-            stats = await controller.update(job, mini_batches)
+            stats = await controller.appraise(job, mini_batches) | await controller.update(job, mini_batches)
         job.state.history = [Load(job.plan, RoleLoad(), RoleLoad(), 0, 0.0, 0.0, 0.0)]  # nothing was served
         job.state.step = step + 1
         await job.report.step(step, served, flat(mini_batches), stats, job)

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import placement
-from algorithms import set_baseline
+from algorithms import get_algorithm, set_baseline
 from draws import Draws, is_informative, is_written, moving_average
 from rollout import WRITTEN, Answer, EngineLost, Sample, seed_of
 
@@ -24,7 +24,7 @@ class Served:
 
     kept: list[Sample] = field(default_factory=list)  # groups to train on
     dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed, and greedy ones
-    filtered: list[list[Sample]] = field(default_factory=list)  # groups whose rewards are all equal: nothing to learn
+    filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing: their rewards are all equal
     carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
     waves: int = 0
     lacking: int = 0  # groups short of the batch, over all controllers
@@ -166,7 +166,11 @@ async def judge_one(step: Step, sample: Sample) -> None:
         return  # it was whole a moment before its group was cut off: a call now would outlive the step
     job, clock = step.job, asyncio.get_running_loop().time
     start = clock()
+    said = await job.rules.ask(sample)
+    if step.closed:
+        return  # likewise: it was cut off while its rules were asked
     await job.judge.judge(sample, job.genrm)
+    job.rules.mix(sample, said)  # in one go with the judges' reward: a sample that is given up meanwhile keeps none
     end = clock()
     job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, end)
     job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, end, end)
@@ -210,7 +214,7 @@ async def cut_off(step: Step) -> None:
     """No new requests, then abort what is written and judged, and wait until all of it has come back (collective)."""
     job = step.job
     step.closed = True
-    await job.judge.cancel()
+    await asyncio.gather(job.judge.cancel(), job.rules.cancel())
     while any(await job.world.gather(len(step.tasks))):
         await asyncio.gather(job.rollout.abort(), job.genrm.abort())
         await step.settle(job.config.meet_every_s)  # a request that was on its way when its engine aborted all is met next time
@@ -262,8 +266,8 @@ def draw_wave(job, draws: Draws, wave: int, size: int) -> list[int]:
 
 async def meet(step: Step) -> None:
     """All controllers tell which of their groups ended, and how (collective)."""
-    job = step.job
-    ended = {draw: is_informative(group) for draw, group in step.groups.items() if step.has_ended(draw)}
+    job, filters = step.job, get_algorithm(step.job.config.algorithm).filters
+    ended = {draw: is_informative(group, filters) for draw, group in step.groups.items() if step.has_ended(draw)}
     written = sum(map(is_written, step.groups.values()))
     facts = (ended, written, list(job.judge.failed), list(job.judge.parsed))
     endings, written, failed, parsed = zip(*await told(job, facts), strict=True)

@@ -119,7 +119,7 @@ def main() -> None:
     meter = Meter(ours.measure, int(os.environ["RANK"]), ours.launched)
     placement.make_plans = rollout_everywhere
     serving.SERVE["rule"] = serve_by_rule(meter)
-    serving.is_informative = lambda group: True  # TRL trains on every group
+    serving.is_informative = lambda group, filters: True  # TRL trains on every group
     controller.train = train_measured(meter)
     run.main(["--mode", "rule", "--max-refill-waves", "0", *theirs])
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import controller
 import genrm
 import placement
+import rewards
 from algorithms import get_algorithm
 from balance import flat
 from checkpoint import Checkpoints, restore
@@ -90,7 +91,7 @@ class FakeWorld:
 
 
 MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})
-MAY_SHARE += ({"actor", "reward critic"},)
+MAY_SHARE += ({"actor", "reward critic"}, {"actor", "cost critic"}, {"reward critic", "cost critic"})
 
 
 class Device:
@@ -508,6 +509,8 @@ def simulate(
     events: (seconds, function(servers, jobs)), called when it is time. look: called likewise whenever nothing can run but later.
     """
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
+    if "cost" in get_algorithm(settings.get("algorithm", "grpo")).signals:
+        defaults["cost_rule"] = ("length:50",)
     config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0, save_every=0) | settings)
     config.judge_format = ("addition",) * len(config.judge)
     plans, log, meetings = placement.make_plans(config, size), [], {}
@@ -530,6 +533,7 @@ def simulate(
         encode = lambda text: [ord(c) for c in text]  # noqa: E731
         judge_model = genrm.JudgeModel(genrm.FORMATS["addition"], encode, to_text, Sampling(0.0, 100), 1000)
         judge = genrm.Judge([judge_model] * len(config.judge), to_text, genrm.Calls(timeout_s=20.0))
+        rules = rewards.build(config, judge, to_text)
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()
         algorithm = get_algorithm(config.algorithm)
@@ -539,7 +543,7 @@ def simulate(
         roles = (actor, *pools, judge)
         checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
         outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
-        job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics)
+        job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics, rules=rules)
         jobs.append(job)
         if prepare_job:
             prepare_job(job)

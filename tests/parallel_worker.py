@@ -26,7 +26,7 @@ def actor_config(**overrides) -> SimpleNamespace:
         lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, steps=4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5,
         max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3, partial_rollout=False, stale_weight_max=2.0,
         max_new_tokens=20, clip_dual=0.0, kl_coef=0.0, kl_in="loss", kl_estimator="k3", entropy_coef=0.0, mismatch_max=0.0,
-        mismatch_mask=0.0,
+        mismatch_mask=0.0, ptx_coef=0.0, ptx_batch=16,
     )  # fmt: skip
     assert overrides.keys() <= config.keys()
     return SimpleNamespace(**{**config, **overrides})
@@ -82,14 +82,18 @@ def stale_update(actor, batch: list) -> dict[str, float]:
 
 
 def sequence_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of an off-policy update by the ratio of sequences, which context parallelism cuts, with a KL and entropy that train."""
-    before = actor.algorithm, actor.config
-    actor.algorithm, actor.config = get_algorithm("gspo"), SimpleNamespace(**vars(actor.config) | {"kl_coef": 0.3, "entropy_coef": 0.2})
+    """Metrics of an off-policy update by the ratio of sequences, which context parallelism cuts, with a KL and entropy that train.
+
+    And with texts: as many as no number of ranks divides, in several micro-batches.
+    """
+    before, changes = (actor.algorithm, actor.config), {"kl_coef": 0.3, "entropy_coef": 0.2, "ptx_coef": 0.7, "ptx_batch": 5}
+    actor.algorithm, actor.config = get_algorithm("gspo"), SimpleNamespace(**vars(actor.config) | changes)
+    actor.texts = [([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)]) for number in range(1, 6)]
     batch = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     for sample in batch:
         sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)]
     metrics = actor.update(balanced(batch, actor))
-    actor.algorithm, actor.config = before
+    (actor.algorithm, actor.config), actor.texts = before, []
     return metrics
 
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from parallel_worker import actor_config, balanced
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+import pretraining
 from balance import pack, packed_length
 from batch import NO_TARGET, make_micro_batches, zigzag
 from rollout import Sample
@@ -206,12 +207,15 @@ def test_one_stale_answer_under_every_layout(name, layouts_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, layouts_path):
-    """GSPO's ratio is a mean over tokens that context parallelism cuts, the entropy a sum over logits that tensor parallelism does."""
+    """GSPO's ratio is a mean over tokens that context parallelism cuts, the entropy a sum over logits that tensor parallelism does.
+
+    Beside them texts are learned, which every data-parallel rank has its share of.
+    """
     family, ranks, layout = LAYOUTS[name]
     got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["sequences"]
     expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "dp2", "qwen2": "pp2_tied"}[family]]["sequences"]
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
-    for metric in ("loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
+    for metric in ("loss", "ptx_loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
         tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-3  # five updates have made more of rounding errors
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
@@ -325,6 +329,35 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     sizes = [len(part) if row != "cispo" else sum(len(sample.response) for sample in part) for part in (samples[0::2], samples[1::2])]
     mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
+    expected = dict(model.named_parameters())
+    for name, weight in actor.named_weights():
+        assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
+
+
+def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
+    """Policy's mean + ptx_coef * mean over the texts' tokens, in one optimizer step; other texts in each of two steps."""
+    texts = [([1, 2], [3, 4, 5]), ([6], [7] * 9), ([8, 9, 10], [11, 12]), ([13], [14, 15, 16, 17])]
+    changes = {"ptx_coef": 0.5, "ptx_batch": 2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
+    actor = make_actor(model_dir, algorithm="cispo", kl_coef=0.3, temperature=1.0, **changes)
+    samples = on_policy_samples(actor)
+    for sample in samples:
+        sample.reference_logprobs = [logprob - 0.1 for logprob in sample.logprobs]
+    actor.texts = texts
+    metrics = update(actor, samples)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    optimizer, losses = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95)), []
+    for number, part in enumerate((samples[0::2], samples[1::2])):
+        chosen = pretraining.choose(texts, number, 2, actor.config.seed, 0, 1)
+        examples = [Sample(0, 0, prompt, response=response) for prompt, response in chosen]
+        losses.append(-torch.cat([plain_logprobs(model, example, 1.0)[0] for example in examples]))
+        optimizer.zero_grad()
+        (plain_row_loss(model, part, actor.config) + 0.5 * losses[-1].mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), actor.config.clip_grad)
+        optimizer.step()
+    assert metrics["train/ptx_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    assert metrics["train/tokens"] == sum(len(sample.response) for sample in samples)
     expected = dict(model.named_parameters())
     for name, weight in actor.named_weights():
         assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name

@@ -24,6 +24,7 @@ from algorithms import (
     rewards_of,
     set_advantages,
     set_baseline,
+    signals_of,
     whiten,
 )
 from config import Config
@@ -33,6 +34,7 @@ from rollout import Sample
 
 ROWS = list(ALGORITHMS)
 CPU = torch.device("cpu")
+LAMBDA = 0.7  # weight of the cost, of rows that have one
 
 
 def settings_of(**changes) -> SimpleNamespace:
@@ -47,7 +49,7 @@ def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fiel
 
 def appraised(samples: list[Sample], config) -> list[Sample]:
     """What the controllers do, on one rank."""
-    set_advantages(samples, [rewards_of(samples, config)], config)
+    set_advantages(samples, [signals_of(samples, config)], config)
     if get_algorithm(config.algorithm).whiten:
         whiten(samples, [moments([a for sample in samples for a in sample.advantages])])
     return samples
@@ -88,7 +90,7 @@ def plain_scores(row: str, rewards: list[float]) -> list[float]:
             "grpo": (reward - mean) / (std + 1e-4), "gspo": (reward - mean) / (std + 1e-4), "cispo": (reward - mean) / (std + 1e-4),
             "dr_grpo": reward - mean, "reinforce++_baseline": reward - mean,
             "rloo": reward - sum(others) / len(others) if others else 0.0,
-            "reinforce++": reward, "remax": reward, "ppo": reward,
+            "reinforce++": reward, "remax": reward, "ppo": reward, "safe_rlhf": reward,
         }[row])  # fmt: skip
     return scores
 
@@ -155,7 +157,7 @@ def test_grpo_s_advantages_have_the_bits_that_they_always_had():
         rng.shuffle(group)
         known = {trial: dict(enumerate(rewards))}
         assert rewards_of(group, config) == known
-        set_advantages(group[:3], [known], config)
+        set_advantages(group[:3], [{"reward": known}], config)
         for sample in group[:3]:
             assert sample.advantages == [(sample.reward - fmean(rewards)) / (pstdev(rewards) + 1e-4)] * len(sample.response)
             assert sample.returns == {}
@@ -185,6 +187,11 @@ ANSWER = st.tuples(st.integers(0, 4).map(lambda reward: reward / 4), st.lists(TO
 GROUPS = st.lists(st.lists(ANSWER, min_size=2, max_size=4), min_size=1, max_size=4)
 
 
+def cost_of(reward: float, tokens: list) -> float:
+    """Any number that isn't the reward."""
+    return 0.5 * len(tokens) - reward**2
+
+
 def samples_of(groups) -> list[Sample]:
     """A ragged batch."""
     samples = []
@@ -192,7 +199,8 @@ def samples_of(groups) -> list[Sample]:
         for index, (reward, tokens) in enumerate(group):
             engine, reference, _, values = (list(column) for column in zip(*tokens, strict=True))
             sample = Sample(draw, index, [1], response=[2] * len(tokens), logprobs=engine, versions=[0] * len(tokens), reward=reward)
-            sample.reference_logprobs, sample.values = reference, {"reward": values}
+            sample.reference_logprobs, sample.values = reference, {"reward": values, "cost": [0.3 - value / 2 for value in values]}
+            sample.cost = cost_of(reward, tokens)
             samples.append(sample)
     return samples
 
@@ -208,7 +216,7 @@ def plain_kl(name: str, log_ratio: float) -> tuple[float, float]:
 
 def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[float]]:
     """By sample, one token at a time."""
-    by_token = row in ("reinforce++", "remax", "ppo")
+    by_token, has_critic = row in ("reinforce++", "remax", "ppo", "safe_rlhf"), row in ("ppo", "safe_rlhf")
     result = {}
     for draw, group in enumerate(groups):
         rewards, kls = [], []
@@ -218,14 +226,21 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
             if config.overlong_from and len(tokens) > config.overlong_from:
                 over = config.overlong_penalty * (len(tokens) - config.overlong_from) / (config.max_new_tokens - config.overlong_from)
             rewards.append(reward - min(over, config.overlong_penalty) - (0.0 if by_token else sum(kls[-1])))
-        for index, (score, (_, tokens)) in enumerate(zip(plain_scores(row, rewards), group, strict=True)):
-            given = [-kls[index][t] * by_token + score * (t == len(tokens) - 1) for t in range(len(tokens))]
-            values = [value for *_, value in tokens] if row == "ppo" else [0.0] * len(tokens)
-            weight = config.gamma * (config.gae_lambda if row == "ppo" else 1.0)
-            deltas = [r + config.gamma * after - v for r, v, after in zip(given, values, [*values[1:], 0.0], strict=True)]
-            steps = range(len(tokens))
-            result[draw, index] = [sum(weight ** (k - t) * deltas[k] for k in steps if k >= t) for t in steps]
-    if row in ("reinforce++", "reinforce++_baseline", "ppo"):
+        for index, (score, (reward, tokens)) in enumerate(zip(plain_scores(row, rewards), group, strict=True)):
+
+            def credit(score, sign, values, kl=kls[index]):
+                given = [sign * kl[t] * by_token + score * (t == len(kl) - 1) for t in range(len(kl))]
+                weight = config.gamma * (config.gae_lambda if has_critic else 1.0)
+                deltas = [r + config.gamma * after - v for r, v, after in zip(given, values, [*values[1:], 0.0], strict=True)]
+                steps = range(len(kl))
+                return [sum(weight ** (k - t) * deltas[k] for k in steps if k >= t) for t in steps]
+
+            values = [value * has_critic for *_, value in tokens]
+            result[draw, index] = credit(score, -1, values)
+            if row == "safe_rlhf":
+                costs = credit(cost_of(reward, tokens), 1, [0.3 - value / 2 for value in values])
+                result[draw, index] = [(a - LAMBDA * c) / (1 + LAMBDA) for a, c in zip(result[draw, index], costs, strict=True)]
+    if row in ("reinforce++", "reinforce++_baseline", "ppo", "safe_rlhf"):
         every = [a for row_of in result.values() for a in row_of]
         mean = sum(every) / len(every)
         std = math.sqrt(sum((a - mean) ** 2 for a in every) / len(every))
@@ -250,9 +265,9 @@ def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, con
     shares = [[] for _ in range(ranks)]
     for sample in samples_of(groups):
         rng.choice(shares).append(sample)
-    gathered = [rewards_of(share, config) for share in shares]
+    gathered = [signals_of(share, config) for share in shares]
     for share in shares:
-        set_advantages(share, gathered, config)
+        set_advantages(share, gathered, config, LAMBDA)
     if ALGORITHMS[row].whiten:
         parts = [moments([a for sample in share for a in sample.advantages]) for share in shares]
         for share in shares:

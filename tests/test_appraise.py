@@ -11,22 +11,13 @@ import torch
 from fakes import simulate, to_text, write_answer
 
 import run
-from algorithms import ALGORITHMS, moments, rewards_of, set_advantages, whiten
-from balance import flat
+from algorithms import ALGORITHMS, moments, multiplier_of, rewards_of, set_advantages, signals_of, update_multiplier, whiten
+from controller import State
 from losses import Tokens
 from rollout import Answer
 
 LAYOUTS = [("full", 1, 1), ("partial", 4, 2), ("partial", 3, 1)]
 README = (Path(__file__).parent.parent / "README.md").read_text()
-
-
-class Reference:
-    """Its log-probability of a token follows from the token alone."""
-
-    def appraise(self, mini_batches):
-        for sample in flat(mini_batches):
-            assert sample.advantages is None, "appraised after the advantages were made"
-            sample.reference_logprobs = [-token / 200 for token in sample.response]
 
 
 def trained_on(jobs, step):
@@ -48,16 +39,21 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
         assert [critic.name for critic in job.critics] == list(ALGORITHMS[row].critics)
         assert [model.log for model in job.reference] == [["appraise"] * 3]
         assert all(critic.log == ["appraise", "update"] * 3 for critic in job.critics)
+    state = State()
     for step in range(3):
         samples = trained_on(jobs, step)
         groups = {}
         for (prompt_id, _), sample in samples.items():
             groups.setdefault(prompt_id, []).append(sample)
         advantages = [a for sample in samples.values() for a in sample.advantages]
+        if not ALGORITHMS[row].filters:
+            assert not any(job.report.steps[step][1].filtered for job in jobs)
         if ALGORITHMS[row].whiten:
             assert fmean(advantages) == pytest.approx(0, abs=1e-9) and pstdev(advantages) == pytest.approx(1, abs=1e-6)
             together = copy.deepcopy(list(samples.values()))  # by the same mean and deviation on all ranks
-            set_advantages(together, [rewards_of(together, jobs[0].config)], jobs[0].config)
+            parts = [signals_of(together, jobs[0].config)]
+            update_multiplier(state, parts, jobs[0].config)
+            set_advantages(together, parts, jobs[0].config, multiplier_of(state, jobs[0].config))
             whiten(together, [moments([a for sample in together for a in sample.advantages])])
             for sample in together:
                 assert samples[sample.prompt_id, sample.index].advantages == pytest.approx(sample.advantages, abs=1e-9)
@@ -72,13 +68,9 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_the_kl_in_the_reward_comes_off_before_the_score_or_off_its_token(mode, size, tp):
     """GRPO: off the answer's reward; ReMax: off the token's, so that early tokens are told of it all."""
-
-    def with_reference(job):
-        job.reference = [Reference()]
-
     for row in ("grpo", "remax"):
         kl = dict(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prepare_job=with_reference, prompts_per_step=6, steps=1, **kl)
+        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6, steps=1, **kl)
         for sample in trained_on(jobs, 0).values():
             kls = [0.1 * (a - b) for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True)]
             reward = rewards_of([sample], jobs[0].config)[sample.prompt_id][sample.index]

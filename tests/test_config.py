@@ -104,7 +104,7 @@ VALUES = {
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
 CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
 CHECKED |= {"engine_timeout_s", "answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
-CHECKED |= {"critic", "critic_warmup", "samples", "pass_at"}
+CHECKED |= {"critic", "critic_warmup", "samples", "pass_at", "rule", "cost_rule", "reward_weights", "ptx_coef", "ptx_data"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
 FREE = sorted(set(FIELDS) - {"command", "preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
 

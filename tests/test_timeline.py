@@ -282,7 +282,7 @@ def facts(**changes):
     names = ("truncated", "aborted", "filtered", "groups", "carried", "failed", "waves", "lacking", "answers_keyed", "answers_wrong")
     nothing = dict.fromkeys((*names, "timeouts", "wrong_accepted", "dp_rank", "work"), 0)
     nothing |= dict.fromkeys(("tokens", "tokens_trained", "tokens_filtered", "tokens_carried"), 0)
-    nothing |= {name: [] for name in ("kept_rewards", "rewards", "verdicts", "lengths", "trained_lengths", "latencies")}
+    nothing |= {name: [] for name in ("kept_rewards", "rewards", "costs", "verdicts", "lengths", "trained_lengths", "latencies")}
     seconds = dict.fromkeys(("serve", "rollout", "genrm", "train", "switch", "sync"), 0.0)
     nothing |= {"seconds": seconds, "request_seconds": {"rollout": 0.0, "genrm": 0.0}}
     assert changes.keys() <= nothing.keys()
@@ -290,14 +290,14 @@ def facts(**changes):
 
 
 FIRST = facts(
-    verdicts=[True, False, True, False, False, False],
+    verdicts=[True, False, True, False, False, False], costs=[0.5, 1.0],
     kept_rewards=[1.0, 0.0, 1.0, 0.0], rewards=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0], lengths=[10, 20, 30, 40, 50, 60], latencies=[0.1, 0.4],
     truncated=1, filtered=1, groups=3, carried=0, waves=2, lacking=1, answers_keyed=6, answers_wrong=4, wrong_accepted=1, failed=0,
     timeouts=2, dp_rank=0, work=300, tokens=200, tokens_trained=100, tokens_filtered=110, trained_lengths=[10, 20, 30, 40],
     seconds=dict(serve=4.0, rollout=3.0, genrm=2.0, train=1.0, switch=0.5, sync=0.1), request_seconds=dict(rollout=12.0, genrm=1.0),
 )  # fmt: skip
 SECOND = facts(
-    verdicts=[True, True, False, True, True],
+    verdicts=[True, True, False, True, True], costs=[0.0],
     kept_rewards=[1.0, 1.0, 0.0, 1.0], rewards=[1.0, 1.0, 0.0, 1.0, 1.0], lengths=[10, 10, 10, 10, 10, 90], latencies=[0.2, 0.3],
     truncated=0, aborted=2, filtered=2, groups=5, carried=1, waves=2, lacking=1, answers_keyed=4, answers_wrong=1, failed=1,
     dp_rank=1, work=100, tokens=160, tokens_trained=40, tokens_filtered=20, tokens_carried=90, trained_lengths=[10, 10, 10, 10],
@@ -309,7 +309,7 @@ def test_metrics_of_hand_worked_facts():
     """Two controllers; every number worked out by hand."""
     metrics = report.summarize([FIRST, SECOND], {"rollout": 8, "genrm": 2})
     expected = {
-        "reward/mean": 5 / 8, "reward/unfiltered_mean": 6 / 11, "reward/zero_std_frac": 3 / 8,
+        "cost/unfiltered_mean": 0.5, "reward/mean": 5 / 8, "reward/unfiltered_mean": 6 / 11, "reward/zero_std_frac": 3 / 8,
         "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90, "rollout/trained_len_mean": 140 / 8,
         "rollout/tokens": 360, "rollout/tokens_trained": 140, "rollout/tokens_filtered": 130, "rollout/tokens_carried": 90,
         "rollout/truncated_frac": 1 / 12,
@@ -327,7 +327,7 @@ def test_metrics_of_a_step_in_which_nothing_happened():
     metrics = report.summarize([facts(), facts(dp_rank=1)], ONE_EACH)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["genrm/p99_s"] == metrics["occupancy/rollout"] == 0
-    assert "genrm/false_positive_frac" not in metrics and "rollout/correct_frac" not in metrics
+    assert "genrm/false_positive_frac" not in metrics and not {"rollout/correct_frac", "cost/unfiltered_mean"} & metrics.keys()
     assert report.summarize([facts(answers_keyed=3)], ONE_EACH)["genrm/false_positive_frac"] == 0
 
 
@@ -375,7 +375,7 @@ def test_local_facts_on_a_hand_worked_step():
     found["seconds"] = {name: value for name, value in found["seconds"].items() if value}
     assert found == {
         "kept_rewards": [1.0, 0.0], "rewards": [1.0, 0.0, 0.0, 0.0], "lengths": [1, 2, 1, 2],
-        "verdicts": [True, False, False, False],
+        "verdicts": [True, False, False, False], "costs": [],
         "truncated": 0, "aborted": 0, "filtered": 1, "groups": 2, "carried": 1, "waves": 2, "lacking": 0,
         "tokens": 100, "tokens_trained": 3, "tokens_filtered": 3, "tokens_carried": 3, "trained_lengths": [1, 2],
         "answers_keyed": 4, "answers_wrong": 2, "wrong_accepted": 0, "failed": 0,
@@ -445,7 +445,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     assert (first["time/swap_s"], first["split/swaps"], first["genrm/cache_hit_frac"], first["genrm/tokens"]) == (0.25, 2, 0.4, 100)
     assert last == {"step": 1, "eval/accuracy": 0.75}
     samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
-    keys = {"step", "prompt_id", "question", "answer_key", "response", "finish", "critique", "verdict", "reward"}
+    keys = {"step", "prompt_id", "question", "answer_key", "response", "finish", "critique", "verdict", "reward", "cost"}
     assert [s["prompt_id"] for s in samples] == [0, 1] and all(s.keys() == keys for s in samples)
     assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

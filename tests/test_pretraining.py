@@ -1,0 +1,76 @@
+"""The pretraining term: which texts, whose tokens, and their weight in the sum, by hand. The whole update: tests/test_actor.py."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import parse_config
+from pretraining import add_texts, choose, metrics, read_texts
+
+TEXTS = [([1], [number]) for number in range(7)]
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 5))
+def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
+    """A step's texts are the same on any number of ranks, and don't depend on the steps before."""
+    alone = [choose(TEXTS, number, size, 3, 0, 1) for number in range(start, start + 7)]
+    for number, whole in enumerate(alone, start):
+        shares = [choose(TEXTS, number, size, 3, rank, ranks) for rank in range(ranks)]
+        assert sorted(text for share in shares for text in share) == sorted(whole) and len(whole) == size
+    if start == 0:
+        drawn = [text for whole in alone for text in whole]
+        assert all(sorted(drawn[at : at + 7]) == TEXTS for at in range(0, len(drawn), 7))
+
+
+def test_the_weight_of_a_text_s_token_by_hand():
+    """4 tokens divide the policy's sum, the texts have 3 on all ranks: 0.5 * 4 / 3 each. Slots below 2 are samples'."""
+
+    def policy(slots, logprobs, entropy):
+        assert slots.tolist() == [0, 1] and entropy.tolist() == [0.25, 0.5]
+        return -logprobs, {"loss": -logprobs.detach().sum(), "normaliser": torch.tensor(2)}
+
+    logprobs = torch.tensor([-1.0, -5.0, -2.0, -3.0], requires_grad=True)
+    mixed = add_texts(policy, 2, 4.0, 3.0, 0.5)
+    loss, stats = mixed(torch.tensor([0, 2, 1, 4]), logprobs, torch.tensor([0.25, 9.0, 0.5, 9.0]))
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1.0, -2 / 3, -1.0, -2 / 3])
+    expected = {"tokens": 2, "loss": 3.0, "normaliser": 2, "ptx": 8.0, "ptx_tokens": 2}
+    assert {name: value.item() for name, value in stats.items()} == expected
+    assert add_texts(policy, 2, 4.0, 0.0, 0.5) is policy
+    assert metrics([{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]) == {"train/ptx_loss": 2.5}
+    assert metrics([{"ptx": 0.0, "ptx_tokens": 0.0}]) == {}
+
+
+class Characters(SimpleNamespace):
+    """A tokenizer of characters, with a token at the start."""
+
+    chat_template, eos_token_id = None, 0
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
+
+
+def test_rows_of_both_kinds(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": "abc"}, {"prompt": "a", "response": "bc"}, {"text": "a" * 9}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    a, b, c = map(ord, "abc")
+    assert read_texts(path, Characters(), 6) == [([1], [a, b, c]), ([1, a], [b, c, 0]), ([1], [a] * 5)]
+
+
+@pytest.mark.parametrize("row", [{}, {"text": ""}, {"text": 1}, {"response": "a"}, {"prompt": "", "response": "a"}])
+def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"texts\.jsonl:2: needs `text`, or `prompt` and `response`"):
+        read_texts(path, Characters(), 6)
+
+
+@pytest.mark.parametrize("arguments", ["--ptx-coef 0.1", "--ptx-data x.jsonl"])
+def test_coefficient_and_texts_need_each_other(arguments):
+    with pytest.raises(ValueError, match="--ptx-coef and --ptx-data need each other"):
+        parse_config(arguments.split())
