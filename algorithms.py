@@ -102,7 +102,7 @@ def the_reward_s(advantages: dict[str, list[float]], multiplier: float) -> list[
 def lagrangian(advantages: dict[str, list[float]], multiplier: float) -> list[float]:
     """A = (A_reward - lambda * A_cost) / (1 + lambda): what lowers the cost counts more, the longer the constraint is broken.
 
-    Source: Safe RLHF (arXiv 2310.12773), section 3.3 and appendix B.3; the division keeps the size of a step.
+    Source: Safe RLHF (arXiv 2310.12773), section 3.3 and equation 30; the division keeps the size of a step.
     """
     pairs = zip(advantages["reward"], advantages["cost"], strict=True)
     return [(reward - multiplier * cost) / (1 + multiplier) for reward, cost in pairs]
@@ -264,7 +264,7 @@ def update_multiplier(state, parts: list[dict[str, Rewards]], config) -> dict[st
 
     It is gradient ascent in ln(lambda) on lambda * (mean cost - cost_limit): lambda rises while the constraint is broken and falls
     while there is slack. parts: as in `set_advantages`, the same on every rank. Returns metrics, none where there is no cost.
-    Source: Safe RLHF (arXiv 2310.12773), appendix B.3.
+    Source: Safe RLHF (arXiv 2310.12773), equation 31.
     """
     costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
     if not costs:
