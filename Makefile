@@ -13,7 +13,7 @@ run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode partial $(ARGS)
 
 test: install lint
-	$(BIN)/python -m pytest -q -n 2 tests
+	$(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder tests
 
 lint: install
 	$(BIN)/ruff check .

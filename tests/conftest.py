@@ -1,21 +1,34 @@
-"""Tests import the project's flat files. `pytest -n 2` runs those that start whole runs in one process and all others in a second."""
+"""Tests import the project's flat files. `pytest -n 2` runs them in two streams; --no-loadscope-reorder starts with the long ones."""
 
+import os
 import sys
 from pathlib import Path
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_doors", "test_faults", "test_resume"}
+WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_faults"}
+AT_THE_END = {"test_doors", "test_resume", "test_rollout"}  # with engines, too
 
 
 class TwoStreams(LoadScopeScheduling):
-    """Two runs at once would wait for each other's cores. A run beside tests of pure functions waits little, and they use its waits."""
+    """Runs one by one, beside tests of pure functions, which use their waits; two runs would wait for each other's cores.
+
+    The last scope goes to the process that is first done.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.split("::")[0]).stem
-        return "whole runs" if file in WHOLE_RUNS else file if file == "test_rollout" else "others"  # its engines come last
+        return "whole runs" if file in WHOLE_RUNS else "at the end" if file in AT_THE_END else "others"
+
+
+@pytest.fixture(autouse=True)
+def any_load():
+    """shards.load lets torch.load read nothing but tensors from then on, in its process and in those that it starts."""
+    yield
+    os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)
 
 
 def pytest_xdist_make_scheduler(config, log) -> TwoStreams:

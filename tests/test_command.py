@@ -171,7 +171,7 @@ BAD_INPUT = {
     "config.json isn't JSON": lambda own: bad_model(own, "not-json", "config.json", lambda old: b"{"),
     "missing model": lambda own: (with_own(own, "--mode", "full", model="nowhere"), 1, str(own / "nowhere")),
     "malformed JSONL": lambda own: bad_data(own, "bad.jsonl", GOOD_ROW + "{nope}\n", "bad.jsonl:2", "not valid JSON"),
-    "no prompt": lambda own: bad_data(own, "empty.jsonl", "\n", "empty.jsonl", "no prompt"),
+    "no prompt": lambda own: bad_data(own, "empty.jsonl", "\n", "empty.jsonl", "holds no row"),
     "prompt too long": lambda own: bad_data(own, "long.jsonl", GOOD_ROW + LONG_ROW, "long.jsonl:2", "--max-model-len"),
     # what the settings alone tell: before torch is imported
     "one rank": lambda own: (["--mode", "partial"], 1, "--mode partial needs at least 2 ranks"),
