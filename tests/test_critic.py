@@ -364,7 +364,8 @@ def test_ppo_steps_of_the_real_models(start, model_dir):
     kl = dict(kl_coef=0.01, kl_in="reward", kl_estimator="k1")
     config = Config(algorithm="ppo", lr=1e-5, critic_lr=3e-3, critic_warmup=2, steps=99, **kl)
     actor, critic = start(model_dir, config=config)
-    job = SimpleNamespace(config=config, world=OneRank(), actor=actor, critics=[critic], reference=[Reference(actor)], state=controller.State())
+    models = dict(actor=actor, critics=[critic], reference=[Reference(actor)])
+    job = SimpleNamespace(config=config, world=OneRank(), state=controller.State(), **models)
     history, samples, before = [], trained_on(0), weights_of(actor)
     for step in range(20):
         batch = [Sample(s.prompt_id, s.index, s.prompt, response=s.response, versions=[step] * len(s.response)) for s in samples]
