@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 
+import psutil
 import pytest
 from columns import timing_free
 from fakes import PROBE_S, RESTART_S, FakeActor, simulate
@@ -298,7 +299,10 @@ def rows_done(count):
 
 
 def ranks_of(run):
-    return [process for process, command in run.processes() if " run.py " in command and "torchrun" not in command]
+    """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
+    everything = list(run.processes())
+    (launcher,) = [process.pid for process, command in everything if "torchrun" in command and " run.py " in command]
+    return [process for process in psutil.Process(launcher).children() if " run.py " in " ".join(process.cmdline())]
 
 
 def engine_of(run, role, name):
