@@ -21,6 +21,7 @@ from checkpoint import Checkpoints, restore
 from config import Config
 from data import Prompt, Prompts
 from draws import Groups
+from forked import ForkedWriter
 from pool import Pool
 from rollout import Answer, Sampling, seed_of
 from server import EngineLost
@@ -441,6 +442,15 @@ class LateWriter:
 
     def close(self):
         pass
+
+
+class AwaitedWriter(ForkedWriter):
+    """A real process. The virtual clock stands still while it writes, or a busy machine's would be late by hours."""
+
+    def result(self):
+        if self._result is None:
+            self._receiver.poll(60)
+        return super().result()
 
 
 class FakeReport:

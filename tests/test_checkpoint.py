@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from fakes import FakeActor, FakeSource, LateWriter, simulate
+from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -386,7 +386,7 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     """The rank that fails says why, the checkpoint before stays, what was begun goes, and later saves work again."""
 
     def fail_on_rank_1(job):
-        job.checkpoints._start_writer = ForkedWriter
+        job.checkpoints._start_writer = AwaitedWriter
         if job.world.rank == 1:
             job.actor.__class__ = Failing
 
@@ -431,8 +431,7 @@ KILLED = """
 import os, sys, time
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from pathlib import Path
-from fakes import FakeActor, simulate
-from forked import ForkedWriter
+from fakes import AwaitedWriter, FakeActor, simulate
 whole = FakeActor.snapshot
 def slow(self, folder):
     write, complete = whole(self, folder)
@@ -445,7 +444,7 @@ def slow(self, folder):
     return write_slowly, complete
 FakeActor.snapshot = slow
 def forking(job):
-    job.checkpoints._start_writer = ForkedWriter
+    job.checkpoints._start_writer = AwaitedWriter
 simulate("full", 2, steps=3, save_every=1, out=Path(sys.argv[2]), prepare_job=forking)
 """
 
@@ -621,7 +620,7 @@ def test_a_disk_that_is_really_full(tmp_path):
     try:
 
         def forking(job):
-            job.checkpoints._start_writer = ForkedWriter
+            job.checkpoints._start_writer = AwaitedWriter
             write_more = FakeActor.snapshot
 
             def snapshot(folder):
