@@ -8,7 +8,6 @@ before the token is written: it is predicted where the policy predicts the token
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -85,7 +84,6 @@ class Critic(Trainer):
         Each sample needs its `values[name]` from before. Returns metrics that are the same on every rank. A step whose loss or gradient
         isn't finite is skipped and counted.
         """
-        assert self.awake, f"the {self.title} sleeps: wake it before update"
         lr = self.config.critic_lr * min(1.0, (self.version + 1) / max(1, self.config.critic_lr_warmup_steps))
         steps = [self._value_step(micro_batches, lr) for micro_batches in mini_batches]
         self.version += 1
@@ -99,14 +97,7 @@ class Critic(Trainer):
             for row in (lambda sample: sample.returns, lambda sample: sample.values)
         )
         loss = partial(_sum_loss, returns, old_values, self.config.value_clip)
-        sums, _ = self._reduce(self._forward_backward(as_sequences(micro_batches), loss), SUMS, ())
-        is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
-        grad_norm = self._optimizer_step(lr) if sums["tokens"] > 0 and is_finite else 0.0
-        not_finite = not (is_finite and math.isfinite(grad_norm))
-        facts = sums | {"grad_norm": grad_norm}
-        if not_finite:  # the metrics of a skipped step: nothing that isn't a number
-            facts = {name: value if math.isfinite(value) else 0.0 for name, value in facts.items()}
-        return facts | {"skipped": float(not_finite or sums["tokens"] == 0)}
+        return self.learn(as_sequences(micro_batches), loss, SUMS, "tokens", lr)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As a Trainer's. The head has its own name."""

@@ -227,7 +227,8 @@ class Learner:
         """Learn a batch, the same on every rank; returns its metrics from before (collective)."""
         lr, trainer = learning_rate(self.trainer.version, self.config), self.trainer
         (micro_batches,) = self.appraised(examples)
-        facts = trainer.learn(as_sequences(micro_batches), self.task.loss(flat([micro_batches]), trainer), SUMS, lr)
+        facts = trainer.learn(as_sequences(micro_batches), self.task.loss(flat([micro_batches]), trainer), SUMS, "count", lr)
+        trainer.version += 1
         return self.means(facts) | {name: facts[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:

@@ -229,18 +229,19 @@ class Trainer:
             self.optimizer.step()
         return grad_norm
 
-    def learn(self, packed: list[list[Sequence]], output_loss: OutputLoss, summed: Iterable[str], lr: float) -> dict[str, float]:
+    def learn(
+        self, packed: list[list[Sequence]], output_loss: OutputLoss, summed: Iterable[str], counted: str, lr: float
+    ) -> dict[str, float]:
         """One optimizer step on this data-parallel rank's micro-batches, in number the same on all ranks. Collective over all ranks.
 
-        Returns the statistics `summed`, "loss" among them, over all ranks, the gradient's norm before clipping, and `skipped`: 1 if the
-        loss or the gradient wasn't finite, and nothing was learnt.
+        Returns the statistics `summed`, "loss" and `counted` among them, over all ranks, the gradient's norm before clipping, and
+        `skipped`: 1 if nothing was learnt, for `counted` is 0 or the loss or the gradient isn't finite. What isn't finite is told as 0.
         """
         assert self.awake, f"the {self.title} sleeps: wake it before it learns"
         sums, _ = self._reduce(self._forward_backward(packed, output_loss), summed, ())
-        is_finite = math.isfinite(sums["loss"])  # the sum over all ranks, so they agree
-        grad_norm = self._optimizer_step(lr) if is_finite else math.nan
+        learns = sums[counted] > 0 and math.isfinite(sums["loss"])  # the sums over all ranks, so they agree
+        grad_norm = self._optimizer_step(lr) if learns else math.nan
         facts = sums | {"grad_norm": grad_norm, "skipped": float(not math.isfinite(grad_norm))}
-        self.version += 1
         return {name: value if math.isfinite(value) else 0.0 for name, value in facts.items()}
 
     def measure(self, packed: list[list[Sequence]], output_loss: OutputLoss, summed: Iterable[str]) -> dict[str, float]:
