@@ -269,7 +269,7 @@ class Fault:
         for process in family():
             by_kind.setdefault(kind_of(process), []).append(process)
         by_kind.pop("gone", None)
-        if not by_kind:
+        if not by_kind or not start.runs():  # ranks end their launcher first: one that is stopped after that, nobody would end
             return f"nothing: the run had ended ({when})"
         kind = rng.choice(sorted(by_kind))
         process = rng.choice(by_kind[kind])
