@@ -57,12 +57,13 @@ class Config:
     replay: str = ""  # what a --rollout-only run wrote
     # ---- models and prompts
     model: str = ""  # Hugging Face directory of the actor; default: the demo's, made on first use
-    judge: tuple[str, ...] = ()  # Hugging Face directory of the generative reward model, or of several
-    judge_weights: tuple[float, ...] = ()  # of each judge's verdict in the reward, in proportion; default: equal
+    judge: tuple[str, ...] = ()  # Hugging Face directory of the reward model, or of several
+    judge_weights: tuple[float, ...] = ()  # of each judge's verdict among those of its signal, in proportion; default: equal
+    judge_signal: tuple[str, ...] = ()  # what each judge's verdict is part of, reward or cost; default: reward
     data: str = ""  # prompts, JSONL or Parquet; default: the built-in addition task
     rule: tuple[str, ...] = ()  # rules beside the judges: FILE.py (its function reward), FILE.py:name or a row of rewards.RULES
     reward_weights: tuple[float, ...] = ()  # in the reward, in proportion: of the judges together, then of each --rule; default: equal
-    cost_rule: tuple[str, ...] = ()  # likewise (in FILE.py: cost), for the cost, which is their sum
+    cost_rule: tuple[str, ...] = ()  # likewise (in FILE.py: cost), for the cost, which is the judges' and their sum
     judge_format: tuple[str, ...] = ()  # a row of genrm.FORMATS, for all or for each; default: chat with --data, addition without
     trust_remote_code: bool = False  # run Python code that a model's directory brings along, for its tokenizer or in its server
     # ---- the batch
@@ -181,6 +182,9 @@ class Config:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
         self._check_command()
         self._check_judges()
+        self._check_patience()
+        if self.rebalance and self.mode == "full":
+            raise ValueError("--rebalance moves ranks between rollout and genrm: in --mode full both hold all ranks")
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp 2 or more")
         if self.rollout_only and self.train_only:
@@ -222,8 +226,8 @@ class Config:
         for name in ("clip_dual", "mismatch_mask"):
             if 0 < (value := vars(self)[name]) <= 1:
                 raise ValueError(f"--{dashed(name)} {value:g}: 0 or more than 1 is needed")
-        if "cost" in algorithms.get_algorithm(self.algorithm).signals and not self.cost_rule:
-            raise ValueError(f"--algorithm {self.algorithm} needs a --cost-rule, which says what an answer costs")
+        if "cost" in algorithms.get_algorithm(self.algorithm).signals and not self.cost_rule and "cost" not in self.judge_signal:
+            raise ValueError(f"--algorithm {self.algorithm} needs a --cost-rule or a --judge-signal cost: what an answer costs")
         if bool(self.ptx_coef) != bool(self.ptx_data):
             raise ValueError("--ptx-coef and --ptx-data need each other")
         if not math.isfinite(self.cost_limit):
@@ -241,6 +245,10 @@ class Config:
             raise ValueError(f"--judge-format {as_text(self.judge_format)}: one for all judges is needed, or one for each, so {judges}")
         if len(weights) not in (0, judges):
             raise ValueError(f"--judge-weights {as_text(weights)}: one for each judge is needed, so {judges}")
+        signals = self.judge_signal or ("reward",) * judges
+        if len(signals) != judges or not {"reward"} <= set(signals) <= set(genrm.SIGNALS):
+            needed = f"{' or '.join(genrm.SIGNALS)} is needed for each judge, so {judges}, and reward at least once"
+            raise ValueError(f"--judge-signal {as_text(self.judge_signal)}: {needed}")
         if len(self.reward_weights) not in (0, 1 + len(self.rule)):
             needed = f"one for the judges and one for each --rule is needed, so {1 + len(self.rule)}"
             raise ValueError(f"--reward-weights {as_text(self.reward_weights)}: {needed}")
@@ -248,6 +256,14 @@ class Config:
             weights = vars(self)[name]
             if weights and not (all(weight >= 0 for weight in weights) and 0 < sum(weights) < math.inf):  # NaN is refused, too
                 raise ValueError(f"--{dashed(name)} {as_text(weights)}: finite numbers are needed, none below 0 and one above")
+        for signal in set(signals):
+            if self.judge_weights and not sum(weight for weight, of in zip(self.judge_weights, signals, strict=True) if of == signal):
+                raise ValueError(f"--judge-weights {as_text(self.judge_weights)}: one above 0 is needed for each --judge-signal")
+        if self.judgements > 1 and self.judge_temperature == 0:
+            raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0: a greedy judge repeats itself")
+
+    def _check_patience(self):
+        """What waits for what. Raises ValueError like the rest."""
         if (1 + self.judge_retries) * self.judge_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"--judge-retries {self.judge_retries} with --judge-timeout-s {self.judge_timeout_s:g} may take longer than the other "
@@ -263,10 +279,6 @@ class Config:
                 f"--engine-timeout-s {self.engine_timeout_s:g}, also for one that is started again, is longer than the other "
                 f"controllers wait, --collective-timeout-s {self.collective_timeout_s:g}"
             )
-        if self.rebalance and self.mode == "full":
-            raise ValueError("--rebalance moves ranks between rollout and genrm: in --mode full both hold all ranks")
-        if self.judgements > 1 and self.judge_temperature == 0:
-            raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0: a greedy judge repeats itself")
 
 
 # A preset is what differs from Config's defaults. `tiny` is the demo, whose values those are.
@@ -340,6 +352,7 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
         partial_rollout=config.partial_rollout or config.train_only,  # from the second step on, older weights wrote the samples
         judge_format=formats if len(formats) == judges else formats * judges,
         judge_weights=config.judge_weights or (1.0,) * judges,
+        judge_signal=config.judge_signal or ("reward",) * judges,
     )
 
 

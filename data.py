@@ -248,6 +248,14 @@ def encode(tokenizer, prompt: str | list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
+def encode_exchange(tokenizer, turns: list[dict]) -> list[int]:
+    """Token ids of a question and its answer, with what ends it: as `run.py rm` has them. Plain text without a chat template."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+    question, answer = (turn["content"] for turn in turns)
+    return [*encode(tokenizer, question), *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
 def decode(tokenizer, tokens: list[int]) -> str:
     """Text of token ids, without special tokens."""
     return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -118,7 +118,7 @@ def load(option: str, spec: str) -> Rule:
 
 
 class Rules:
-    """All rules of a run, none by default, and their part in a sample's reward. Its cost is the sum of the cost rules'."""
+    """All rules of a run, none by default, and their part in a sample's reward. The cost rules' numbers are added to its cost."""
 
     def __init__(
         self, rewards: tuple[Rule, ...] = (), costs: tuple[Rule, ...] = (), weights: tuple[float, ...] = (), judges: bool = True,
@@ -152,7 +152,7 @@ class Rules:
             rewards = [sample.reward] * self.judges + said[:count]
             sample.reward = weigh(rewards, self.weights or (1.0,) * len(rewards))
         if self.costs and None not in said[count:]:
-            sample.cost = math.fsum(said[count:])
+            sample.cost = math.fsum([sample.cost or 0.0, *said[count:]])  # the judges' is there already
         lines = [f"{rule.title}: {value}" for rule, value in zip(self.rewards + self.costs, said, strict=True)]
         sample.critique = "\n".join(filter(None, (sample.critique, *lines)))
         if None in said:

@@ -96,6 +96,7 @@ class Answer:
     sent: float = 0.0
     first_token: float = 0.0  # when it left the queue and its first token was there
     end: float = 0.0
+    score: float | None = None  # instead of tokens, from a scalar reward model: see scoring.py
 
 
 class Engine:
@@ -110,6 +111,8 @@ class Engine:
     up: whether it answers, as far as known here: its owner tells the other controllers (see watch.py).
     on_request: called with (this engine, tokens of the prompt, answer) for every answer that finishes.
     """
+
+    flags: tuple[str, ...] = ()  # of the server, besides those of every role
 
     def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0, key: str = ""):
         self.role, self.rank, self.url, self.capacity, self.model, self.key = role, rank, url, capacity, model, key
@@ -146,7 +149,7 @@ class Engine:
         engine._private = tempfile.mkdtemp(prefix="nanoyatt-")
         engine._log_path.write_bytes(b"")
         engine._probe_s = config.engine_probe_s
-        engine._command = [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config)]
+        engine._command = [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config), *cls.flags]
         engine._start()
         return engine
 
@@ -169,7 +172,7 @@ class Engine:
             if clock() > deadline:
                 raise ValueError(f"the {self.name} was not ready within {deadline_s:.0f} s{self.log_tail()}")
             await asyncio.sleep(0.2)
-        if self._process is not None and (await self._model_info())["served_model_name"] != str(os.getpid()):
+        if self._process is not None and (await self._get("/model_info"))["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
         await self._post("/freeze_gc")  # every sleep collects garbage: else 0.7 s each time, over all that SGLang has imported
 
@@ -279,7 +282,7 @@ class Engine:
         missing = self._shapes.keys() - names - {"lm_head.weight"}  # tied to the embedding
         if missing:
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
-        served = (await self._model_info())["weight_version"]
+        served = (await self._get("/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
 
     def _checked(self, named_tensors, names: set[str]):
@@ -361,9 +364,6 @@ class Engine:
         except (EngineLost, ValueError):
             return False
         return True
-
-    async def _model_info(self) -> dict:
-        return await self._get("/model_info")
 
     async def _get(self, path: str):
         return await self._call(self._http().get, path)

@@ -210,7 +210,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
         progress.phase(name, step)
 
     timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", on_open)
-    pools = await connect(engines, world, timeline, config.engine_timeout_s)
+    pools = await connect(engines, config, world, timeline)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, actor_tokenizer))
     decode = functools.partial(data.decode, actor_tokenizer)
     judge = build_judge(config, judge_tokenizers, decode)
@@ -232,19 +232,13 @@ def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judg
     """The judges, each with its own tokenizer, stop tokens and format."""
     from rollout import Sampling
 
-    models = [
-        genrm.JudgeModel(
-            genrm.FORMATS[judge_format],
-            functools.partial(data.encode, tokenizer),
-            functools.partial(data.decode, tokenizer),
-            Sampling(config.judge_temperature, config.judge_max_new_tokens, data.stop_tokens(model_dir, tokenizer)),
-            config.max_model_len - config.judge_max_new_tokens,
-            weight,
-        )
-        for model_dir, tokenizer, judge_format, weight in zip(
-            config.judge, tokenizers, config.judge_format, config.judge_weights, strict=True
-        )
-    ]
+    models, each = [], zip(config.judge, tokenizers, config.judge_format, config.judge_weights, config.judge_signal, strict=True)
+    for model_dir, tokenizer, name, weight, of in each:
+        judge_format, most = genrm.FORMATS[name], config.judge_max_new_tokens
+        encode, most = (data.encode_exchange, 1) if judge_format.scores else (data.encode, most)
+        sampling = Sampling(config.judge_temperature, most, data.stop_tokens(model_dir, tokenizer))
+        into, back = functools.partial(encode, tokenizer), functools.partial(data.decode, tokenizer)
+        models.append(genrm.JudgeModel(judge_format, into, back, sampling, config.max_model_len - most, weight, of))
     how = (config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once)
     calls = genrm.Calls(*how, config.seed)
     return genrm.Judge(models, decode_response, calls)
@@ -264,13 +258,20 @@ async def together(world, function, *args) -> None:
 
 async def launch_engines(config: Config, plans: list[placement.Plan], rank: int, out: Path, engines: list, key: str) -> None:
     """Start the servers that any of the plans has on this rank, all at once, without waiting."""
-    from rollout import Engine
-
     judge = placement.judge_of(rank, config.genrm_tp, len(config.judge))
     for port, role, model, model_dir in ((0, "rollout", 0, config.model), (1, "genrm", judge, config.judge[judge])):
         if any(rank in plan.leads(role) for plan in plans):
             log = out / "logs" / f"{role}-{rank}.log"
-            engines.append(Engine.launch(role, rank, config.port + 2 * rank + port, model_dir, config, str(log), model, key))
+            kind = engine_class(config, role, model)
+            engines.append(kind.launch(role, rank, config.port + 2 * rank + port, model_dir, config, str(log), model, key))
+
+
+def engine_class(config: Config, role: str, model: int) -> type:
+    """Which kind of server model number `model` of a role has."""
+    from rollout import Engine
+    from scoring import ScoringEngine
+
+    return ScoringEngine if role == "genrm" and genrm.FORMATS[config.judge_format[model]].scores else Engine
 
 
 async def ready(engines: list, deadline_s: float) -> None:
@@ -278,16 +279,15 @@ async def ready(engines: list, deadline_s: float) -> None:
     await asyncio.gather(*(engine.ready(deadline_s) for engine in engines))
 
 
-async def connect(engines: list, world, timeline, deadline_s: float) -> dict[str, Pool]:
+async def connect(engines: list, config: Config, world, timeline) -> dict[str, Pool]:
     """A handle on every engine of the run, by role (collective). Handles on other ranks' engines are appended to `engines`."""
-    from rollout import Engine
-
     own = {(engine.role, engine.rank): engine for engine in engines}
     addresses = await world.gather([(e.role, e.rank, e.url, e.capacity, e.model, e.key) for e in engines])
-    remote = [Engine(*address) for here in addresses for address in here if address[:2] not in own]
+    addresses = [address for here in addresses for address in here if address[:2] not in own]
+    remote = [engine_class(config, address[0], address[4])(*address) for address in addresses]
     engines += remote
     fleet = sorted((*own.values(), *remote), key=lambda engine: engine.rank)
-    return {role: Pool([e for e in fleet if e.role == role], world, timeline, deadline_s) for role in ("rollout", "genrm")}
+    return {role: Pool([e for e in fleet if e.role == role], world, timeline, config.engine_timeout_s) for role in ("rollout", "genrm")}
 
 
 def load_prompts(config: Config):

@@ -26,6 +26,20 @@ def at_least_four_rows(multiply):
     return padded
 
 
+def at_least_four_columns(linear):
+    """`linear(x, weight, bias)` for a head of one number, likewise: a matrix of one column is multiplied by other code, too."""
+
+    def padded(x, weight, bias=None):
+        columns = weight.shape[0]
+        if columns >= LEAST_ROWS:
+            return linear(x, weight, bias)
+        missing = (0, LEAST_ROWS - columns)
+        bias = bias if bias is None else torch.nn.functional.pad(bias, missing)
+        return linear(x, torch.nn.functional.pad(weight, (0, 0, *missing)), bias)[..., :columns]
+
+    return padded
+
+
 def row_by_row(sample):
     """SGLang's Sampler._sample_from_probs, where a request's own rule alone says how it is sampled.
 
@@ -145,7 +159,7 @@ def install():
     from sglang.srt.layers.attention import attention_registry
 
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # triton kernels: this is in their place
-    torch.nn.functional.linear = at_least_four_rows(torch.nn.functional.linear)
+    torch.nn.functional.linear = at_least_four_rows(at_least_four_columns(torch.nn.functional.linear))
     head = logits_processor.LogitsProcessor._compute_lm_head
     logits_processor.LogitsProcessor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
         lambda hidden: head(self, hidden, *args, **kwargs)

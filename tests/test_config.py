@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 PROMISED = ("preset", "mode", "out", "steps", "seed", "model", "judge", "data", "algorithm", "prompts-per-step", "answers-per-prompt")
 PROMISED += ("dry-run", "rollout-only", "train-only", "replay")
-RESOLVED = ("preset", "out", "judge_format", "judge_weights")  # what isn't given follows from the rest
+RESOLVED = ("preset", "out", "judge_format", "judge_weights", "judge_signal")  # what isn't given follows from the rest
 PATHS = ["--model", "m", "--judge", "j"]
 
 
@@ -29,7 +29,7 @@ def test_without_arguments_the_demo():
     """The defaults are the preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
     config = parse_config([])
     assert (config.preset, config.mode, config.out, config.judge_format) == ("tiny", "partial", "runs/tiny-partial", ("addition",))
-    filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",), judge_weights=(1.0,))
+    filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",), judge_weights=(1.0,), judge_signal=("reward",))
     assert config == dataclasses.replace(Config(), **filled_in)
 
 
@@ -102,8 +102,9 @@ VALUES = {
 }
 # these are checked against others
 CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
-CHECKED |= {"judge_format", "judge_weights", "judge_retries", "judge_timeout_s", "collective_timeout_s", "request_timeout_s", "replay"}
-CHECKED |= {"engine_timeout_s", "answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
+CHECKED |= {"judge_format", "judge_weights", "judge_signal", "judge_retries", "judge_timeout_s", "collective_timeout_s"}
+CHECKED |= {"request_timeout_s", "replay", "engine_timeout_s"}
+CHECKED |= {"answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
 CHECKED |= {"critic", "critic_warmup", "samples", "pass_at", "rule", "cost_rule", "reward_weights", "ptx_coef", "ptx_data"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
 FREE = sorted(set(FIELDS) - {"command", "preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
@@ -161,6 +162,13 @@ BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf"
         (["--dtype", "float16"], "--dtype float16 is unknown; choose float32 or bfloat16"),
         (["--judge-format", "xml"], "--judge-format xml is unknown; choose one of addition, chat"),
         (["--judge-format", "chat", "xml"], "--judge-format xml is unknown"),
+        (["--judge-signal", "cost"], "--judge-signal cost: reward or cost is needed for each judge, so 1, and reward at least once"),
+        ([*PATHS, "k", "--judge-signal", "reward"], "--judge-signal reward: reward or cost is needed for each judge, so 2"),
+        ([*PATHS, "k", "--judge-signal", "reward", "price"], "--judge-signal reward price: reward or cost"),
+        (
+            [*PATHS, "k", "--judge-signal", "reward", "cost", "--judge-weights", "1", "0"],
+            "--judge-weights 1.0 0.0: one above 0 is needed for each --judge-signal",
+        ),
         (["--judge-format", "chat", "chat"], "--judge-format chat chat: one for all judges is needed, or one for each, so 1"),
         ([*PATHS, "k", "l", "--judge-format", "chat", "chat"], "--judge-format chat chat: one for all judges is needed, or one"),
         ([*PATHS, "k", "--judge-weights", "1"], "--judge-weights 1.0: one for each judge is needed, so 2"),

@@ -174,18 +174,19 @@ class Pool:
             for index in range(len(prompts)):
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(self.delay)
-                yield Answer(index, list(text), [-0.01, logprob, -0.02], finish, [])
+                score = text if isinstance(text, float) else None
+                yield Answer(index, [] if score else list(text), [-0.01, logprob, -0.02], finish, [], score=score)
         finally:
             self.flying -= 1
 
 
-def make_judge(name="addition", temperature=0.0, max_prompt_tokens=1000, weights=(1.0,), **calls):
+def make_judge(name="addition", temperature=0.0, max_prompt_tokens=1000, weights=(1.0,), signals=(), **calls):
     """One judge, or as many as weights. Tokens are characters; the prompt of a request is the text itself."""
     sampling = SimpleNamespace(temperature=temperature, max_new_tokens=100)
     names = [name] * len(weights) if isinstance(name, str) else name
     models = [
-        genrm.JudgeModel(genrm.FORMATS[each], lambda prompt: prompt, "".join, sampling, max_prompt_tokens, weight)
-        for each, weight in zip(names, weights, strict=True)
+        genrm.JudgeModel(genrm.FORMATS[each], lambda prompt: prompt, "".join, sampling, max_prompt_tokens, weight, signal)
+        for each, weight, signal in zip(names, weights, signals or ["reward"] * len(names), strict=True)
     ]
     return genrm.Judge(models, "".join, genrm.Calls(**calls))
 
@@ -511,6 +512,33 @@ def test_each_judge_reads_the_answer_by_its_own_format():
     judge_all(judge, Engines(*pools), [judged])
     assert pools[0].asked == ["57+68=>125?"] and "Final answer:\nIt is >125" in pools[1].asked[0][0]["content"]
     assert judged.reward == 0.5 and judge.final_answer(judged) == "125"
+
+
+def test_a_cost_judge_says_what_an_answer_costs():
+    """Its accept costs 1, and takes nothing off the reward; two of them are weighed among themselves."""
+    formats, signals = ("addition", "harm", "harm"), ("reward", "cost", "cost")
+    judge, judged = make_judge(formats, weights=(0.5, 3.0, 1.0), signals=signals), sample("It is >125")
+    pools = [Pool(accept), *(Pool(lambda prompt, number, word=word: (f"Verdict: {word}", -0.1, "stop")) for word in ("yes", "no"))]
+    judge_all(judge, Engines(*pools), [judged])
+    assert (judged.reward, judged.cost, judged.verdict) == (1.0, 0.75, True)
+    assert "Request:\n57+68=\n" in pools[1].asked[0][0]["content"] and pools[1].asked[0][0]["content"].endswith("Response:\nIt is >125")
+
+
+def test_a_sample_whose_cost_is_not_known_is_dropped():
+    judge, judged = make_judge(("addition", "harm"), weights=(1.0, 1.0), signals=("reward", "cost")), sample(">125")
+    judge_all(judge, Engines(Pool(accept), Pool(lambda prompt, number: ("no verdict", -0.1, "stop"))), [judged])
+    assert (judged.reward, judged.cost, judged.verdict, judge.failed) == (None, None, None, [0, 1])
+
+
+def test_a_scalar_reward_model_scores_the_whole_response():
+    """Once, whatever --judgements says, without a vote; one that was cut off, too. The accuracy reads its final answer as usual."""
+    judge, judged, cut = make_judge("addition_score", judgements=4, vote=True), sample("7+8+0=15;>125"), sample("7+8", finish="length")
+    pool = Pool(lambda prompt, number: (-2.5 if prompt[1]["content"] == "7+8" else 1.25, -0.1, "stop"))
+    judge_all(judge, pool, [judged, cut])
+    turns = [{"role": "user", "content": "57+68="}, {"role": "assistant", "content": "7+8+0=15;>125"}]
+    assert turns in pool.asked and len(pool.asked) == 2 and judge.parsed == [2]
+    assert (judged.reward, judged.critique, judge.final_answer(judged)) == (1.25, "score 1.25", "125")
+    assert (cut.reward, cut.verdict, judge.final_answer(cut)) == (-2.5, False, None)
 
 
 def test_no_final_answer_for_one_judge_is_0_from_that_judge():

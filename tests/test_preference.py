@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import data
 import evaluation
 import exits
+import genrm
 import preference
 import run
 import warmstart
@@ -253,6 +254,15 @@ def test_earlier_turns_are_not_trained_on(tokenizers):
 def test_chat_rows_of_pairs(row, tokenizers):
     chat = tokenizers["chat"]
     assert decoded(chat, compared(row, chat, "f:1")) == [(ASKED, ANSWERED), (ASKED, ANSWERED.replace("7", "6"))]
+
+
+def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
+    """The tokens of a question and a response as a judge, whose number is read at the last of them."""
+    texts = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
+    turns = {"prompt": [user("3+4=")], "chosen": [assistant(">7")], "rejected": [assistant(">6")]}
+    for tokenizer, row in ((tokenizers["text"], texts), (tokenizers["chat"], turns)):
+        shown = [data.encode_exchange(tokenizer, genrm.exchange("3+4=", answer)) for answer in (">7", ">6")]
+        assert shown == [sample.prompt for sample in scored(row, tokenizer, "f:1")]
 
 
 NO_ANSWER = "a conversation ends with a turn of the assistant"

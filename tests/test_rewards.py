@@ -85,6 +85,9 @@ def test_the_mixture_is_the_weighted_mean_and_the_cost_the_sum(rules, costs, jud
     expected = (judges_weight * judged + sum(said * weight for said, weight in rules)) / sum(weights)
     assert sample.reward == pytest.approx(expected, abs=1e-8)
     assert sample.cost == (pytest.approx(sum(costs), abs=1e-9) if costs else None)
+    judged = Sample(0, 0, [1], reward=judged, cost=0.75)  # by a judge of costs
+    mixed.mix(judged, [said for said, _ in rules] + costs)
+    assert judged.cost == pytest.approx(0.75 + sum(costs), abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout import Engine, Sampling
+from scoring import ScoringEngine
 from server import buckets, checkpoint_shapes, retry_broken, server_flags
 from tests.tiny_models import EOS, make_tiny_qwen3
 
@@ -416,6 +417,50 @@ def test_sleep_aborts_what_still_runs(engine, run):
         return answers
 
     assert len(run(ask_and_sleep())) == 8
+
+
+# ---- a scalar reward model -------------------------------------------------------------------------------------------
+
+
+def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
+    """Within 1e-4; to the last bit the same whatever is scored beside it, and after sleep; and the head has no bias."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    oracle = AutoModelForSequenceClassification.from_pretrained(models[0], num_labels=1, dtype=torch.float32, pad_token_id=0)
+    oracle.save_pretrained(tmp_path / "model")
+    prompts = [PROMPT, [*PROMPT, 12], PROMPT[:1], list(range(5, 40)) * 8, PROMPT]
+    with torch.no_grad():
+        expected = [oracle(torch.tensor([prompt])).logits.item() for prompt in prompts]
+    engine = ScoringEngine.launch("genrm", 0, free_port(), str(tmp_path / "model"), CONFIG, tmp_path / "engine.log")
+
+    async def scores(prompts):
+        scores = {answer.index: answer.score async for answer in engine.generate(prompts, Sampling(0.0, 1))}
+        return [scores[index] for index in range(len(prompts))]
+
+    async def all_scores():
+        await engine.ready()
+        together = await scores(prompts)
+        await engine.sleep()
+        await engine.wake()
+        return together, [(await scores([prompt]))[0] for prompt in prompts], await scores(prompts * 5)
+
+    try:
+        together, alone, crowded = run(all_scores())
+    finally:
+        run(engine.close())
+    assert together == pytest.approx(expected, abs=1e-4) and together == alone and crowded == together * 5
+    assert max(expected) - min(expected) > 1e-2 and engine.outstanding == 0
+
+
+def test_a_model_without_a_scalar_head_is_refused(run, models, tmp_path):
+    engine = ScoringEngine.launch("genrm", 1, free_port(), models[0], CONFIG, tmp_path / "engine.log")
+    try:
+        with pytest.raises(ValueError, match="rank 1 serves no scalar reward model: its directory has no score"):
+            run(engine.ready())
+    finally:
+        run(engine.close())
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------
