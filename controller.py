@@ -149,8 +149,11 @@ async def replan(job: Job, served) -> dict[str, float | str]:
 
 
 def check_skips(job: Job, stats: dict[str, float], mini_batches) -> None:
-    """Raises ValueError after `max_skips` updates in a row that were skipped, and leaves this controller's samples in a file."""
-    job.state.skips = job.state.skips + 1 if stats["train/not_finite"] else 0
+    """Raises ValueError after `max_skips` updates in a row that were skipped, and leaves this controller's samples in a file.
+
+    The actor's or a critic's: it is the same samples that they can't learn.
+    """
+    job.state.skips = job.state.skips + 1 if any(stats[name] for name in stats if name.endswith("/not_finite")) else 0
     if job.state.skips:
         job.report.note(f"step {job.timeline.step + 1}: the loss or the gradient isn't finite: the update is skipped")
     if job.state.skips == job.config.max_skips:

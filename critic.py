@@ -163,4 +163,5 @@ def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
         "grad_norm": total["grad_norm"] / len(steps),
         "lr": lr,
         "skipped": total["skipped"],
+        "not_finite": total["not_finite"],
     }

@@ -234,14 +234,16 @@ class Trainer:
     ) -> dict[str, float]:
         """One optimizer step on this data-parallel rank's micro-batches, in number the same on all ranks. Collective over all ranks.
 
-        Returns the statistics `summed`, "loss" and `counted` among them, over all ranks, the gradient's norm before clipping, and
-        `skipped`: 1 if nothing was learnt, for `counted` is 0 or the loss or the gradient isn't finite. What isn't finite is told as 0.
+        Returns the statistics `summed`, "loss" and `counted` among them, over all ranks, the gradient's norm before clipping,
+        `not_finite`: 1 if loss or gradient isn't, and `skipped`: 1 if nothing was learnt, for that or because `counted` is 0. What
+        isn't finite is told as 0.
         """
         assert self.awake, f"the {self.title} sleeps: wake it before it learns"
         sums, _ = self._reduce(self._forward_backward(packed, output_loss), summed, ())
-        learns = sums[counted] > 0 and math.isfinite(sums["loss"])  # the sums over all ranks, so they agree
-        grad_norm = self._optimizer_step(lr) if learns else math.nan
-        facts = sums | {"grad_norm": grad_norm, "skipped": float(not math.isfinite(grad_norm))}
+        is_finite, is_empty = math.isfinite(sums["loss"]), sums[counted] == 0  # the sums over all ranks, so they agree
+        grad_norm = self._optimizer_step(lr) if is_finite and not is_empty else 0.0
+        not_finite = not (is_finite and math.isfinite(grad_norm))
+        facts = sums | {"grad_norm": grad_norm, "not_finite": float(not_finite), "skipped": float(not_finite or is_empty)}
         return {name: value if math.isfinite(value) else 0.0 for name, value in facts.items()}
 
     def measure(self, packed: list[list[Sequence]], output_loss: OutputLoss, summed: Iterable[str]) -> dict[str, float]:

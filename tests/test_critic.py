@@ -63,7 +63,7 @@ def plain_update(model, optimizer, samples: list[Sample], config) -> dict[str, f
     explained = 1 - of_errors / statistics.pvariance([target for target, _ in tokens])
     means = {"value_loss": loss.item() / len(tokens), "clip_frac": cut / len(tokens), "explained_variance": explained}
     means["return_mean"] = statistics.fmean(target for target, _ in tokens)
-    return {f"critic/{name}": value for name, value in (means | {"grad_norm": grad_norm, "skipped": 0.0}).items()}
+    return {f"critic/{name}": value for name, value in (means | {"grad_norm": grad_norm, "skipped": 0.0, "not_finite": 0.0}).items()}
 
 
 def with_returns(samples: list[Sample], values: list[list[float]], seed: int) -> list[Sample]:
@@ -288,10 +288,11 @@ def test_a_step_that_is_not_finite_is_skipped(start, model_dir, value):
     before, samples = weights_of(critic), ready(critic, 1)
     samples[2].returns["reward"][0] = value
     metrics = critic.update([[samples]])
-    assert metrics["critic/skipped"] == 1 and all(map(math.isfinite, metrics.values()))
+    assert metrics["critic/skipped"] == metrics["critic/not_finite"] == 1 and all(map(math.isfinite, metrics.values()))
     assert same_weights(before, weights_of(critic)) and critic.version == 2
     metrics = critic.update([[[]]])
-    assert metrics["critic/skipped"] == 1 and all(map(math.isfinite, metrics.values())) and same_weights(before, weights_of(critic))
+    assert (metrics["critic/skipped"], metrics["critic/not_finite"]) == (1, 0) and all(map(math.isfinite, metrics.values()))
+    assert same_weights(before, weights_of(critic))
 
 
 def test_a_sleeping_critic_is_refused(start, model_dir):

@@ -9,7 +9,7 @@ import shutil
 import psutil
 import pytest
 from columns import timing_free
-from fakes import PROBE_S, RESTART_S, FakeActor, simulate
+from fakes import PROBE_S, RESTART_S, FakeActor, FakeCritic, simulate
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_command import Run
@@ -236,22 +236,23 @@ def test_a_stop_while_every_engine_is_down():
 # ---------------------------------------------------------------- updates that aren't finite
 
 
+@pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])
 @pytest.mark.parametrize("skipped,steps_done", [({1, 2}, 4), ({0, 2, 3}, 4), ({1, 2, 3}, 3)])
-def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped, steps_done):
-    """Three of them, with the samples of the last one in a file; fewer only cost their update."""
-    update = FakeActor.update
+def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped, steps_done, model, algorithm):
+    """Three of them, the actor's or a critic's, with the samples of the last one in a file; fewer only cost their update."""
+    update, settings = model.update, {**UNBROKEN, "algorithm": algorithm}
 
     async def sometimes(self, mini_batches):
         version = self.version
-        return await update(self, mini_batches) | {"train/not_finite": float(version in skipped)}
+        return await update(self, mini_batches) | {f"{model.__name__}/not_finite": float(version in skipped)}
 
-    monkeypatch.setattr(FakeActor, "update", sometimes)
+    monkeypatch.setattr(model, "update", sometimes)
     jobs = []
     if steps_done == 4:
-        simulate("partial", 2, jobs=jobs, **UNBROKEN)
+        simulate("partial", 2, jobs=jobs, **settings)
     else:
         with pytest.raises(ValueError, match=r"--max-skips 3: .* in OUT/skipped_samples\.jsonl"):
-            simulate("partial", 2, jobs=jobs, **UNBROKEN)
+            simulate("partial", 2, jobs=jobs, **settings)
         assert all(job.report.dumped == job.actor.batches[-1] for job in jobs)
     assert [len(job.report.steps) for job in jobs] == [steps_done] * 2
 
