@@ -50,6 +50,7 @@ from watch import Watch
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
 HELD_OUT = 2  # prompts of an evaluation
 MOST_LIVES = 3  # before the last one, in which no run is ended
+RETRIES = 9  # of a judgement: more than replies are lost in a life, or a sample would be dropped, as it shall then
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
 CLEAR_STOPS = ("failed 3 times in a row", "later than --request-timeout-s")  # of a run, which may be started again
 LOST_TRACKS = ("none of its", "is missing or was changed")  # of a start, after which a person has to decide
@@ -307,7 +308,7 @@ class Trial:
                 self.told.append("clear stop")
             except OSError:
                 assert disk.errors, "no change of a file was to fail"  # it failed in the report or as the run began: there it may not
-            self.between_lives()
+            self.between_lives(may_flip=life > 0)
         else:
             self.live([])
         rows = list(resume.whole_rows(self.out / "metrics.jsonl"))
@@ -332,7 +333,7 @@ class Trial:
         def prepare_job(job):
             job.prompts.held_out = job.prompts.held_out[:HELD_OUT]
             job.report, job.checkpoints.newest = Report(job, self.out), found and found.step
-            job.judge.calls = replace(job.judge.calls, retries=self.config.judge_retries)
+            job.judge.calls = replace(job.judge.calls, retries=RETRIES)
 
         mode, size = self.layout
         writer = functools.partial(LateWriter, self.rng)
@@ -344,11 +345,11 @@ class Trial:
             assert self.jobs[0].checkpoints.newest == self.jobs[0].state.step, "a stop wasn't saved"
         return done
 
-    def between_lives(self):
-        """What may have happened when the run is started again."""
+    def between_lives(self, may_flip):
+        """What may have happened when the run is started again. Not a flipped byte before the life that nothing shall end."""
         told = [job.checkpoints.newest for job in self.jobs if job.checkpoints.newest is not None]
         self.best = max(told, default=self.best)
-        if self.rng.random() < 0.12:
+        if self.rng.random() < 0.12 and may_flip:
             self.damaged |= set(flip_a_byte(self.rng, self.out))
         if self.rng.random() < 0.4:
             self.layout = self.rng.choice(LAYOUTS)
