@@ -272,7 +272,7 @@ class Checkpoints:
         put_away(target)  # a damaged one, or one that this run has left behind
         saving.folder.rename(target)
         write_whole(self.folder / TRACKER, {"step": saving.step})
-        for step in [step for step in steps_in(self.folder) if step < saving.step][self.config.keep - 1 :]:
+        for step in reversed([step for step in steps_in(self.folder) if step < saving.step][self.config.keep - 1 :]):  # oldest first
             put_away(self.folder / f"step_{step}")
 
     def _give_up(self, job, step: int, folder: Path, error: str) -> None:
