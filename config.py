@@ -15,6 +15,7 @@ from serving import MOST_LATE
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "max_new_tokens", "judge_max_new_tokens", "max_judge_failures", "eval_every")
 AT_LEAST_1 += ("tp", "pp", "cp", "max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "max_total_tokens")
+AT_LEAST_1 += ("critic_epochs",)
 AT_LEAST_1 += ("judgements", "judge_calls_at_once", "rollout_tp", "genrm_tp", "keep", "max_skips", "ptx_batch", "batch_size", "samples")
 AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps", "weight_decay", "clip_low")
 AT_LEAST_0 += ("critic_lr_warmup_steps", "critic_warmup", "judge_retries", "max_empty_steps", "save_every", "save_hf_every")
@@ -137,6 +138,7 @@ class Config:
     critic: str = ""  # Hugging Face directory of the value model it starts from; default: the actor's, with a head of zeros
     critic_lr: float = 1e-3  # AdamW; the other settings of its optimizer are the actor's
     critic_lr_warmup_steps: int = 5  # linear, from 0; then constant
+    critic_epochs: int = 1  # passes of a critic over a step's answers, each with its optimizer steps; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone; the actor's learning rate begins after them
     value_clip: float = 0.2  # a value that moved by more towards its return since the step began isn't pulled on; inf: no limit
     # ---- sft, rm, dpo and eval

@@ -79,13 +79,14 @@ class Critic(Trainer):
             sample.values[self.name] = row
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
-        """Learn the `returns[name]` of this data-parallel rank's samples, one optimizer step a mini-batch. Collective over all ranks.
+        """Learn the `returns[name]` of this data-parallel rank's samples. Collective over all ranks.
 
-        Each sample needs its `values[name]` from before. Returns metrics that are the same on every rank. A step whose loss or gradient
-        isn't finite is skipped and counted.
+        An optimizer step a mini-batch, in each of `critic_epochs` passes. Each sample needs its `values[name]` from before, from
+        which values are clipped in all of them. Returns metrics that are the same on every rank. A step whose loss or gradient isn't
+        finite is skipped and counted.
         """
         lr = self.config.critic_lr * min(1.0, (self.version + 1) / max(1, self.config.critic_lr_warmup_steps))
-        steps = [self._value_step(micro_batches, lr) for micro_batches in mini_batches]
+        steps = [self._value_step(micro_batches, lr) for _ in range(self.config.critic_epochs) for micro_batches in mini_batches]
         self.version += 1
         return {f"{self.prefix}/{name}": value for name, value in value_metrics(steps, lr).items()}
 

@@ -17,7 +17,7 @@ from balance import flat
 
 
 def critic_config(**overrides) -> SimpleNamespace:
-    own = dict(critic_lr=2e-3, critic_lr_warmup_steps=2, value_clip=0.2)
+    own = dict(critic_lr=2e-3, critic_lr_warmup_steps=2, value_clip=0.2, critic_epochs=1)
     common = {name: value for name, value in overrides.items() if name not in own}
     return SimpleNamespace(**vars(actor_config(**common)) | own | {name: overrides[name] for name in own.keys() & overrides.keys()})
 

@@ -264,21 +264,22 @@ def test_a_head_of_more_than_a_number_is_refused(start, tmp_path, extra):
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
-    """And micro-batches are not: any split of a mini-batch, with empty ones, is the same step."""
-    weights = []
-    for split in ("whole", "micro", "mini", "two updates"):
-        critic = start(model_dir, critic_lr_warmup_steps=0)[1]
-        critic.update([[ready(critic, 0)]])
+    """So are the passes of an update. Micro-batches are not: any split of a mini-batch, with empty ones, is the same step."""
+    first, second = slice(None, 5), slice(5, None)
+
+    def weights_after(*updates: list[list[slice]], epochs: int = 1) -> dict:
+        """Of updates of the same samples, each a list of mini-batches of micro-batches."""
+        critic = start(model_dir, critic_lr_warmup_steps=0, critic_epochs=epochs)[1]
         samples = ready(critic, 1)
-        if split == "two updates":
-            critic.update([[samples[:5]]])
-            critic.update([[samples[5:]]])
-        else:
-            splits = {"whole": [[samples]], "micro": [[samples[:5], [], samples[5:]]], "mini": [[samples[:5]], [samples[5:]]]}
-            critic.update(splits[split])
-        weights.append(weights_of(critic))
-    assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0])
-    assert same_weights(weights[2], weights[3]) and not same_weights(weights[0], weights[2])
+        for mini_batches in updates:
+            critic.update([[samples[part] for part in micro_batches] for micro_batches in mini_batches])
+        return weights_of(critic)
+
+    whole, micro = weights_after([[slice(None)]]), weights_after([[first, slice(0), second]])
+    assert all(torch.allclose(whole[name], micro[name], rtol=0, atol=5e-5) for name in whole)
+    mini = weights_after([[first], [second]])
+    assert same_weights(mini, weights_after([[first]], [[second]])) and not same_weights(whole, mini)
+    assert same_weights(weights_after([[first], [second]], epochs=2), weights_after([[first]], [[second]], [[first]], [[second]]))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

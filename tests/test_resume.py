@@ -205,7 +205,7 @@ def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, change, line)
     """Before anything is touched."""
     out = make_run(tmp_path / "run")
     with pytest.raises(ValueError, match=line):
-        prepared(out, **change, judge_format=(), judge_weights=())
+        prepared(out, **change, judge_format=(), judge_weights=(), judge_signal=())
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 26
 
 
