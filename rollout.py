@@ -54,7 +54,7 @@ class Sample:
     critique: str = ""
     verdict: bool | None = None
     reward: float | None = None
-    cost: float | None = None  # by rewards.py, which also adds the rules' part to the reward
+    cost: float | None = None  # by a judge of costs; rewards.py adds the rules' parts to both
     baseline: float = 0.0  # taken off the reward; by algorithms.py
     # reference.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None

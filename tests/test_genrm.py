@@ -175,7 +175,7 @@ class Pool:
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(self.delay)
                 score = text if isinstance(text, float) else None
-                yield Answer(index, [] if score else list(text), [-0.01, logprob, -0.02], finish, [], score=score)
+                yield Answer(index, list(text) if score is None else [], [-0.01, logprob, -0.02], finish, [], score=score)
         finally:
             self.flying -= 1
 
