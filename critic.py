@@ -67,7 +67,7 @@ class Critic(Trainer):
         if gpt.post_process:
             gpt.output_layer = ValueHead(model_config)
         gpt = gpt.to(self.device)
-        weights = models.HFWeights(self.model_dir)
+        weights = models.HFWeights(self.model_dir, "--critic")
         weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])  # which stands in the output layer's place
         models.load_weights(gpt, weights)
         return gpt
@@ -116,7 +116,7 @@ def head_of(weights: models.HFWeights, hidden_size: int) -> Tensor:
         return torch.zeros(1, hidden_size)
     head = weights[found[0]]
     if list(head.shape) != [1, hidden_size] or found[0].replace("weight", "bias") in weights.file_of:
-        raise ValueError(f"{weights.model_dir}: {found[0]} isn't the head of a value model, [1, {hidden_size}] without a bias")
+        raise ValueError(f"{weights.setting} {weights.model_dir}: {found[0]} isn't the head of a value model, [1, {hidden_size}] without a bias")
     return head
 
 

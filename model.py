@@ -96,19 +96,19 @@ class PackedAttention(MegatronModule):
 # ---------------------------------------------------------------------------------------------- the Hugging Face directory
 
 
-def read_hf_config(model_dir: str) -> dict:
-    """config.json with transformers' defaults filled in. ValueError names the directory if we cannot train what is in it."""
+def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
+    """config.json with transformers' defaults filled in. ValueError names setting and directory if we cannot train what is in it."""
     from transformers import AutoConfig
 
     path = Path(model_dir) / "config.json"
     if not path.is_file():
-        raise ValueError(f"--model {model_dir}: not a Hugging Face model directory, it has no config.json")
+        raise ValueError(f"{setting} {model_dir}: not a Hugging Face model directory, it has no config.json")
     try:
         model_type = json.loads(path.read_text()).get("model_type")
     except json.JSONDecodeError as error:
-        raise ValueError(f"--model {model_dir}: config.json is not valid JSON ({error})") from error
+        raise ValueError(f"{setting} {model_dir}: config.json is not valid JSON ({error})") from error
     if model_type not in FAMILIES:
-        raise ValueError(f"--model {model_dir}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+        raise ValueError(f"{setting} {model_dir}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
     hf = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
     rope = hf["rope_parameters"]
     unsupported = {
@@ -121,7 +121,7 @@ def read_hf_config(model_dir: str) -> dict:
     }
     if any(unsupported.values()):
         reasons = ", ".join(reason for reason, found in unsupported.items() if found)
-        raise ValueError(f"--model {model_dir}: config.json asks for what is not supported: {reasons}")
+        raise ValueError(f"{setting} {model_dir}: config.json asks for what is not supported: {reasons}")
     return hf
 
 
@@ -181,7 +181,7 @@ def check_sizes(hf: dict, config) -> None:
 
 def check_critic(config) -> None:
     """ValueError if the value model of --critic can't read the actor's tokens, or the sizes don't divide it."""
-    hf, tokens = read_hf_config(config.critic), read_hf_config(config.model)["vocab_size"]
+    hf, tokens = read_hf_config(config.critic, "--critic"), read_hf_config(config.model)["vocab_size"]
     if hf["vocab_size"] < tokens:
         raise ValueError(f"--critic {config.critic}: it knows {hf['vocab_size']} tokens, and --model has {tokens}")
     check_sizes(hf, config)
@@ -213,32 +213,32 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
 
 
 class HFWeights:
-    """Reads a directory's safetensors files tensor by tensor, by name. ValueError names what is missing and the directory.
+    """Reads a directory's safetensors files tensor by tensor, by name. ValueError names what is missing, the directory and its setting.
 
     own: tensors that are taken in place of the files'.
     """
 
-    def __init__(self, model_dir: str):
+    def __init__(self, model_dir: str, setting: str = "--model"):
         from safetensors import safe_open
 
         paths = sorted(Path(model_dir).glob("*.safetensors"))
         if not paths:
-            raise ValueError(f"--model {model_dir}: no *.safetensors file in it")
+            raise ValueError(f"{setting} {model_dir}: no *.safetensors file in it")
         for path in paths:
-            check_safetensors(path)
+            check_safetensors(path, setting)
         files = [safe_open(path, framework="pt") for path in paths]
-        self.model_dir, self.own = model_dir, {}
+        self.model_dir, self.setting, self.own = model_dir, setting, {}
         self.file_of = {name: file for file in files for name in file.keys()}
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.own:
             return self.own[name]
         if name not in self.file_of:
-            raise ValueError(f"--model {self.model_dir}: its safetensors files lack {name}")
+            raise ValueError(f"{self.setting} {self.model_dir}: its safetensors files lack {name}")
         return self.file_of[name].get_tensor(name)
 
 
-def check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path, setting: str) -> None:
     """ValueError if the file was cut short, as by a broken download. Format: 8 bytes of header size, JSON header, tensor data."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -247,7 +247,7 @@ def check_safetensors(path: Path) -> None:
         header = json.loads(file.read(header_size)) if complete else {}
     data_size = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     if not complete or size != 8 + header_size + data_size:
-        raise ValueError(f"--model {path.parent}: {path.name} is damaged or incomplete ({size} bytes)")
+        raise ValueError(f"{setting} {path.parent}: {path.name} is damaged or incomplete ({size} bytes)")
 
 
 # ------------------------------------------------------------------------- weights: Hugging Face <-> Megatron, full tensors
@@ -335,7 +335,7 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
         names = hf_names("embedding.word_embeddings.weight" if is_tied_copy(model, name) else name)
         shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
         if shard.shape != param.shape:
-            raise ValueError(f"--model {weights.model_dir}: {names[0]} does not have the shape that config.json says")
+            raise ValueError(f"{weights.setting} {weights.model_dir}: {names[0]} does not have the shape that config.json says")
         param.copy_(shard)
 
 

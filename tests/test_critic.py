@@ -25,6 +25,7 @@ from transformers import AutoModelForSequenceClassification
 import controller
 from batch import NO_TARGET, make_micro_batches
 from config import Config
+from model import check_critic
 from reference import Reference
 from rollout import Sample
 
@@ -260,6 +261,15 @@ def test_a_head_of_more_than_a_number_is_refused(start, tmp_path, extra):
     path = make_model(tmp_path / "model", "qwen3", tied=True)
     rename_head(Path(path), {}, extra)
     with pytest.raises(ValueError, match=r"score.weight isn't the head of a value model, \[1, 32\] without a bias"):
+        start(path)
+
+
+def test_the_setting_that_is_wrong_is_the_critics(start, model_dir, tmp_path):
+    path = make_model(tmp_path / "model", "qwen3", tied=True)
+    with pytest.raises(ValueError, match=f"--critic {tmp_path}/nothing: not a Hugging Face model directory"):
+        check_critic(SimpleNamespace(model=model_dir, critic=f"{tmp_path}/nothing"))
+    Path(path, "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"--critic {path}: no \\*.safetensors"):
         start(path)
 
 
