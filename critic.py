@@ -116,7 +116,8 @@ def head_of(weights: models.HFWeights, hidden_size: int) -> Tensor:
         return torch.zeros(1, hidden_size)
     head = weights[found[0]]
     if list(head.shape) != [1, hidden_size] or found[0].replace("weight", "bias") in weights.file_of:
-        raise ValueError(f"{weights.setting} {weights.model_dir}: {found[0]} isn't the head of a value model, [1, {hidden_size}] without a bias")
+        where = f"{weights.setting} {weights.model_dir}"
+        raise ValueError(f"{where}: {found[0]} isn't the head of a value model, [1, {hidden_size}] without a bias")
     return head
 
 

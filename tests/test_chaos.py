@@ -174,7 +174,10 @@ def check_moment(servers, jobs):
 
 
 def check_files(out, damaged, best, keep):
-    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had told of is there, or `keep` newer ones."""
+    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had told of is there, or `keep` newer ones.
+
+    A damaged one may have been put aside by a start that failed later.
+    """
     steps = durable.steps_in(out / "checkpoints")
     for step in steps:
         folder = out / "checkpoints" / f"step_{step}"
@@ -184,7 +187,7 @@ def check_files(out, damaged, best, keep):
             shards = {path.read_text() for path in folder.glob("megatron/__*_0.distcp")}
             assert (common["step"], shards) == (step, {str(step)}), "states of two steps are mixed"
             assert len(list(folder.glob("controllers/*"))) == common["ranks"]
-    has_best = best is None or best in steps or sum(step > best for step in steps) >= keep
+    has_best = best is None or best in steps or best in damaged or sum(step > best for step in steps) >= keep
     assert has_best, f"the checkpoint of step {best} was complete, and is gone"
 
 

@@ -270,7 +270,7 @@ def test_the_setting_that_is_wrong_is_the_critics(start, model_dir, tmp_path):
         check_critic(SimpleNamespace(model=model_dir, critic=f"{tmp_path}/nothing"))
     Path(path, "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"--critic {path}: no \\*.safetensors"):
-        start(path)
+        start(model_dir, path)
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
