@@ -2,7 +2,7 @@
 
     python bench/algorithms.py                             the table below, seeds 0 1 2, 60 steps -> docs/algorithms.png and a table
     python bench/algorithms.py --only ppo gspo --seeds 0   some of its rows
-    python bench/algorithms.py --safe                      safe_rlhf with and without its multiplier, 100 steps -> docs/safe_rlhf.png and a table
+    python bench/algorithms.py --safe                      safe_rlhf with and without its multiplier, 100 steps -> docs/safe_rlhf.png
 
 A run that is complete under runs/algorithms is not repeated; delete its folder to have it again. One that was cut off is gone on with.
 """
