@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 
@@ -81,16 +81,20 @@ def print_table(results: dict[str, list[list[dict]]], steps: int) -> None:
 
 
 def print_safe(results: dict[str, list[list[dict]]], limit: float) -> None:
-    """One line a kind of run: what the last ten steps came to, medians over seeds."""
-    columns = ["", "cost, last 10 steps", f"over the limit of {limit:g}", "multiplier, last 10", "reward, last 10", "accuracy"]
+    """One line a kind of run: means of the last ten steps, medians over seeds."""
+    columns = ["last 10 steps", "cost", f"over the limit of {limit:g}", "multiplier", "reward", "accuracy at the end"]
+    columns += ["explained variance, reward", "cost"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for name, runs in results.items():
-        last = {column: [median(list(curve(rows, column).values())[-10:]) for rows in runs]
-                for column in ("cost/mean", "cost/multiplier", "reward/unfiltered_mean")}  # fmt: skip
-        over = [cost / limit - 1 for cost in last["cost/mean"]]
+        cost, multiplier, reward, explained, cost_explained = (
+            [fmean(list(curve(rows, column).values())[-10:]) for rows in runs]
+            for column in ("cost/mean", "cost/multiplier", "reward/unfiltered_mean", "critic/explained_variance",
+                           "cost_critic/explained_variance")
+        )  # fmt: skip
+        over = median(cost) / limit - 1
         accuracy = [list(curve(rows, "eval/accuracy").values())[-1] for rows in runs]
-        cells = [spread(last["cost/mean"]), f"{median(over):+.1%}", spread(last["cost/multiplier"])]
-        print(f"| {name} | {' | '.join([*cells, spread(last['reward/unfiltered_mean']), spread(accuracy)])} |")
+        cells = [spread(cost), f"{over:+.1%}", *map(spread, (multiplier, reward, accuracy, explained, cost_explained))]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def draw(panels: dict[str, str], results: dict[str, list[list[dict]]], path: Path, line: tuple[str, float] | None = None) -> None:
