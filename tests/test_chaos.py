@@ -187,7 +187,8 @@ def check_files(out, damaged, best, keep):
             shards = {path.read_text() for path in folder.glob("megatron/__*_0.distcp")}
             assert (common["step"], shards) == (step, {str(step)}), "states of two steps are mixed"
             assert len(list(folder.glob("controllers/*"))) == common["ranks"]
-    has_best = best is None or best in steps or best in damaged or sum(step > best for step in steps) >= keep
+    was_put_aside = best in damaged and list(out.glob(f"checkpoints/aside_{best}*"))
+    has_best = best is None or best in steps or was_put_aside or sum(step > best for step in steps) >= keep
     assert has_best, f"the checkpoint of step {best} was complete, and is gone"
 
 
