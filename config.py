@@ -58,7 +58,7 @@ class Config:
     replay: str = ""  # what a --rollout-only run wrote
     # ---- models and prompts
     model: str = ""  # Hugging Face directory of the actor; default: the demo's, made on first use
-    judge: tuple[str, ...] = ()  # Hugging Face directory of the reward model, or of several
+    judge: tuple[str, ...] = ()  # Hugging Face directory of the reward model, or of several; with --model and --rule none is needed
     judge_weights: tuple[float, ...] = ()  # of each judge's verdict among those of its signal, in proportion; default: equal
     judge_signal: tuple[str, ...] = ()  # what each judge's verdict is part of, reward or cost; default: reward
     data: str = ""  # prompts, JSONL or Parquet; default: the built-in addition task
@@ -163,6 +163,11 @@ class Config:
     keep: int = 2  # newest checkpoints that are kept
     save_hf_every: int = 0  # steps between checkpoints with a Hugging Face directory in them, and at the end; 0: none
 
+    @property
+    def judges(self) -> int:
+        """Judge models: the demo's one isn't named. 0: rules alone say what an answer is worth."""
+        return len(self.judge) if self.model else 1
+
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
         values = vars(self)
@@ -197,9 +202,10 @@ class Config:
     def _check_command(self):
         """What the command asks of models, data and switches. Raises ValueError like the rest."""
         if self.command == "rl":
-            if bool(self.model) != bool(self.judge) or (self.data and not self.model):
-                needed = "--data needs --model and --judge, and those two need each other"
-                raise ValueError(f"{needed}: the demo's models only know addition")
+            if (self.data or self.judge) and not self.model:
+                raise ValueError("--data and --judge need --model: the demo's models only know addition")
+            if self.model and not (self.judge or self.rule):
+                raise ValueError("--model needs a --judge or a --rule, which say what an answer is worth")
             return
         if self.judge or self.dry_run or self.rollout_only or self.train_only:
             raise ValueError(f"run.py {self.command} has no --judge, --dry-run, --rollout-only or --train-only")
@@ -239,20 +245,23 @@ class Config:
 
     def _check_judges(self):
         """What the settings of the judges ask of each other. Raises ValueError like the rest."""
-        judges, weights = max(1, len(self.judge)), self.judge_weights
+        judges, weights, rewards = self.judges, self.judge_weights, min(1, self.judges) + len(self.rule)
         for judge_format in self.judge_format:
             if judge_format not in genrm.FORMATS:
                 raise ValueError(f"--judge-format {judge_format} is unknown; choose one of {', '.join(genrm.FORMATS)}")
+        for name in ("judge_weights", "judge_signal") if not judges else ():
+            if value := vars(self)[name]:
+                raise ValueError(f"--{dashed(name)} {as_text(value)} is for judges, and there is none")
         if len(self.judge_format) not in (0, 1, judges):
             raise ValueError(f"--judge-format {as_text(self.judge_format)}: one for all judges is needed, or one for each, so {judges}")
         if len(weights) not in (0, judges):
             raise ValueError(f"--judge-weights {as_text(weights)}: one for each judge is needed, so {judges}")
         signals = self.judge_signal or ("reward",) * judges
-        if len(signals) != judges or not {"reward"} <= set(signals) <= set(genrm.SIGNALS):
+        if len(signals) != judges or not set(signals) <= set(genrm.SIGNALS) or (judges and "reward" not in signals):
             needed = f"{' or '.join(genrm.SIGNALS)} is needed for each judge, so {judges}, and reward at least once"
             raise ValueError(f"--judge-signal {as_text(self.judge_signal)}: {needed}")
-        if len(self.reward_weights) not in (0, 1 + len(self.rule)):
-            needed = f"one for the judges and one for each --rule is needed, so {1 + len(self.rule)}"
+        if len(self.reward_weights) not in (0, rewards):
+            needed = f"{'one for the judges and ' * min(1, judges)}one for each --rule is needed, so {rewards}"
             raise ValueError(f"--reward-weights {as_text(self.reward_weights)}: {needed}")
         for name in ("judge_weights", "reward_weights"):
             weights = vars(self)[name]
@@ -345,16 +354,15 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if preset not in PRESETS:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     config = Config(**PRESETS[preset] | given | {"preset": preset, "command": command})
-    judges = max(1, len(config.judge))  # the demo's isn't named
     formats = config.judge_format or (("chat" if config.data else "addition"),)
     seam = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only  # or a run would move its own replay aside
     return dataclasses.replace(
         config,
         out=config.out or (f"runs/{preset}-{config.mode}{seam}" if command == "rl" else f"runs/{command}"),
         partial_rollout=config.partial_rollout or config.train_only,  # from the second step on, older weights wrote the samples
-        judge_format=formats if len(formats) == judges else formats * judges,
-        judge_weights=config.judge_weights or (1.0,) * judges,
-        judge_signal=config.judge_signal or ("reward",) * judges,
+        judge_format=formats if len(formats) > 1 else formats * max(1, config.judges),  # without a judge: what a final answer is
+        judge_weights=config.judge_weights or (1.0,) * config.judges,
+        judge_signal=config.judge_signal or ("reward",) * config.judges,
     )
 
 

@@ -197,9 +197,11 @@ def weigh(rewards: list[float | None], weights: list[float]) -> float | None:
 class Judge:
     """Fills `critique, verdict, reward, cost` of samples by asking one judge or several; each is asked an identical pair only once."""
 
-    def __init__(self, models: list[JudgeModel], decode_response: Callable[[list[int]], str], calls: Calls):
-        """decode_response: actor's tokens -> text."""
-        self.models, self.calls = models, calls
+    def __init__(
+        self, models: list[JudgeModel], decode_response: Callable[[list[int]], str], calls: Calls, reading: Format | None = None
+    ):  # fmt: skip
+        """decode_response: actor's tokens -> text. reading: what a final answer is, where there is no judge at all."""
+        self.models, self.calls, self._formats = models, calls, [model.format for model in models] or [reading]
         self._decode_response = decode_response
         self._asked: dict[tuple[int, str, str | None], asyncio.Task] = {}  # by number of the judge, question and answer
         self._free = asyncio.Semaphore(calls.at_once)
@@ -229,7 +231,7 @@ class Judge:
         """The answer in the sample's response as judge `number` reads it; None when it has none or was cut off before its end."""
         if sample.finish != "stop":
             return None
-        return self.models[number].format.final_answer(self._decode_response(sample.response))
+        return self._formats[number].final_answer(self._decode_response(sample.response))
 
     async def judge(self, sample: Sample, pool) -> None:
         """Fill `critique, verdict, reward` and maybe `cost` of one finished sample, by all judges at once.

@@ -46,7 +46,8 @@ class Plan:
         return f"{len(self.rollout)}|{len(self.genrm)}" if self.mode == "partial" else self.mode
 
     def __str__(self) -> str:
-        return f"rollout on ranks {_ranges(self.rollout)}, genrm on ranks {_ranges(self.genrm)}, actor on ranks {_ranges(self.actor)}"
+        roles = {"rollout": self.rollout, "genrm": self.genrm, "actor": self.actor}
+        return ", ".join(f"{role} on ranks {_ranges(ranks)}" for role, ranks in roles.items() if ranks)
 
 
 def full_colocation(world_size: int, rollout_tp: int, genrm_tp: int) -> list[Plan]:
@@ -67,6 +68,12 @@ def partial_colocation(world_size: int, rollout_tp: int, genrm_tp: int) -> list[
 def auto(world_size: int, rollout_tp: int, genrm_tp: int) -> list[Plan]:
     """Every plan of both."""
     return [plan for colocation in (partial_colocation, full_colocation) for plan in colocation(world_size, rollout_tp, genrm_tp)]
+
+
+def rollout_alone(world_size: int, rollout_tp: int, genrm_tp: int) -> list[Plan]:
+    """Rollout on all ranks: where rules alone reward, it has nobody to share them with, whatever the mode."""
+    everyone = tuple(range(world_size))
+    return [Plan("partial", everyone, (), everyone, rollout_tp, genrm_tp)]
 
 
 PLANS = {"full": full_colocation, "partial": partial_colocation, "auto": auto}
@@ -104,9 +111,9 @@ def make_plans(config, world_size: int) -> list[Plan]:
 
 
 def plans_with_every_judge(config, world_size: int) -> list[Plan]:
-    """The plans of the mode in which every judge has an engine."""
-    judges, tp = max(1, len(config.judge)), config.genrm_tp
-    plans = PLANS[config.mode](world_size, config.rollout_tp, tp)
+    """The plans of the mode in which every judge has an engine. Without a judge there is one, in all modes."""
+    judges, tp = config.judges, config.genrm_tp
+    plans = (PLANS[config.mode] if judges else rollout_alone)(world_size, config.rollout_tp, tp)
     return [plan for plan in plans if len({judge_of(rank, tp, judges) for rank in plan.leads("genrm")}) == judges]
 
 

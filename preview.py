@@ -139,7 +139,7 @@ def memory(config, model: Shapes, judges: list[Shapes], ranks: int) -> list[str]
         most = max(parameters(model, config.tp, config.pp, stage) for stage in range(config.pp))
         lines.append(f"    reference, in the host's memory: {as_mb({'weights': most * BYTES[config.dtype]})}")
     if not config.train_only:
-        names = [f"genrm of {judge}" for judge in config.judge] or ["genrm"]  # the demo's judge isn't named
+        names = [f"genrm of {judge}" for judge in config.judge] or ["genrm"] * config.judges  # the demo's judge isn't named
         engines = [("rollout", model, config.rollout_tp)]
         engines += [(name, judge, config.genrm_tp) for name, judge in zip(names, judges, strict=True)]
         lines += [f"    {name}: {as_mb(engine_bytes(shapes, config, tp))}" for name, shapes, tp in engines]

@@ -187,7 +187,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
     """
     filtered = [sample for group in served.filtered for sample in group]
     everything = served.kept + served.dropped + filtered
-    keyed = [s for s in everything if s.answer_key is not None and s.verdict is not None]
+    keyed = [s for s in everything if s.answer_key is not None and s.reward is not None]
     wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
     return {
         "kept_rewards": [s.reward for s in served.kept],
@@ -209,7 +209,7 @@ def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
         "lacking": served.lacking,
         "answers_keyed": len(keyed),
         "answers_wrong": len(wrong),
-        "wrong_accepted": sum(s.verdict for s in wrong),
+        "wrong_accepted": sum(s.verdict is True for s in wrong),
         "failed": sum(s.reward is None for s in served.dropped + filtered),
         "latencies": job.judge.latencies,
         "timeouts": job.judge.timeouts,
@@ -243,7 +243,6 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
         "rollout/waves": float(facts[0]["waves"]),
         "rollout/lacking_groups": float(facts[0]["lacking"]),
         "rollout/carried_groups": float(total["carried"]),
-        "genrm/accept_frac": _mean(merged["verdicts"]),
         "genrm/p50_s": _quantile(merged["latencies"], 0.5),
         "genrm/p99_s": _quantile(merged["latencies"], 0.99),
         "balance/max_over_mean": max(work) / max(1e-9, fmean(work)),
@@ -251,8 +250,11 @@ def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
     if merged["costs"]:
         metrics["cost/unfiltered_mean"] = _mean(merged["costs"])
     if keyed:  # only prompts with an answer key can tell
-        metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
         metrics["rollout/correct_frac"] = 1 - wrong / keyed
+    if merged["verdicts"]:  # none where rules alone reward
+        metrics["genrm/accept_frac"] = _mean(merged["verdicts"])
+    if merged["verdicts"] and keyed:
+        metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
     for role in ("rollout", "genrm"):
         work = sum(f["request_seconds"][role] for f in facts)
         metrics[f"occupancy/{role}"] = work / max(1e-9, capacity[role] * slowest["serve"])

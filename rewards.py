@@ -206,4 +206,4 @@ def build(config, judge, decode: Callable[[list[int]], str]) -> Rules:
         return decode(sample.response), judge.final_answer(sample)
 
     how = (config.judge_retries, config.judge_timeout_s, config.max_judge_failures)
-    return Rules(rewards, costs, config.reward_weights, True, read, *how)
+    return Rules(rewards, costs, config.reward_weights, config.judges > 0, read, *how)

@@ -47,10 +47,11 @@ def describe(config: Config, plans: list[placement.Plan], world_size: int) -> st
     dp = world_size // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
     fields = dataclasses.fields(Config)
+    model, judge = config.model or "the demo's", as_text(config.judge) or ("the demo's" if config.judges else "none")
     resolved_settings = {f.name: as_text(value) for f in fields if (value := dataclasses.asdict(config)[f.name]) != f.default}
     return (
         f"nanoYATT: {config.mode} colocation on {world_size} ranks: {plans[0]}\n"
-        f"  model {config.model}\n  judge {as_text(config.judge)}\n  data  {config.data or 'built-in addition task'}\n"
+        f"  model {model}\n  judge {judge}\n  data  {config.data or 'built-in addition task'}\n"
         f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x {config.answers_per_prompt} answers), "
         f"{samples // dp} for each of {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, cp {config.cp}), "
         f"packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
@@ -232,16 +233,17 @@ def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judg
     """The judges, each with its own tokenizer, stop tokens and format."""
     from rollout import Sampling
 
-    models, each = [], zip(config.judge, tokenizers, config.judge_format, config.judge_weights, config.judge_signal, strict=True)
-    for model_dir, tokenizer, name, weight, of in each:
-        judge_format, most = genrm.FORMATS[name], config.judge_max_new_tokens
+    models, formats = [], [genrm.FORMATS[name] for name in config.judge_format]
+    each = zip(config.judge, tokenizers, formats[: config.judges], config.judge_weights, config.judge_signal, strict=True)
+    for model_dir, tokenizer, judge_format, weight, of in each:
+        most = config.judge_max_new_tokens
         encode, most = (data.encode_exchange, 1) if judge_format.scores else (data.encode, most)
         sampling = Sampling(config.judge_temperature, most, data.stop_tokens(model_dir, tokenizer))
         into, back = functools.partial(encode, tokenizer), functools.partial(data.decode, tokenizer)
         models.append(genrm.JudgeModel(judge_format, into, back, sampling, config.max_model_len - most, weight, of))
     how = (config.judgements, config.judge_vote, config.judge_timeout_s, config.judge_retries, config.judge_calls_at_once)
     calls = genrm.Calls(*how, config.seed)
-    return genrm.Judge(models, decode_response, calls)
+    return genrm.Judge(models, decode_response, calls, formats[0])
 
 
 async def together(world, function, *args) -> None:
@@ -258,12 +260,11 @@ async def together(world, function, *args) -> None:
 
 async def launch_engines(config: Config, plans: list[placement.Plan], rank: int, out: Path, engines: list, key: str) -> None:
     """Start the servers that any of the plans has on this rank, all at once, without waiting."""
-    judge = placement.judge_of(rank, config.genrm_tp, len(config.judge))
-    for port, role, model, model_dir in ((0, "rollout", 0, config.model), (1, "genrm", judge, config.judge[judge])):
+    for port, role, models in ((0, "rollout", (config.model,)), (1, "genrm", config.judge)):
         if any(rank in plan.leads(role) for plan in plans):
-            log = out / "logs" / f"{role}-{rank}.log"
+            log, model = out / "logs" / f"{role}-{rank}.log", placement.judge_of(rank, config.genrm_tp, len(models))
             kind = engine_class(config, role, model)
-            engines.append(kind.launch(role, rank, config.port + 2 * rank + port, model_dir, config, str(log), model, key))
+            engines.append(kind.launch(role, rank, config.port + 2 * rank + port, models[model], config, str(log), model, key))
 
 
 def engine_class(config: Config, role: str, model: int) -> type:

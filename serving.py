@@ -313,7 +313,7 @@ def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> Non
     failed, parsed: [controllers][judges], since the run's start.
     """
     counts = zip(zip(*failed, strict=True), zip(*parsed, strict=True), strict=True)
-    for judge, judge_format, (failures, verdicts) in zip(config.judge, config.judge_format, counts, strict=True):
+    for judge, judge_format, (failures, verdicts) in zip(config.judge, config.judge_format[: config.judges], counts, strict=True):
         if sum(verdicts) == 0 and sum(failures) >= config.max_judge_failures:
             raise ValueError(
                 f"--judge {judge}: none of the first {sum(failures)} answers got a verdict (--max-judge-failures "

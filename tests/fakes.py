@@ -522,7 +522,7 @@ def simulate(
     if "cost" in get_algorithm(settings.get("algorithm", "grpo")).signals:
         defaults["cost_rule"] = ("length:50",)
     config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0, save_every=0) | settings)
-    config.judge_format = ("addition",) * len(config.judge)
+    config.judges, config.judge_format = len(config.judge), ("addition",) * max(1, len(config.judge))
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
     hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
@@ -542,7 +542,7 @@ def simulate(
         pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
         encode = lambda text: [ord(c) for c in text]  # noqa: E731
         judge_model = genrm.JudgeModel(genrm.FORMATS["addition"], encode, to_text, Sampling(0.0, 100), 1000)
-        judge = genrm.Judge([judge_model] * len(config.judge), to_text, genrm.Calls(timeout_s=20.0))
+        judge = genrm.Judge([judge_model] * config.judges, to_text, genrm.Calls(timeout_s=20.0), genrm.FORMATS["addition"])
         rules = rewards.build(config, judge, to_text)
         sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
         prompts, report = Prompts(FakeSource()), FakeReport()

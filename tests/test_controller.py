@@ -256,6 +256,7 @@ def splits(plans):
         (dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"), 6, ["3|3", "1|5", "2|4"]),
         (dict(mode="auto", judge=("a", "b"), model="m"), 2, ["full"]),
         (dict(mode="partial", rebalance=True, judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
+        *[(dict(mode=mode, model="m", rule=("right",)), 3, ["3|0"]) for mode in placement.PLANS],  # no judge: rules alone
     ],
 )
 def test_plans_that_a_run_may_take(changes, size, expected):
@@ -265,8 +266,8 @@ def test_plans_that_a_run_may_take(changes, size, expected):
     for plan in plans:
         config = Config(**changes)
         assert all(lead + config.rollout_tp <= size and lead % config.rollout_tp == 0 for lead in plan.leads("rollout"))
-        judges = max(1, len(config.judge))
-        assert {placement.judge_of(lead, config.genrm_tp, judges) for lead in plan.leads("genrm")} == set(range(judges))
+        leads = plan.leads("genrm")
+        assert {placement.judge_of(lead, config.genrm_tp, config.judges) for lead in leads} == set(range(config.judges))
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,7 @@ def test_plans_that_a_run_may_take(changes, size, expected):
         (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
         (dict(judge=("a", "b", "c"), model="m"), 3, "needs at least 4 ranks, .* for each of 3 judges; this run has 3"),
         (dict(rollout_ranks=3, rollout_tp=2), 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm; this run takes 2, 4, 6"),
+        (dict(rollout_ranks=1, model="m", rule=("right",)), 2, "--rollout-ranks 1 leaves 1 of 2 ranks for genrm; this run takes 2"),
     ],
 )
 def test_engines_that_do_not_fit(changes, size, message):

@@ -633,7 +633,7 @@ def test_one_of_two_judges_is_ten_times_slower():
 )
 def test_each_judge_must_speak(failed, parsed, named):
     """One that never gives a verdict stops the run, though the others do."""
-    config = SimpleNamespace(judge=("A", "B"), judge_format=("addition", "chat"), judge_timeout_s=9.0, max_judge_failures=5)
+    config = SimpleNamespace(judge=("A", "B"), judges=2, judge_format=("addition", "chat"), judge_timeout_s=9.0, max_judge_failures=5)
     if named is None:
         serving.check_judge(config, failed, parsed)
     else:

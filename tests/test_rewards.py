@@ -72,6 +72,26 @@ def test_without_rules_nothing_is_touched():
     assert vars(sample) == before and sample.reward is before["reward"]
 
 
+@pytest.mark.parametrize("mode", ["full", "partial", "auto"])
+def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
+    """Rollout has all ranks in every mode, and nothing takes turns; a run that goes on from a checkpoint equals the unbroken one."""
+    more = dict(judge=(), rule=("right", "length:100"), cost_rule=("length:50",), reward_weights=(0.9, 0.1), steps=4)
+    jobs, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
+    samples = kept(jobs, 4)
+    assert len(samples) == 4 * 8 * 4
+    for sample in samples:
+        right = to_text(sample.response).endswith(f">{sample.answer_key}")
+        assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response)) and sample.verdict is None
+        assert sample.cost == len(sample.response) / 50
+    for job in jobs:
+        assert job.plan.split == "2|0" and job.genrm.all_engines == [] and [e.rank for e in job.rollout.engines] == [0, 1]
+        assert "genrm" not in {span.name for *_, spans in job.report.steps for span in spans}
+    again, _ = simulate(mode, 2, resumed=tmp_path / "checkpoints" / "step_2", **more)
+    for step in (2, 3):
+        whole, resumed = ({(s.prompt_id, s.index): s.reward for s in kept_of(*run)} for run in ((jobs, step), (again, step - 2)))
+        assert whole == resumed
+
+
 @given(
     st.lists(st.tuples(st.floats(-5, 5), st.floats(0, 3)), min_size=1, max_size=4),
     st.lists(st.floats(-5, 5), max_size=3), st.floats(-5, 5), st.floats(0.1, 3),

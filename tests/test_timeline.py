@@ -328,7 +328,8 @@ def test_metrics_of_a_step_in_which_nothing_happened():
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["genrm/p99_s"] == metrics["occupancy/rollout"] == 0
     assert "genrm/false_positive_frac" not in metrics and not {"rollout/correct_frac", "cost/unfiltered_mean"} & metrics.keys()
-    assert report.summarize([facts(answers_keyed=3)], ONE_EACH)["genrm/false_positive_frac"] == 0
+    assert not {"genrm/accept_frac", "genrm/false_positive_frac"} & report.summarize([facts(answers_keyed=3)], ONE_EACH).keys()
+    assert report.summarize([facts(answers_keyed=3, verdicts=[True])], ONE_EACH)["genrm/false_positive_frac"] == 0
 
 
 def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
