@@ -249,9 +249,8 @@ class Config:
         for judge_format in self.judge_format:
             if judge_format not in genrm.FORMATS:
                 raise ValueError(f"--judge-format {judge_format} is unknown; choose one of {', '.join(genrm.FORMATS)}")
-        for name in ("judge_weights", "judge_signal") if not judges else ():
-            if value := vars(self)[name]:
-                raise ValueError(f"--{dashed(name)} {as_text(value)} is for judges, and there is none")
+        if not judges and (weights or self.judge_signal):
+            raise ValueError("--judge-weights and --judge-signal need a --judge")
         if len(self.judge_format) not in (0, 1, judges):
             raise ValueError(f"--judge-format {as_text(self.judge_format)}: one for all judges is needed, or one for each, so {judges}")
         if len(weights) not in (0, judges):

@@ -191,7 +191,7 @@ BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf"
         (["--judge", "j"], "--data and --judge need --model"),
         (["--data", "d", "--rule", "right"], "--data and --judge need --model: the demo's models only know addition"),
         (["--model", "m", "--rule", "right", "--reward-weights", "1", "1"], "1.0 1.0: one for each --rule is needed, so 1"),
-        (["--model", "m", "--rule", "right", "--judge-signal", "reward"], "--judge-signal reward is for judges, and there is none"),
+        (["--model", "m", "--rule", "right", "--judge-signal", "reward"], "--judge-weights and --judge-signal need a --judge"),
         (["--sp"], "--sp needs --tp 2"),
         (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only starts no"),
         (["--train-only"], "--train-only needs --replay FILE"),
