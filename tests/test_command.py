@@ -218,6 +218,13 @@ def to_the_end(own, run):
     return run.start().finish()
 
 
+def by_a_rule(own, run):
+    """One step on one rank, in whose mode there would be nobody to judge."""
+    files = ["--model", str(own / "actor"), "--data", str(own / "prompts.jsonl")]
+    run.arguments, run.ranks = [*files, *SMALL, "--rule", "forbidden:7", "--steps", "1"], 1
+    return run.start().finish()
+
+
 def interrupted_when(moment):
     def scenario(own, run):
         run.arguments = with_own(own, "--steps", "100000")
@@ -260,7 +267,7 @@ def badly(name):
     return scenario
 
 
-SCENARIOS = {"own": to_the_end, "port": port_taken, "orphans": launcher_killed}
+SCENARIOS = {"own": to_the_end, "rule": by_a_rule, "port": port_taken, "orphans": launcher_killed}
 SCENARIOS |= {name: interrupted_when(moment) for name, moment in MOMENTS.items()}
 SCENARIOS |= {name: badly(name) for name in BAD_INPUT}
 
@@ -357,6 +364,18 @@ def test_its_metrics(run):
         assert row["genrm/failed"] == 0 and row["train/grad_norm"] > 0
         assert row["time/step_s"] >= row["time/serve_s"] + row["time/train_s"]
     assert 0 <= rows[0]["eval/accuracy"] <= 1 and 0 <= last["eval/accuracy"] <= 1 and "eval/accuracy" not in rows[1]
+
+
+@pytest.mark.parametrize("name", ["rule"])
+def test_a_rule_rewards_without_a_judge(run):
+    """It trains, no genrm was started, and the reward is the rule's word on the text."""
+    assert run.status == 0, run.stderr + run.stdout
+    run.check_nothing_is_left()
+    assert {path.name for path in (run.folder / "out" / "logs").iterdir()} == {"rollout-0.log"}
+    row, last = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
+    assert row["train/grad_norm"] > 0 and "genrm/accept_frac" not in row and "rollout/correct_frac" in row and last["step"] == 1
+    samples = [json.loads(line) for line in (run.folder / "out" / "samples.jsonl").open()]
+    assert samples and all(s["reward"] == float("7" in s["response"]) and s["verdict"] is None for s in samples)
 
 
 @pytest.mark.parametrize("name", ["own"])

@@ -156,6 +156,15 @@ def test_a_dry_run_starts_nothing(tmp_path, ranks):
     assert not out.exists()
 
 
+def test_a_dry_run_without_a_judge(tmp_path):
+    """Rules reward alone: no genrm anywhere."""
+    save_model(tmp_path / "model")
+    ran = command("--dry-run", "--model", tmp_path / "model", "--rule", "right", "--out", tmp_path / "out")
+    assert ran.returncode == 0, ran.stderr
+    assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout and "\n  judge none\n" in ran.stdout
+    assert ran.stdout.count("rollout at ") == 2 and "genrm at" not in ran.stdout and "    genrm: " not in ran.stdout
+
+
 def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
     """Rank 0 does; torchrun ends well."""
     torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "23029", "run.py", "--dry-run"]
