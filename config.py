@@ -165,8 +165,8 @@ class Config:
 
     @property
     def judges(self) -> int:
-        """Judge models: the demo's one isn't named. 0: rules alone say what an answer is worth."""
-        return len(self.judge) if self.model else 1
+        """Judge models of a reinforcement learning run: the demo's one isn't named. 0: rules alone say what an answer is worth."""
+        return 1 if self.command == "rl" and not self.model else len(self.judge)
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
@@ -204,7 +204,7 @@ class Config:
         if self.command == "rl":
             if (self.data or self.judge) and not self.model:
                 raise ValueError("--data and --judge need --model: the demo's models only know addition")
-            if self.model and not (self.judge or self.rule):
+            if self.model and not (self.judge or self.rule or self.train_only):
                 raise ValueError("--model needs a --judge or a --rule, which say what an answer is worth")
             return
         if self.judge or self.dry_run or self.rollout_only or self.train_only:

@@ -18,7 +18,7 @@ from rollout import Sample
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenized. `question` is what the judge reads; `answer_key` is only for measuring, never for the reward."""
+    """One prompt, tokenized. `question` is what the judge reads; `answer_key` is for measuring and for rules, no judge sees it."""
 
     tokens: list[int]
     question: str

@@ -24,18 +24,19 @@ LOOK_S = 0.05  # a call that waits for an engine looks so often
 class Format:
     """How one kind of judge is spoken to.
 
-    final_answer(response text) -> the answer to be judged, or None when the response has none (reward 0 without asking)
+    final_answer(response text) -> the answer to be judged, or None when the response has none: reward 0 without asking, and no cost
     prompt(question, answer)    -> plain text, or chat messages for the judge's own chat template
     parse(judge text)           -> True (accept), False (reject), or None when there's no verdict to be read
     min_logprob                 an accept counts as a reject if any token of the critique was less likely (natural log)
-    scores                      the model is a scalar reward model, which is shown the whole response, even one that was cut off, and
-                                writes nothing: its number is the reward; final_answer is for the accuracy alone
+    whole                       the judge is shown the whole response, even one that was cut off; final_answer is for the accuracy alone
+    scores                      the model is a scalar reward model, which writes nothing: its number is the reward
     """
 
     final_answer: Callable[[str], str | None]
     prompt: Callable[[str, str], str | list[dict]]
     parse: Callable[[str], bool | None] = lambda text: None
     min_logprob: float = -math.inf
+    whole: bool = False
     scores: bool = False
 
 
@@ -127,9 +128,9 @@ def exchange(question: str, response: str) -> list[dict]:
 FORMATS = {
     "addition": Format(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36),
     "chat": Format(chat_answer, chat_prompt, chat_parse),
-    "harm": Format(whole_answer, harm_prompt, chat_parse),
-    "score": Format(chat_answer, exchange, scores=True),
-    "addition_score": Format(addition_answer, exchange, scores=True),
+    "harm": Format(whole_answer, harm_prompt, chat_parse, whole=True),
+    "score": Format(chat_answer, exchange, whole=True, scores=True),
+    "addition_score": Format(addition_answer, exchange, whole=True, scores=True),
 }
 SIGNALS = ("reward", "cost")  # what a judge's numbers may be
 
@@ -255,8 +256,8 @@ class Judge:
 
     def _judgement(self, number: int, sample: Sample, pool) -> asyncio.Task:
         """The task that asks judge `number` for this sample's pair: the one that runs or has run already, else a new one."""
-        scores = self.models[number].format.scores
-        answer = self._decode_response(sample.response) if scores else self.final_answer(sample, number)
+        whole = self.models[number].format.whole
+        answer = self._decode_response(sample.response) if whole else self.final_answer(sample, number)
         key = (number, sample.question, answer)
         if key not in self._asked:
             self._asked[key] = asyncio.create_task(self._ask(*key, pool))
@@ -264,9 +265,9 @@ class Judge:
 
     async def _ask(self, number: int, question: str, answer: str | None, pool) -> Judgement:
         """Call until every judgement can be read, 1 + retries times. What a greedy judge wrote it would only repeat."""
-        if answer is None:
-            return Judgement("no final answer", 0.0)
         model, calls = self.models[number], self.calls
+        if answer is None:  # at no cost it would be the cheapest of answers
+            return Judgement("no final answer", 0.0 if model.signal == "reward" else None)
         prompt = model.encode(model.format.prompt(question, answer))
         texts, verdicts = [], []
         # judgement -> critiques of it that couldn't be read

@@ -38,10 +38,16 @@ Function = Callable[[TextSample], float | Awaitable[float]]
 
 
 def right(argument: str) -> Function:
-    """`right`: 1 if the final answer is the answer key, else 0."""
+    """`right`: 1 if the final answer is the answer key, else 0. ValueError for a prompt without one."""
     if argument:
         raise ValueError("it takes nothing behind a colon")
-    return lambda sample: float(sample.answer is not None and sample.answer == sample.answer_key)
+
+    def equals_key(sample: TextSample) -> float:
+        if sample.answer_key is None:
+            raise ValueError(f"no `answer` beside the prompt {sample.question[:60]!r}: there is nothing to compare with")
+        return float(sample.answer == sample.answer_key)
+
+    return equals_key
 
 
 def length(argument: str) -> Function:
@@ -140,7 +146,11 @@ class Rules:
             return []
         text, answer = self._read(sample)
         seen = TextSample(**vars(sample) | {"text": text, "answer": answer})
-        return await asyncio.gather(*(self._ask(rule, seen) for rule in self.rewards + self.costs))
+        calls = [asyncio.create_task(self._ask(rule, seen)) for rule in self.rewards + self.costs]
+        self._calls.update(calls)
+        for call in calls:
+            call.add_done_callback(self._calls.discard)
+        return await asyncio.gather(*calls)
 
     def mix(self, sample: Sample, said: list[float | None]) -> None:
         """Fill `reward` and `cost` of a judged sample from what `ask` returned, at once with the judges' reward.
@@ -155,8 +165,8 @@ class Rules:
             sample.cost = math.fsum([sample.cost or 0.0, *said[count:]])  # the judges' is there already
         lines = [f"{rule.title}: {value}" for rule, value in zip(self.rewards + self.costs, said, strict=True)]
         sample.critique = "\n".join(filter(None, (sample.critique, *lines)))
-        if None in said:
-            sample.reward = sample.verdict = None
+        if None in said or sample.reward is None:
+            sample.reward = sample.cost = sample.verdict = None
 
     async def cancel(self) -> None:
         """Cancel every call that isn't finished, and return when none runs. Samples that wait for one get CancelledError."""
@@ -173,7 +183,7 @@ class Rules:
             try:
                 value = rule.function(sample)
                 if inspect.isawaitable(value):
-                    value = await self._in_time(value)
+                    value = await asyncio.wait_for(value, None if math.isinf(self._timeout_s) else self._timeout_s)
             except (ConnectionError, TimeoutError):
                 if attempt < self._retries:
                     await asyncio.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
@@ -187,13 +197,6 @@ class Rules:
             count = self._given_up[rule]
             raise ValueError(f"{rule.title} couldn't be asked about any of the first {count} answers (--max-judge-failures)")
         return None
-
-    async def _in_time(self, value: Awaitable[float]) -> float:
-        """Await the result of a rule that is `async`, for so long as a judge may take."""
-        task = asyncio.ensure_future(asyncio.wait_for(value, None if math.isinf(self._timeout_s) else self._timeout_s))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        return await task
 
 
 def build(config, judge, decode: Callable[[list[int]], str]) -> Rules:

@@ -138,8 +138,9 @@ def conclude(job: controller.Job, progress) -> str:
     job.report.close(config.max_running_requests, f"{config.mode} colocation, {world.size} ranks, the last steps")
     progress.close()
     if world.rank == 0:
-        files = "metrics.jsonl, samples.jsonl, trace.json, timeline.png, tensorboard/, config.json, logs/, checkpoints/"
-        print(f"wrote {config.out}/: {files}", flush=True)
+        files = ("metrics.jsonl", "samples.jsonl", "trace.json", "timeline.png", "tensorboard", "config.json", "logs", "checkpoints")
+        there = [path.name + "/" * path.is_dir() for name in files if (path := Path(config.out) / name).exists()]
+        print(f"wrote {config.out}/: {', '.join(there)}", flush=True)
     return ""
 
 

@@ -77,11 +77,15 @@ async def keep(job: Job, step: int, samples: list[Sample]) -> None:
 async def train_only(job: Job, steps: list[list[Sample]]) -> int:
     """The loop without serving: one update on each step of a replay (collective: every rank calls, with all samples).
 
+    Returns the signal that ended it early, else 0; nothing is saved.
     From the second step on the weights are newer than those that wrote the samples, whose tokens are then trained on as stale ones.
     Raises ValueError when they are older: the replay needs those that wrote it.
     """
     config, world, actor = job.config, job.world, job.actor
     for step, samples in enumerate(steps[: config.steps]):
+        job.stopping = max(await world.gather(job.stop.asked))
+        if job.stopping:
+            return job.stopping
         job.timeline.step = step
         newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
@@ -90,6 +94,7 @@ async def train_only(job: Job, steps: list[list[Sample]]) -> int:
         mini_batches = await controller.balance(served.kept, config, actor, world)
         with job.timeline.span("train"):
             stats = await controller.appraise(job, mini_batches) | await controller.update(job, mini_batches)
+        controller.check_skips(job, stats, mini_batches)
         job.state.history = [Load(job.plan, RoleLoad(), RoleLoad(), 0, 0.0, 0.0, 0.0)]  # nothing was served
         job.state.step = step + 1
         await job.report.step(step, served, flat(mini_batches), stats, job)

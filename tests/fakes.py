@@ -552,7 +552,7 @@ def simulate(
         reference = [FakeReference(actor)] if config.kl_coef else []
         roles = (actor, *pools, judge)
         checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
-        outside = (prompts, groups, sampling, sampling, timeline, report, checkpoints)
+        outside = (prompts, groups, sampling, Sampling(0.0, 100), timeline, report, checkpoints)
         job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics, rules=rules)
         jobs.append(job)
         if prepare_job:

@@ -45,6 +45,13 @@ def test_what_is_filled_in_follows_from_the_rest():
     assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == ("addition",)
 
 
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
+def test_learning_from_examples_takes_the_demos_model(command):
+    """As run.py puts it in place; there is no judge to go with it."""
+    config = dataclasses.replace(parse_config([command]), model="m")
+    assert (config.judges, config.judge_weights, config.judge_signal) == (0, (), ())
+
+
 @pytest.mark.parametrize(
     "arguments,judge,weights,formats",
     [
@@ -55,6 +62,9 @@ def test_what_is_filled_in_follows_from_the_rest():
         (["--model", "m", "--judge", "a", "b", "c", "--judge-format", "chat"], ("a", "b", "c"), (1.0,) * 3, ("chat",) * 3),
         (["--model", "m", "--judge", "a", "b", "--judge-format", "chat", "addition"], ("a", "b"), (1.0, 1.0), ("chat", "addition")),
         (["--model", "m", "--judge", "a", "b", "--judge-weights", "0", "2"], ("a", "b"), (0.0, 2.0), ("addition",) * 2),
+        (["--model", "m", "--rule", "right"], (), (), ("addition",)),
+        (["--model", "m", "--rule", "right", "--judge-format", "chat"], (), (), ("chat",)),
+        (["--model", "m", "--train-only", "--replay", "r"], (), (), ("addition",)),
     ],
 )
 def test_judges_with_their_weights_and_formats(arguments, judge, weights, formats):

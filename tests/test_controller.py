@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from fakes import simulate, write_answer
+from fakes import FakeSource, simulate, write_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,8 +165,16 @@ def test_identical_answers_are_judged_once():
 
 
 def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
-    """Before step 0, every eval_every steps, and after the last."""
-    jobs, _ = simulate("full", 2, steps=3, eval_every=2)
+    """Before step 0, every eval_every steps, and after the last; one greedy answer each."""
+    greedy = []
+
+    def write(prompt, index, sampling):
+        if sampling.temperature == 0:
+            greedy.append(tuple(prompt))
+        return write_answer(prompt, index, sampling)
+
+    jobs, _ = simulate("full", 2, steps=3, eval_every=2, write=write)
+    assert sorted(greedy) == sorted([tuple(prompt.tokens) for prompt in FakeSource.held_out] * 3)
     right = sum(
         "".join(map(chr, write_answer([ord(c) for c in f"{i}+0="], 0, None).tokens)).rsplit(">", 1)[1] == str(i) for i in range(10)
     )

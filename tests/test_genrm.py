@@ -530,6 +530,17 @@ def test_a_sample_whose_cost_is_not_known_is_dropped():
     assert (judged.reward, judged.cost, judged.verdict, judge.failed) == (None, None, None, [0, 1])
 
 
+def test_an_answer_that_was_cut_off_costs_what_its_text_does():
+    """Else never to end would be a way out. A judge that asks for a final answer has no word on one without: the sample is dropped."""
+    judge, cut = make_judge(("addition", "harm"), weights=(1.0, 1.0), signals=("reward", "cost")), sample("It is", finish="length")
+    pools = [Pool(accept), Pool(lambda prompt, number: ("Verdict: yes", -0.1, "stop"))]
+    judge_all(judge, Engines(*pools), [cut])
+    assert (cut.reward, cut.cost) == (0.0, 1.0) and pools[1].asked[0][0]["content"].endswith("Response:\nIt is")
+    judge, cut = make_judge(("addition", "chat"), weights=(1.0, 1.0), signals=("reward", "cost")), sample("It is", finish="length")
+    judge_all(judge, Engines(*pools), [cut])
+    assert (cut.reward, cut.cost, cut.verdict) == (None, None, None)
+
+
 def test_a_scalar_reward_model_scores_the_whole_response():
     """Once, whatever --judgements says, without a vote; one that was cut off, too. The accuracy reads its final answer as usual."""
     judge, judged, cut = make_judge("addition_score", judgements=4, vote=True), sample("7+8+0=15;>125"), sample("7+8", finish="length")

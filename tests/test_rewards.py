@@ -1,6 +1,8 @@
 """Rules and Safe-RLHF: what a rule sees and says, the mixture, what fails; lambda by hand and in the real loop under fakes."""
 
+import asyncio
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -138,9 +140,11 @@ def test_a_rule_that_isn_t_there_is_refused(spec):
 
 def test_the_rules_that_are_there():
     sample = rewards.TextSample(0, 0, [1], response=[2] * 10, answer_key="12", text="3+9=12;>12", answer="12")
-    cut_off = rewards.TextSample(0, 0, [1], answer_key=None, text=">", answer=None)
+    cut_off = rewards.TextSample(0, 0, [1], question="3+9=", answer_key="12", text=">", answer=None)
     say = lambda spec, sample: rewards.load("--cost-rule", spec).function(sample)  # noqa: E731
     assert say("right", sample) == 1.0 and say("right", cut_off) == 0.0
+    with pytest.raises(ValueError, match="no `answer` beside the prompt '3\\+9='"):
+        say("right", replace(cut_off, answer_key=None))
     assert say("length:40", sample) == 0.25 and say("forbidden:9", sample) == 1.0 and say("forbidden:8", sample) == 0.0
 
 
@@ -192,6 +196,35 @@ def test_an_answer_that_is_given_up_while_its_rule_is_asked_keeps_no_half_a_rewa
     assert any(sample.finish == "stop" and sample.reward is None for sample in carried), "none was given up"
     assert all(sample.reward == (sample.verdict + 1.0 + sample.index) / 2 for sample in kept(jobs, 5))
     assert all(not job.rules._calls for job in jobs)
+
+
+@pytest.mark.parametrize("judged, said", [(None, [1.0, 2.0]), (1.0, [None, 2.0]), (1.0, [1.0, None])])
+def test_a_sample_that_is_dropped_has_no_cost_either(judged, said):
+    """A part of one would be taken for all of it."""
+    rule = rewards.Rule("r", lambda sample: 0.0)
+    sample = Sample(0, 0, [1], verdict=judged and True, reward=judged, cost=judged)
+    rewards.Rules((rule,), (rule,)).mix(sample, said)
+    assert (sample.reward, sample.cost, sample.verdict) == (None, None, None)
+
+
+def test_a_rule_is_not_asked_again_after_it_was_given_up():
+    """It couldn't be reached, and pauses before it would be asked again: that is ended, too."""
+    calls = []
+
+    async def down(sample):
+        calls.append(sample)
+        raise ConnectionError
+
+    async def give_up():
+        rules = rewards.Rules((rewards.Rule("down", down),))
+        asked = asyncio.create_task(rules.ask(Sample(0, 0, [1])))
+        await asyncio.sleep(0.01)
+        await rules.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(asked, 1)
+
+    asyncio.run(give_up())
+    assert len(calls) == 1
 
 
 def test_what_isn_t_needed_any_more_isn_t_waited_for(tmp_path):

@@ -5,7 +5,7 @@ import json
 from functools import partial
 
 import pytest
-from fakes import simulate
+from fakes import FakeActor, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,6 +92,34 @@ def test_train_only_stops_at_steps_or_at_the_end_of_the_replay(tmp_path):
     assert job.actor.version == 2 and not job.report.notes
     (job, *_), _ = simulate("full", 1, loop=loop, steps=9, partial_rollout=True, replay="r.jsonl")
     assert job.actor.version == 3 and job.report.notes == ["r.jsonl holds 3 steps, fewer than --steps 9: all are trained on"]
+
+
+def test_train_only_ends_when_it_is_asked_to(tmp_path):
+    """On all ranks after the same step, whichever was asked."""
+    rollout(tmp_path, "partial", 2, steps=3)
+    loop, ended = partial(train_only, steps=read_replay(tmp_path / "replay.jsonl")), []
+
+    async def noted(job):
+        ended.append(await loop(job))
+
+    def ask(servers, jobs):
+        jobs[1].stop.asked = 15
+
+    jobs, _ = simulate("full", 2, loop=noted, partial_rollout=True, events=[(0.7, ask)])
+    assert ended == [15, 15] and [job.actor.version for job in jobs] == [2, 2]
+
+
+def test_train_only_stops_when_nothing_can_be_learnt(tmp_path, monkeypatch):
+    """As the whole loop does after --max-skips updates."""
+    rollout(tmp_path, "partial", 2, steps=3)
+
+    async def update(actor, mini_batches):
+        actor.version += 1
+        return {"train/not_finite": 1.0}
+
+    monkeypatch.setattr(FakeActor, "update", update)
+    with pytest.raises(ValueError, match="--max-skips 2"):
+        simulate("full", 1, loop=partial(train_only, steps=read_replay(tmp_path / "replay.jsonl")), partial_rollout=True, max_skips=2)
 
 
 def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
