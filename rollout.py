@@ -157,7 +157,7 @@ class Engine:
         with self._log_path.open("ab") as log:  # what the server before this one said stays
             # Its own process group, so that `close` reaches the scheduler and the detokenizer too.
             self._process = subprocess.Popen(
-                self._command, cwd=Path(__file__).parent, env=server.server_environment(self.key, f"{self._private}/store"),
+                self._command, cwd=Path(__file__).parent, env=server.server_environment(self.key, self._private),
                 stdout=log, stderr=log, start_new_session=True,
             )
         orphans.note(self._log_path.with_suffix(".pid"), self._process.pid)

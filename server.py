@@ -93,18 +93,19 @@ def serialize_bucket(bucket: list) -> str:
 # ---- launching -------------------------------------------------------------------------------------------------------
 
 
-def server_environment(key: str, store: str) -> dict[str, str]:
+def server_environment(key: str, private: str) -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group.
 
-    key: what requests must show; in the environment, because anybody may read a command line. store: a new file in which the
-    processes of the server find each other; SGLang's default is a port, which torch opens on every interface.
+    key: what requests must show; in the environment, because anybody may read a command line. private: a folder of the server's own.
+    There its processes find each other in a file (SGLang's default is a port, which torch opens on every interface), and there are
+    its sockets, which a killed server doesn't remove.
     """
     import torch
 
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
     environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore"}
-    environment |= {"NANOYATT_API_KEY": key, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{store}"}
+    environment |= {"NANOYATT_API_KEY": key, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/store", "TMPDIR": private}
     if not torch.cuda.is_available():
         # MALLOC: glibc would hand every large buffer back to the kernel, and fault its pages in again at the next step.
         environment |= {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 30}", "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}"}

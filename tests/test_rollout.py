@@ -446,10 +446,13 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
         await engine.wake()
         return together, [(await scores([prompt]))[0] for prompt in prompts], await scores(prompts * 5)
 
+    private = Path(engine._private)
     try:
         together, alone, crowded = run(all_scores())
+        assert any(path.is_socket() for path in private.iterdir()), "the server keeps its sockets elsewhere"
     finally:
         run(engine.close())
+    assert not private.exists()
     assert together == pytest.approx(expected, abs=1e-4) and together == alone and crowded == together * 5
     assert max(expected) - min(expected) > 1e-2 and engine.outstanding == 0
 
