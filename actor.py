@@ -19,13 +19,13 @@ install()
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-import pretraining
 from algorithms import get_algorithm
-from balance import Key, flat
-from batch import NO_TARGET, MicroBatch, Sequence
 from objective import MAXIMA, SUMS, Known, corrects_all, known_of, learning_rate, policy_loss, update_metrics
-from rollout import Sample
-from trainer import Trainer, all_reduce, as_sequences
+from sample import Sample
+from scheduling.balance import Key, flat
+from training import ptx
+from training.packing import NO_TARGET, MicroBatch, Sequence
+from training.trainer import Trainer, all_reduce, as_sequences
 
 # (slots, logprobs, entropy), each [targets] -> the loss of each target, and this micro-batch's statistics
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -62,7 +62,7 @@ class Actor(Trainer):
             for number, micro_batches in enumerate(mini_batches)
         ]
         self.version += 1
-        return update_metrics(steps, lr) | pretraining.metrics(steps)
+        return update_metrics(steps, lr) | ptx.metrics(steps)
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of the samples with stale tokens, or if all are corrected of all.
@@ -86,7 +86,7 @@ class Actor(Trainer):
         token_loss = partial(policy_loss, known, self.algorithm, config, over_context_parallel if config.cp > 1 else lambda sums: sums)
         texts, token_loss = self._add_texts(number, known, token_loss)
         loss = partial(_sum_loss, config.temperature, token_loss, entropy_trains=config.entropy_coef > 0)
-        sums, maxima = self._reduce(self._forward_backward(packed + texts, loss), SUMS + pretraining.SUMS, MAXIMA)
+        sums, maxima = self._reduce(self._forward_backward(packed + texts, loss), SUMS + ptx.SUMS, MAXIMA)
         is_finite = math.isfinite(sums["loss"] + sums["ptx"])  # the sum over all ranks, so they agree
         facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
         least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
@@ -112,14 +112,14 @@ class Actor(Trainer):
         if not self.texts:
             return [], token_loss
         config, step = self.config, self.version * self.config.updates_per_step + number
-        mine = pretraining.choose(self.texts, step, config.ptx_batch, config.seed, self.dp_rank, self.dp_size)
+        mine = ptx.choose(self.texts, step, config.ptx_batch, config.seed, self.dp_rank, self.dp_size)
         packed = [[mine[index] for index in chosen] for chosen in self._pack(mine)] if mine else []
         most = int(all_reduce({"micro_batches": float(len(packed))}, dist.ReduceOp.MAX)["micro_batches"])
         # every data-parallel rank's own counts as often as its model-parallel group has ranks: only their ratio matters
         counts = {"divisor": known.divisors.sum().item(), "tokens": float(sum(len(response) for _, response in mine))}
         total = all_reduce(counts, dist.ReduceOp.SUM)
         first = len(known.divisors)
-        loss = pretraining.add_texts(token_loss, first, total["divisor"], total["tokens"], config.ptx_coef)
+        loss = ptx.add_texts(token_loss, first, total["divisor"], total["tokens"], config.ptx_coef)
         return packed + [[]] * (most - len(packed)), loss
 
     def supervised(self, sequences: list[Sequence], lr: float) -> float:

@@ -16,7 +16,7 @@ from losses import KL, Tokens, cispo_loss, clipped_loss, gspo_loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout import Sample
+    from sample import Sample
 
 STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
 WHITEN_EPSILON = 1e-8  # the same for the tokens of a step

@@ -27,11 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from durable import MANIFEST, PARTIAL, canonical, digest, put_away, steps_in, sync_folder, write_whole
-from forked import ForkedWriter
-from pool import RoleLoad
-from rebalance import Load
-from rollout import Sample
+from engines.pool import RoleLoad
+from runtime.atomic_files import MANIFEST, PARTIAL, canonical, digest, put_away, steps_in, sync_folder, write_whole
+from runtime.background_writer import ForkedWriter
+from sample import Sample
+from scheduling.rebalance import Load
 
 FORMAT = 1  # of the JSON files
 TRACKER, COMMON = "latest.json", "common.json"

@@ -11,16 +11,16 @@ import asyncio
 from dataclasses import dataclass, field
 
 import algorithms
-import exits
 import placement
-from balance import flat, plan_batch
 from checkpoint import Checkpoints
-from draws import Groups
-from pool import Pool, RoleLoad
-from rebalance import HISTORY, Load, rebalance
+from engines.pool import Pool, RoleLoad
 from rewards import Rules
-from rollout import Sample
-from serving import SERVE, Step, cut_off, have_written, serve, until_settled
+from rollout import SERVE, Step, cut_off, have_written, serve, until_settled
+from runtime import shutdown
+from sample import Sample
+from scheduling.balance import flat, plan_batch
+from scheduling.dynamic_sampling import Groups
+from scheduling.rebalance import HISTORY, Load, rebalance
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Job:
     report: object
     checkpoints: Checkpoints
     state: State = field(default_factory=State)
-    stop: exits.Stop = field(default_factory=exits.Stop)  # what this process was asked for
+    stop: shutdown.Stop = field(default_factory=shutdown.Stop)  # what this process was asked for
     stopping: int = 0  # the signal that asked one of the controllers to stop, once all have heard
     reference: list = field(default_factory=list)  # the reference model, if the KL to it is asked for
     critics: list = field(default_factory=list)  # the value models that the algorithm has

@@ -21,11 +21,11 @@ install()
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-import model as models
-from balance import flat
-from batch import NO_TARGET, MicroBatch
-from rollout import Sample
-from trainer import Trainer, as_sequences
+from sample import Sample
+from scheduling.balance import flat
+from training import model as models
+from training.packing import NO_TARGET, MicroBatch
+from training.trainer import Trainer, as_sequences
 
 HEAD = "score.weight"  # as transformers' ...ForSequenceClassification calls it, which is what `export` writes
 HEADS = (HEAD, "value_head.weight")  # and what is read

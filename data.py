@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rollout import Sample
+from sample import Sample
 
 
 @dataclass(frozen=True)

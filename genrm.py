@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rollout import Answer, EngineLost, Sample, Sampling, seed_of
+from engines.engine import Answer, EngineLost, Sampling, seed_of
+from sample import Sample
 
 BACKOFF_S = 2.5  # before a call that was given up is made again: SGLang aborts a request 2 s after its client has left
 LONGEST_BACKOFF_S = 30.0

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from algorithms import Algorithm
-from balance import Key
 from losses import KL, MEANS, Tokens, is_within, truncated_weights
-from rollout import Sample
+from sample import Sample
+from scheduling.balance import Key
 
 # statistics that are summed over targets and ranks; the loss is divided by "normaliser"
 SUMS = ("loss", "normaliser", "entropy", "kl", "reference_kl", "clipped", "tokens", "stale", "stale_weight", "masked")

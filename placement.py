@@ -17,7 +17,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from pool import Pool
+from engines.pool import Pool
 
 PATIENCE_S = 0.05  # controllers that wait for the last judgements look so often
 

@@ -9,8 +9,8 @@ import itertools
 
 import torch
 
-from balance import flat
-from rollout import Sample
+from sample import Sample
+from scheduling.balance import flat
 
 
 class Reference:

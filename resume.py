@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import timeline
 from checkpoint import COMMON, TRACKER, settings_of
 from config import as_text, dashed
-from durable import PARTIAL, damage, put_away, read_canonical, step_of, steps_in, write_whole
+from reporting import timeline
+from runtime.atomic_files import PARTIAL, damage, put_away, read_canonical, step_of, steps_in, write_whole
 
 # else the numbers are another run's
 SAME = ("seed", "model", "critic", "judge", "rule", "cost_rule", "data", "algorithm", "prompts_per_step", "answers_per_prompt")

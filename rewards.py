@@ -20,7 +20,7 @@ from numbers import Real
 from pathlib import Path
 
 from genrm import BACKOFF_S, LONGEST_BACKOFF_S, weigh
-from rollout import Sample
+from sample import Sample
 
 
 @dataclass

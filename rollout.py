@@ -1,399 +1,323 @@
-"""Rollout: the `Sample` record and the SGLang engine that fills it.
+"""Serving: one step's answers are written, judged, and drawn again until the step has its groups.
 
-An `Engine` is a handle on one real SGLang server. The rank that launches it owns the server's process; any controller may
-use a handle over HTTP. Tokens in, tokens out: the server never sees text.
+A mode is one short function here, a row of the paper's figure. Dynamic sampling (DAPO; in waves: WeChat-YATT) replaces groups whose
+rewards are all equal. While they serve, controllers meet in one small gather at a time: which groups ended, and how. Every decision,
+to draw more, to stop, to cut off what is late, is a pure function of what was gathered, so that all take the same one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import os
-import secrets
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 
-import orphans
-import server
-from server import EngineLost
+import placement
+from algorithms import get_algorithm, set_baseline
+from engines.engine import WRITTEN, Answer, EngineLost, seed_of
+from sample import Sample
+from scheduling.dynamic_sampling import Draws, is_informative, is_written, moving_average
 
-TICK_S = 0.5  # an owner looks so often whether its server has died
-WRITTEN = ("stop", "length")  # how a whole answer ends; one that ends in "abort" may be continued
+MOST_LATE = 3  # engines that may be late with one group
 
 
 @dataclass
-class Sample:
-    """One answer to one prompt; the only record that flows between the roles. Every field names who fills it.
+class Served:
+    """What this controller's prompts came to in one step. Every sample is kept, dropped, or in a filtered or carried group."""
 
-    Token ids are exactly those that were sampled: text is for people and judges; decoded and encoded again, it gives others.
+    kept: list[Sample] = field(default_factory=list)  # groups to train on
+    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed, and greedy ones
+    filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing: their rewards are all equal
+    carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
+    waves: int = 0
+    lacking: int = 0  # groups short of the batch, over all controllers
+    tokens: int = 0  # written in this step
+    aborted: int = 0  # answers cut off
+
+
+class Step:
+    """One controller's part of a serving phase: its groups, and the tasks that have them written and judged."""
+
+    def __init__(self, job, draws: Draws | None = None):
+        self.job, self.draws, self.served = job, draws, Served()
+        self.groups: dict[int, list[Sample]] = {}
+        self.tasks: dict[int, asyncio.Task] = {}  # of groups that haven't ended
+        self.closed = False  # nothing new is asked for: what is in flight is being cut off
+
+    def start(self, mine: list[int], work) -> None:
+        """Begin with this controller's groups; `work(step, group)` is what is done for each."""
+        self.groups |= {draw: self.job.groups.take(draw) for draw in mine}
+        self.go_on(mine, work)
+
+    def go_on(self, mine: list[int], work) -> None:
+        """Begin a stage of groups."""
+        self.tasks |= {draw: asyncio.create_task(work(self, self.groups[draw])) for draw in mine}
+
+    def has_ended(self, draw: int) -> bool:
+        """Whether a group of this controller has been written and judged since the controllers last met."""
+        return draw not in self.tasks and draw not in self.draws.informative and is_written(self.groups[draw])
+
+    async def settle(self, timeout: float | None = None) -> list[int]:
+        """Wait for this controller's tasks, at most `timeout` seconds; returns the draws whose task ended."""
+        if self.tasks:
+            await asyncio.wait(self.tasks.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        ended = [draw for draw, task in self.tasks.items() if task.done()]
+        for draw in ended:
+            task = self.tasks.pop(draw)
+            if not task.cancelled():
+                task.result()
+        return ended
+
+
+# ---------------------------------------------------------------- one function per row of the figure
+
+
+async def serve_in_turns(step: Step, mine: list[int]) -> None:
+    """Full colocation: rollout holds all ranks until the last answer is written, then genrm holds them."""
+    job = step.job
+    await job.genrm.sleep()
+    await job.rollout.wake()
+    cut = [draw for draw, group in step.groups.items() if not is_written(group)]
+    step.start(mine, write)
+    step.go_on(cut, write)
+    await enough_written(step)
+    if job.stopping:
+        return
+    await job.rollout.sleep()
+    await job.genrm.wake()
+    step.go_on([draw for draw in mine + cut if is_written(step.groups[draw])], have_judged)
+    await until_settled(step)
+
+
+async def serve_side_by_side(step: Step, mine: list[int]) -> None:
+    """Partial colocation: an answer is judged the moment it is finished, on other ranks; waves cost no swap.
+
+    Returns after a moment, so that the controllers meet while answers are written.
     """
-
-    # data.py
-    prompt_id: int
-    index: int  # answer number within its group (the answers to one prompt)
-    prompt: list[int]
-    question: str = ""  # what the judge is shown
-    answer_key: str | None = None
-    media: list = field(default_factory=list)  # images; travel with the sample, point to point
-    greedy: bool = False  # written greedily, as a baseline for the others of its group, and not trained on
-    # rollout.py
-    response: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # one per response token, under the weights that wrote it
-    finish: str = ""  # stop | length | abort
-    versions: list[int] = field(default_factory=list)  # weight version that wrote each response token
-    # genrm.py
-    critique: str = ""
-    verdict: bool | None = None
-    reward: float | None = None
-    cost: float | None = None  # by a judge of costs; rewards.py adds the rules' parts to both
-    baseline: float = 0.0  # taken off the reward; by algorithms.py
-    # reference.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
-    reference_logprobs: list[float] | None = None
-    values: dict[str, list[float]] = field(default_factory=dict)
-    returns: dict[str, list[float]] = field(default_factory=dict)
-    advantages: list[float] | None = None
+    await step.job.genrm.wake()
+    step.start(mine, write_and_judge)
+    await step.settle(step.job.config.meet_every_s)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample an answer. Logprobs always come back: under the temperature, before top_p; unscaled when greedy."""
-
-    temperature: float  # 0 is greedy
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own EOS; the stop token is part of the answer
-    top_p: float = 1.0
-    ignore_eos: bool = False  # write max_new_tokens whatever comes: for measurements
-
-    def room(self, sample: Sample) -> int:
-        """Tokens that may still be added to the response of `sample`."""
-        return self.max_new_tokens - len(sample.response)
+SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
 
 
-def seed_of(*what: int | str) -> int:
-    """The seed of an answer: 63 bits that follow from `what` names it, and from nothing else (pure)."""
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) >> 1
+async def write(step: Step, group: list[Sample], when_written=lambda sample: None) -> None:
+    """Have the answers of a group written, until the step is closed. `when_written` is told of each that is whole."""
+
+    def take(sample: Sample, answer: Answer, rank: int) -> None:
+        take_answer(step, sample, answer, rank)
+        if sample.finish in WRITTEN and not step.closed:
+            when_written(sample)
+
+    await have_written(step.job, step.job.sampling, group, take, lambda: step.closed)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came back for one prompt of `Engine.generate`: the tokens that it added. Times are the event loop's, in seconds."""
+async def have_written(job, sampling, group: list[Sample], take, is_closed=lambda: False) -> None:
+    """Have one engine write the answers of a group: they share the prompt's KV cache. `take(sample, answer, rank)` is told of each.
 
-    index: int  # which of the prompts
-    tokens: list[int]
-    logprobs: list[float]
-    finish: str
-    versions: list[int]
-    cached_tokens: int = 0  # of the prompt, found in the engine's KV cache
-    sent: float = 0.0
-    first_token: float = 0.0  # when it left the queue and its first token was there
-    end: float = 0.0
-    score: float | None = None  # instead of tokens, from a scalar reward model: see scoring.py
-
-
-class Engine:
-    """A handle on one SGLang server.
-
-    role, rank: whose engine it is and where it runs, for spans and messages ("rollout", 3); the lead rank, if it spans several.
-    capacity: the most answers that the server decodes at once; more of them queue inside it.
-    model: which of its role's models it serves (several judges), 0 of one.
-    key: what every request must show.
-    outstanding: tokens that the answers asked for through this handle may still come to, prompts included; requests are routed by it.
-    awake: whether the server may be asked; `sleep` and `wake` set it here, and whoever holds another handle sets it there.
-    up: whether it answers, as far as known here: its owner tells the other controllers (see watch.py).
-    on_request: called with (this engine, tokens of the prompt, answer) for every answer that finishes.
+    Answers that were cut off are continued: their tokens so far are part of the prompt. An engine that is late is asked no more, and
+    what it owes is asked of another; likewise one that is lost. Waits while none is up. Raises ValueError when MOST_LATE were late.
     """
+    late = 0
+    while (unwritten := [sample for sample in group if sample.finish not in WRITTEN]) and not is_closed():
+        if (engine := job.rollout.route()) is None:
+            await asyncio.sleep(job.config.meet_every_s)  # in the next meeting they may hear of one
+            continue
+        prompts = [sample.prompt + sample.response for sample in unwritten]
+        rooms = [sampling.room(sample) for sample in unwritten]
+        seeds = [seed_of(job.config.seed, sample.prompt_id, sample.index) for sample in unwritten]
+        greedy = [sample.greedy for sample in unwritten]
+        try:
+            async with asyncio.timeout(job.config.request_timeout_s):
+                async for answer in engine.generate(prompts, sampling, rooms, seeds, greedy):
+                    take(unwritten[answer.index], answer, engine.rank)
+        except (TimeoutError, EngineLost) as error:
+            if isinstance(error, EngineLost) and not engine.up:
+                continue
+            job.rollout.avoid(engine)
+            late += 1
+            if late == MOST_LATE:
+                raise ValueError(f"{late} engines, at last the {engine.name}, were later than --request-timeout-s") from None
 
-    flags: tuple[str, ...] = ()  # of the server, besides those of every role
 
-    def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0, key: str = ""):
-        self.role, self.rank, self.url, self.capacity, self.model, self.key = role, rank, url, capacity, model, key
-        self.name = f"{role} engine of rank {rank}"
-        self.outstanding = 0
-        self.awake = self.up = True
-        self.on_request: Callable[[Engine, int, Answer], None] | None = None
-        self._process: subprocess.Popen | None = None
-        self._command: list[str] = []
-        self._probe_s = 30.0  # without a sign of life, it hangs; also the deadline of every call but `generate`
-        self._events = 0  # of all streams: a busy server's signs of life
-        self._log_path, self._private = Path(os.devnull), ""  # a folder of the server's that nobody else may read
-        self._shapes: dict[str, list[int]] = {}
-        self._tp, self._session = 1, None
-        self._aborted = False  # since it woke up
+def take_answer(step: Step, sample: Sample, answer: Answer, rank: int) -> None:
+    """Add what an engine wrote to a sample."""
+    version, timeline = step.job.actor.version, step.job.timeline
+    assert set(answer.versions) <= {version}, f"rank {rank} wrote with weights {set(answer.versions)}, not {version}"
+    writing = "resumed" if sample.response else "decoding"
+    timeline.sample("queued", sample.prompt_id, sample.index, rank, answer.sent, answer.first_token)
+    timeline.sample(writing, sample.prompt_id, sample.index, rank, answer.first_token, answer.end)
+    if answer.finish not in WRITTEN:
+        timeline.sample("aborted", sample.prompt_id, sample.index, rank, answer.end, answer.end)
+        step.served.aborted += 1
+    sample.response = sample.response + answer.tokens
+    sample.logprobs = sample.logprobs + answer.logprobs
+    sample.versions = sample.versions + answer.versions
+    sample.finish = answer.finish
+    step.served.tokens += len(answer.tokens)
 
-    # ---- the server's life -------------------------------------------------------------------------------------------
 
-    @classmethod
-    def launch(cls, role: str, rank: int, port: int, model_dir: str, config, log_path: str, model: int = 0, key: str = "") -> Engine:
-        """Starts a server on this machine and returns at once; `await ready()` before use. Notes its process beside the log.
+async def have_judged(step: Step, group: list[Sample]) -> None:
+    """Have every answer of a written group judged that isn't yet."""
+    await asyncio.gather(*(judge_one(step, sample) for sample in group if sample.reward is None))
 
-        The server refuses requests without `key`, by default a new one. It dies with the thread that calls this, even if that is killed
-        hard. Raises ValueError if the port is taken.
-        """
-        with socket.socket() as probe:
-            if probe.connect_ex((config.host, port)) == 0:
-                raise ValueError(f"port {port}, wanted by the {role} engine of rank {rank}, is in use: choose another --port")
-        engine = cls(role, rank, f"http://{config.host}:{port}", config.max_running_requests, model, key or secrets.token_hex(32))
-        engine._tp = server.ranks_of_an_engine(role, config)
-        engine._log_path = Path(log_path)
-        engine._shapes = server.checkpoint_shapes(model_dir)
-        engine._log_path.parent.mkdir(parents=True, exist_ok=True)
-        engine._private = tempfile.mkdtemp(prefix="nanoyatt-")
-        engine._log_path.write_bytes(b"")
-        engine._probe_s = config.engine_probe_s
-        engine._command = [sys.executable, "-m", "cpu.sglang", *server.server_flags(role, rank, port, model_dir, config), *cls.flags]
-        engine._start()
-        return engine
 
-    def _start(self):
-        with self._log_path.open("ab") as log:  # what the server before this one said stays
-            # Its own process group, so that `close` reaches the scheduler and the detokenizer too.
-            self._process = subprocess.Popen(
-                self._command, cwd=Path(__file__).parent, env=server.server_environment(self.key, self._private),
-                stdout=log, stderr=log, start_new_session=True,
+async def judge_one(step: Step, sample: Sample) -> None:
+    """Have one answer judged."""
+    if step.closed:
+        return  # it was whole a moment before its group was cut off: a call now would outlive the step
+    job, clock = step.job, asyncio.get_running_loop().time
+    start = clock()
+    said = await job.rules.ask(sample)
+    if step.closed:
+        return  # likewise: it was cut off while its rules were asked
+    await job.judge.judge(sample, job.genrm)
+    job.rules.mix(sample, said)  # in one go with the judges' reward: a sample that is given up meanwhile keeps none
+    end = clock()
+    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, end)
+    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, end, end)
+
+
+async def write_and_judge(step: Step, group: list[Sample]) -> None:
+    """Have the answers of a group written, and each judged the moment it is whole."""
+    judging = [asyncio.create_task(judge_one(step, s)) for s in group if s.finish in WRITTEN and s.reward is None]
+    await write(step, group, lambda sample: judging.append(asyncio.create_task(judge_one(step, sample))))
+    await asyncio.gather(*judging)
+
+
+# ---------------------------------------------------------------- the tail does not wait
+
+
+async def enough_written(step: Step) -> None:
+    """Full colocation: wait until as many groups are written as should do, over all controllers, then cut off the others.
+
+    Those are as many as the step lacks, and as many more as are filtered by experience: another round would cost a swap.
+    """
+    job, draws = step.job, step.draws
+    if draws.in_order:
+        await until_settled(step)
+        return
+    wanted = min((draws.wanted - draws.found) * job.state.groups_per_kept, draws.flying)
+    written, late = 0, len(draws.late)
+    while (written < wanted or late) and not job.stopping:
+        ended = await step.settle(job.config.meet_every_s)
+        news = await told(job, (len(ended), len(draws.late & step.tasks.keys())))
+        written, late = written + sum(count for count, _ in news), sum(count for _, count in news)
+    await cut_off(step)
+
+
+async def until_settled(step: Step) -> None:
+    """Wait for the tasks of every controller, or until a stop is asked for (collective)."""
+    while any(await told(step.job, len(step.tasks))) and not step.job.stopping:
+        await step.settle(step.job.config.meet_every_s)
+
+
+async def cut_off(step: Step) -> None:
+    """No new requests, then abort what is written and judged, and wait until all of it has come back (collective)."""
+    job = step.job
+    step.closed = True
+    await asyncio.gather(job.judge.cancel(), job.rules.cancel())
+    while any(await job.world.gather(len(step.tasks))):
+        await asyncio.gather(job.rollout.abort(), job.genrm.abort())
+        await step.settle(job.config.meet_every_s)  # a request that was on its way when its engine aborted all is met next time
+    step.closed = False
+
+
+# ---------------------------------------------------------------- dynamic sampling
+
+
+async def serve(job, serve_wave) -> Served:
+    """Draw prompts, serve them, drop groups without variance and draw again (collective).
+
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`. Each of up to `max_refill_waves` more replaces the groups
+    that were filtered, scaled by the moving average of groups drawn per group kept and by 1.2. By default the first
+    `prompts_per_step` informative groups in the order of drawing are kept, over all controllers together; with `over_dispatch` above
+    1 the first to end. The prompts of the others go back to the buffer, with `partial_rollout` with all that was written for them.
+    When a stop is asked for, everything is cut off and nothing of the step counts.
+    """
+    config = job.config
+    job.judge.forget()
+    how = (config.over_dispatch == 1, job.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
+    step = Step(job, Draws(config.prompts_per_step, *how))
+    draws = step.draws
+    while not draws.complete and not job.stopping:
+        wave = draws.next_wave()
+        if wave is None and not draws.flying:
+            break
+        mine = [] if wave is None else draw_wave(job, draws, *wave)
+        await serve_wave(step, mine)
+        await meet(step)
+    await cut_off(step)
+    if job.stopping:
+        job.groups.undo(list(draws.wave_of), list(step.groups.values()))
+        return step.served
+    job.state.groups_per_kept = moving_average(job.state.groups_per_kept, draws)
+    sort_out(step)
+    return step.served
+
+
+def draw_wave(job, draws: Draws, wave: int, size: int) -> list[int]:
+    """Deal the prompts of a wave; returns this controller's (the same call on every controller)."""
+    drawn = job.prompts.take(size)
+    owners = job.groups.deal(drawn, job.actor.dp_size)
+    if wave not in draws.wave_of.values():
+        job.timeline.mark("wave", f"wave {wave + 1}")
+    draws.add(drawn, wave, set() if draws.in_order else job.groups.awaited(drawn))
+    return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]
+
+
+async def meet(step: Step) -> None:
+    """All controllers tell which of their groups ended, and how (collective)."""
+    job, filters = step.job, get_algorithm(step.job.config.algorithm).filters
+    ended = {draw: is_informative(group, filters) for draw, group in step.groups.items() if step.has_ended(draw)}
+    written = sum(map(is_written, step.groups.values()))
+    facts = (ended, written, list(job.judge.failed), list(job.judge.parsed))
+    endings, written, failed, parsed = zip(*await told(job, facts), strict=True)
+    step.draws.written = sum(written)
+    step.draws.learn({draw: informative for ending in endings for draw, informative in ending.items()})
+    check_judge(job.config, failed, parsed)
+
+
+async def told(job, facts) -> list:
+    """One meeting of the controllers: each one's `facts` (collective). They also hear what is awaited from whom, which engines are up,
+    and whether one was asked to stop; and bring rollout back if all of its engines were lost.
+    """
+    news = (facts, job.rollout.news(), job.genrm.news(), job.stop.asked)
+    facts, rollout, genrm, asked = zip(*await job.world.gather(news), strict=True)
+    for pool, heard in ((job.rollout, rollout), (job.genrm, genrm)):
+        pool.hear(heard)
+        while pool.notes:
+            job.report.note(pool.notes.pop(0))
+    job.stopping = max(job.stopping, *asked)
+    if job.rollout.stranded and not job.stopping:
+        await placement.revive(job.actor, job.rollout, job.genrm, job.world, job.timeline)
+    return list(facts)
+
+
+def sort_out(step: Step) -> None:
+    """Sort this controller's groups into kept, carried and filtered. A batch may be short: actor.py then trains on less."""
+    job, draws, served = step.job, step.draws, step.served
+    chosen, again = draws.chosen(), draws.come_again()
+    for draw, group in step.groups.items():
+        if draw in chosen:
+            set_baseline(group, job.config)
+            for sample in group:
+                (served.dropped if sample.reward is None or sample.greedy else served.kept).append(sample)
+        else:
+            (served.carried if draw in again else served.filtered).append(group)
+    job.groups.put_back(again, served.carried)
+    served.waves, served.lacking = draws.waves, draws.wanted - len(chosen)
+
+
+def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> None:
+    """Raises ValueError once a judge gave no verdict on `max_judge_failures` answers and none on any other: it never will give one.
+
+    failed, parsed: [controllers][judges], since the run's start.
+    """
+    counts = zip(zip(*failed, strict=True), zip(*parsed, strict=True), strict=True)
+    for judge, judge_format, (failures, verdicts) in zip(config.judge, config.judge_format[: config.judges], counts, strict=True):
+        if sum(verdicts) == 0 and sum(failures) >= config.max_judge_failures:
+            raise ValueError(
+                f"--judge {judge}: none of the first {sum(failures)} answers got a verdict (--max-judge-failures "
+                f"{config.max_judge_failures}): it can't be read as --judge-format {judge_format} (see FORMATS in genrm.py), "
+                f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
             )
-        orphans.note(self._log_path.with_suffix(".pid"), self._process.pid)
-
-    async def ready(self, deadline_s: float = 300.0):
-        """Waits until the server generates. Raises ValueError with the end of its log if it died or was too slow."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + deadline_s
-        while not await self._is_healthy():
-            if self._process is not None and self._process.poll() is not None:
-                raise ValueError(f"the {self.name} stopped while starting{self.log_tail()}")
-            if clock() > deadline:
-                raise ValueError(f"the {self.name} was not ready within {deadline_s:.0f} s{self.log_tail()}")
-            await asyncio.sleep(0.2)
-        if self._process is not None and (await self._get("/model_info"))["served_model_name"] != str(os.getpid()):
-            raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
-        await self._post("/freeze_gc")  # every sleep collects garbage: else 0.7 s each time, over all that SGLang has imported
-
-    async def until_down(self) -> str:
-        """Waits until the server is dead or hangs, and says which; for its owner, while it is awake.
-
-        It hangs if for so long neither a stream brought an event nor /health said yes; a busy server says yes with every batch.
-        """
-        silent_s, events, probe = 0.0, self._events, None
-        try:
-            while silent_s <= self._probe_s:
-                if self._process is None:
-                    return "was ended"
-                if (status := self._process.poll()) is not None:
-                    return f"died ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
-                if self._events != events or (probe is not None and probe.done() and probe.result()):
-                    silent_s, events = 0.0, self._events
-                if probe is None or probe.done():
-                    probe = asyncio.create_task(self._is_healthy(after_s=self._probe_s / 6))
-                await asyncio.sleep(TICK_S)
-                silent_s += TICK_S  # not by the clock: while this process was stopped or busy it couldn't listen
-            return f"gave no sign of life for {self._probe_s:g} s"
-        finally:
-            if probe is not None:
-                probe.cancel()
-
-    async def restart(self, deadline_s: float):
-        """A new server in the place of one that was killed: awake, with the weights of the model directory. Raises like `ready`."""
-        assert self._process is None, f"the {self.name} still runs"
-        self._start()
-        await self.ready(deadline_s)
-        self.awake = True
-
-    async def close(self):
-        """Ends the server and all of its processes, and waits until the port is free."""
-        if self._session is not None:
-            await self._session.close()
-        await self.kill()
-        shutil.rmtree(self._private, ignore_errors=True)
-
-    async def kill(self):
-        """Ends the server and all of its processes. Requests that it owed break."""
-        if self._process is None:
-            return
-        process, self._process, self.awake = self._process, None, False
-        process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
-        process.wait()
-        try:
-            await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of the group, removes the semaphores and ends too
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        self._log_path.with_suffix(".pid").unlink(missing_ok=True)
-
-    def log_tail(self) -> str:
-        """The end of the server's log, to be added to a message."""
-        lines = self._log_path.read_text(errors="replace").splitlines()[-15:]
-        return "\n".join((f"; the end of {self._log_path}:", *lines))
-
-    # ---- memory ------------------------------------------------------------------------------------------------------
-
-    async def sleep(self):
-        """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
-        assert self.awake, f"the {self.name} sleeps already"
-        self.awake = False
-        if self._aborted:
-            await asyncio.sleep(0.1)  # while an aborted request is still on its way out, pausing would look again after a second
-        self._aborted = False
-        await self._post("/pause_generation", mode="abort")  # other modes leave the idle scheduler spinning
-        await self._post("/flush_cache?timeout=30")
-        await self._post("/release_memory_occupation", tags=["kv_cache", "weights"])
-
-    async def wake(self):
-        """Takes the memory back, all of it. The weights of a genrm engine are as they were; those of a rollout engine are not."""
-        await self.wake_weights()
-        await self.wake_kv_cache()
-
-    async def wake_weights(self):
-        """First half of waking: room for the weights, ready for `load_weights` while the actor still holds its memory."""
-        assert not self.awake, f"the {self.name} is awake already"
-        await self._post("/resume_memory_occupation", tags=["weights"])
-
-    async def wake_kv_cache(self):
-        """Second half of waking, once the actor is out: room for the KV cache; requests are welcome again."""
-        await self._post("/resume_memory_occupation", tags=["kv_cache"])
-        await self._post("/continue_generation")
-        self.awake = True
-
-    # ---- weights -----------------------------------------------------------------------------------------------------
-
-    async def load_weights(self, named_tensors: Iterable[tuple[str, object]], version: int):
-        """Replaces the server's weights by full tensors under Hugging Face names; `version` marks what is written from now on.
-
-        Only handles travel: the server, on the same machine, reads the tensors from shared memory or over CUDA IPC.
-        Raises ValueError for a tensor that the model does not have, or lacks, or when the server refuses.
-        """
-        names: set[str] = set()
-        await self._post("/begin_weight_update")
-        try:
-            for bucket in server.buckets(self._checked(named_tensors, names)):
-                await self._post(
-                    "/update_weights_from_tensor", serialized_named_tensors=[server.serialize_bucket(bucket)] * self._tp,
-                    load_format="flattened_bucket", flush_cache=True, weight_version=str(version),
-                )
-        finally:
-            await self._post("/end_weight_update")
-        missing = self._shapes.keys() - names - {"lm_head.weight"}  # tied to the embedding
-        if missing:
-            raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
-        served = (await self._get("/model_info"))["weight_version"]
-        assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
-
-    def _checked(self, named_tensors, names: set[str]):
-        """Passes the tensors on, noting their names: SGLang silently skips an unknown name and dies of a wrong shape."""
-        for name, tensor in named_tensors:
-            expected = self._shapes.get(name)
-            if expected != list(tensor.shape):
-                raise ValueError(f"the {self.name} cannot load {name} of shape {list(tensor.shape)}: its model has {expected}")
-            names.add(name)
-            yield name, tensor
-
-    # ---- generation --------------------------------------------------------------------------------------------------
-
-    async def generate(self, prompts: list[list[int]], sampling: Sampling, rooms=(), seeds=(), greedy=()) -> AsyncIterator[Answer]:
-        """An answer to each prompt, in one request, so that they share the KV cache of what they have in common; yielded when finished.
-
-        rooms: the most new tokens of each, default sampling.max_new_tokens. seeds: of each, 63 bits; with --deterministic, prompt and
-        seed alone say what is written (without seeds, SGLang takes one for all). A token's noise is by its place: an answer that is
-        cut off and continued comes out the same. greedy: which are, whatever `sampling` says. Survives two broken connections: what
-        has been yielded is not asked again. Raises EngineLost when it breaks again, or is down; ValueError when it is refused.
-        """
-        assert self.awake, f"a request reached the {self.name} while it sleeps"
-        rooms = rooms or [sampling.max_new_tokens] * len(prompts)
-        each = zip(rooms, seeds or [None] * len(prompts), greedy or [False] * len(prompts), strict=True)
-        rules = [(replace(sampling, temperature=0.0) if is_greedy else sampling, room, seed) for room, seed, is_greedy in each]
-        owed = {index: len(prompt) + room for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))}
-        sent = asyncio.get_running_loop().time()
-        self.outstanding += sum(owed.values())
-        try:
-            stream = partial(self._stream, prompts, rules)
-            async for answer in server.retry_broken(lambda: stream(tuple(owed), sent), lambda: self.up):
-                self.outstanding -= owed.pop(answer.index)
-                if self.on_request is not None:
-                    self.on_request(self, len(prompts[answer.index]), answer)
-                yield answer
-        finally:
-            self.outstanding -= sum(owed.values())
-        assert not owed, f"the {self.name} ended its reply without answers {list(owed)}"
-
-    async def abort(self):
-        """Aborts every answer that the server is writing, whoever asked; they come back with finish "abort"."""
-        self._aborted = True
-        await self._post("/abort_request", abort_all=True)
-
-    async def _stream(self, prompts, rules, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
-        """One streamed request. By the server's stream interval, an answer sends two events: its first token, and its end."""
-        if not indices:
-            return  # the connection broke when all had come
-        clock, first_tokens = asyncio.get_running_loop().time, {}
-        params = [asdict(how) | {"max_new_tokens": room, "sampling_seed": seed} for how, room, seed in map(rules.__getitem__, indices)]
-        body = dict(input_ids=[prompts[index] for index in indices], sampling_params=params, return_logprob=True, stream=True)
-        async with self._http().post(self.url + "/generate", json=body) as response:
-            await self._check(response, "/generate")
-            async for event in server.server_sent_events(response):
-                self._events += 1
-                if "error" in event:
-                    raise ValueError(f"the {self.name} refused: {event['error']['message']}")
-                index = indices[event["index"]]
-                first_tokens.setdefault(index, clock())
-                if event["meta_info"]["finish_reason"] is not None:
-                    yield read_answer(event, index, sent, first_tokens[index], clock())
-
-    # ---- HTTP --------------------------------------------------------------------------------------------------------
-
-    def _http(self):
-        import aiohttp
-
-        if self._session is None:
-            # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-            headers = {"Authorization": f"Bearer {self.key}"}
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
-        return self._session
-
-    async def _is_healthy(self, after_s: float = 0.0) -> bool:
-        await asyncio.sleep(after_s)
-        try:
-            await self._get("/health")  # generates one token
-        except (EngineLost, ValueError):
-            return False
-        return True
-
-    async def _get(self, path: str):
-        return await self._call(self._http().get, path)
-
-    async def _post(self, path: str, **body):
-        return await self._call(partial(self._http().post, json=body), path)
-
-    async def _call(self, method, path: str):
-        """The reply's JSON, if it has any. Raises EngineLost when none comes in time, ValueError when the server refuses."""
-        import aiohttp
-
-        try:
-            async with method(self.url + path, timeout=aiohttp.ClientTimeout(total=self._probe_s)) as response:
-                await self._check(response, path)
-                return await response.json() if response.content_type == "application/json" else None
-        except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise EngineLost(f"didn't answer {path}: {error!r}") from error
-
-    async def _check(self, response, path: str):
-        """SGLang says with the status whether a call succeeded, and why not in the text."""
-        if response.status != 200:
-            raise ValueError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
-
-
-def read_answer(event: dict, index: int, sent: float, first_token: float, end: float) -> Answer:
-    """The last event of an answer's stream; one that was aborted in the queue has no tokens."""
-    info = event["meta_info"]
-    finish, tokens = info["finish_reason"]["type"], event["output_ids"]
-    if not tokens:
-        return Answer(index, [], [], finish, [], 0, sent, first_token, end)
-    versions = [int(span["version"]) for span in info["weight_versions"] for _ in range(span["start"], span["end"])]
-    logprobs = [logprob for logprob, _, _ in info["output_token_logprobs"]]
-    return Answer(index, tokens, logprobs, finish, versions, info["cached_tokens"], sent, first_token, end)

@@ -27,19 +27,18 @@ from pathlib import Path
 import algorithms
 import controller
 import data
-import doors
-import exits
 import genrm
-import orphans
 import placement
-import pretraining
 import resume
 import rewards
-import seams
 from checkpoint import Checkpoints, restore
+from commands import replay
 from config import Config, as_text, check_batch, dashed, parse_config, printable
-from draws import Groups
-from pool import Pool
+from engines import orphans
+from engines.pool import Pool
+from runtime import rendezvous, shutdown
+from scheduling.dynamic_sampling import Groups
+from training import ptx
 
 
 def describe(config: Config, plans: list[placement.Plan], world_size: int) -> str:
@@ -62,7 +61,7 @@ def describe(config: Config, plans: list[placement.Plan], world_size: int) -> st
 # ---------------------------------------------------------------- one rank's program
 
 
-async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> tuple[int, str]:
+async def run(config: Config, plans: list[placement.Plan], stop: shutdown.Stop) -> tuple[int, str]:
     """Bring the parts up, train, and end every process that was started (collective: every rank).
 
     Returns the signal that stopped it before the asked steps were done, 0 if none did, and what to say then.
@@ -87,7 +86,7 @@ async def run(config: Config, plans: list[placement.Plan], stop: exits.Stop) -> 
 @contextlib.asynccontextmanager
 async def joined(config: Config):
     """The World of all ranks and the progress bar, while they are together (collective)."""
-    from report import Progress
+    from reporting.metrics import Progress
 
     # off the event loop, which must hear signals while ranks wait; not asyncio.to_thread, whose threads are waited for at the end
     world = await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), join_ranks, config)
@@ -100,34 +99,34 @@ async def joined(config: Config):
         ticking.cancel()
         progress.close()
         world.close()
-        doors.close()
+        rendezvous.close()
 
 
 async def prepare_job(config: Config, plans: list[placement.Plan], world, progress, engines: list):
     """The loop that is asked for, and the job that it runs on (collective). What can be wrong is found before anything is started."""
     if not config.model:
-        import warmstart
+        from recipes.addition import warmstart
 
         model, judge = await warmstart.prepare(config, world, progress)
         config = dataclasses.replace(config, model=str(model), judge=(str(judge),))
     inputs = await world.run(load_prompts, config)
-    loop = await world.run(seams.choose, config)
+    loop = await world.run(replay.choose, config)
     await together(world, end_orphans, config, world.rank, progress)
     out, found = await prepare_out(config, world, progress.line)
     return loop, await build(config, plans, world, out, found, inputs, progress, engines)
 
 
-async def learn(config: Config, stop: exits.Stop) -> tuple[int, str]:
+async def learn(config: Config, stop: shutdown.Stop) -> tuple[int, str]:
     """sft, rm, dpo: the same from examples, without engines (collective: every rank). It isn't gone on with: it starts anew."""
-    import preference
-    import warmstart
+    from commands import finetune
+    from recipes.addition import warmstart
 
     async with joined(config) as (world, progress):
         if not config.model:
             model, _ = await warmstart.prepare(config, world, progress)
             config = dataclasses.replace(config, model=str(model))
-        await together(world, preference.prepare, config, world.rank, progress.line, resolved)
-        await world.run(preference.train, config, Path(config.out), progress, world.rank)
+        await together(world, finetune.prepare, config, world.rank, progress.line, resolved)
+        await world.run(finetune.train, config, Path(config.out), progress, world.rank)
         await world.barrier()
     return 0, ""
 
@@ -159,7 +158,7 @@ def join_ranks(config: Config):
     import torch
     import torch.distributed as dist
 
-    from world import World
+    from runtime.world import World
 
     torch.manual_seed(config.seed)
     cuda = torch.cuda.is_available()
@@ -167,8 +166,8 @@ def join_ranks(config: Config):
     if not cuda:
         torch.set_num_threads(1)  # ranks and engines share the cores: more threads a process spin on each other's
     timeout = timedelta(seconds=config.collective_timeout_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **doors.meeting_point(config.host))
-    return World(device, config.collective_timeout_s, doors.private_folder() if doors.is_local() else None)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **rendezvous.meeting_point(config.host))
+    return World(device, config.collective_timeout_s, rendezvous.private_folder() if rendezvous.is_local() else None)
 
 
 async def end_orphans(config: Config, rank: int, progress) -> None:
@@ -193,9 +192,9 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
 
     Engines that start are appended to the list `engines`.
     """
-    from report import Report
-    from rollout import Sampling
-    from timeline import Timeline
+    from engines.engine import Sampling
+    from reporting.metrics import Report
+    from reporting.timeline import Timeline
 
     actor_tokenizer, judge_tokenizers, prompts, texts = inputs
     progress.doing("starting engines")
@@ -232,7 +231,7 @@ async def build(config: Config, plans: list[placement.Plan], world, out: Path, f
 
 def build_judge(config: Config, tokenizers: list, decode_response) -> genrm.Judge:
     """The judges, each with its own tokenizer, stop tokens and format."""
-    from rollout import Sampling
+    from engines.engine import Sampling
 
     models, formats = [], [genrm.FORMATS[name] for name in config.judge_format]
     each = zip(config.judge, tokenizers, formats[: config.judges], config.judge_weights, config.judge_signal, strict=True)
@@ -270,8 +269,8 @@ async def launch_engines(config: Config, plans: list[placement.Plan], rank: int,
 
 def engine_class(config: Config, role: str, model: int) -> type:
     """Which kind of server model number `model` of a role has."""
-    from rollout import Engine
-    from scoring import ScoringEngine
+    from engines.engine import Engine
+    from engines.reward_model import ScoringEngine
 
     return ScoringEngine if role == "genrm" and genrm.FORMATS[config.judge_format[model]].scores else Engine
 
@@ -302,7 +301,7 @@ def load_prompts(config: Config):
         source = data.PromptFile(Path(config.data), encode, config.seed, config.eval_prompts, room)
     else:
         source = data.Addition(config.seed, encode)
-    texts = pretraining.read_texts(Path(config.ptx_data), actor_tokenizer, config.max_model_len) if config.ptx_data else []
+    texts = ptx.read_texts(Path(config.ptx_data), actor_tokenizer, config.max_model_len) if config.ptx_data else []
     return actor_tokenizer, judge_tokenizers, data.Prompts(source), texts
 
 
@@ -312,10 +311,10 @@ def build_trainers(config: Config, texts: list) -> tuple:
     To be called before a checkpoint is restored: the reference has the start weights. Imported late: megatron takes seconds, which
     the engines use to start.
     """
-    import model as models
     from actor import Actor
     from critic import Critic
     from reference import Reference
+    from training import model as models
 
     actor, names = Actor(config, config.model), algorithms.get_algorithm(config.algorithm).critics
     actor.texts = texts
@@ -338,15 +337,15 @@ def resolved(config: Config) -> dict:
     return dataclasses.asdict(config) | {"ranks": int(os.environ["WORLD_SIZE"]), "versions": packages, "commit": commit}
 
 
-def choose(config: Config, stop: exits.Stop):
+def choose(config: Config, stop: shutdown.Stop):
     """The command's program, a coroutine that returns as `run`. ValueError if it can't be on these ranks."""
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     if config.command == "eval":
-        import evaluation
+        from commands import evaluate
 
         if ranks > 1:
             raise ValueError(f"run.py eval needs one engine, and {ranks} ranks would start one each: python run.py eval ...")
-        return evaluation.run(config, stop)
+        return evaluate.run(config, stop)
     if not ranks:
         raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     return run(config, check_batch(config, ranks), stop) if config.command == "rl" else learn(config, stop)
@@ -357,25 +356,25 @@ def main(arguments: list[str]) -> None:
 
     A stop that came before training or was asked for twice: 130 after Ctrl-C, 143 after SIGTERM.
     """
-    exits.prepare()
-    stop = exits.Stop()
+    shutdown.prepare()
+    stop = shutdown.Stop()
     try:
         if arguments[:1] == ["check"]:
-            import preview
+            from commands import dry_run
 
-            sys.exit(preview.check(parse_config(arguments[1:], __doc__)))
+            sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
         config = parse_config(arguments, __doc__)
         if config.dry_run:
-            import preview
+            from commands import dry_run
 
-            return preview.dry_run(config)
-        stopped_by, line = asyncio.run(exits.until_told(choose(config, stop), stop))
+            return dry_run.dry_run(config)
+        stopped_by, line = asyncio.run(shutdown.until_told(choose(config, stop), stop))
     except ValueError as error:
-        exits.give_up(f"error: {printable(str(error))}", 1)
+        shutdown.give_up(f"error: {printable(str(error))}", 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        exits.leave("interrupted", 143 if stop.asked == signal.SIGTERM else 130, stop.asked)
+        shutdown.leave("interrupted", 143 if stop.asked == signal.SIGTERM else 130, stop.asked)
     if stopped_by:
-        exits.leave(line, 0, stopped_by)
+        shutdown.leave(line, 0, stopped_by)
 
 
 if __name__ == "__main__":

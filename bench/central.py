@@ -45,11 +45,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import fakes
 
-import balance
 import controller
 from data import Prompts
-from draws import Groups
-from rollout import Answer, Sample
+from engines.engine import Answer
+from sample import Sample
+from scheduling import balance
+from scheduling.dynamic_sampling import Groups
 
 RANKS = (2, 64, 1024)
 STEPS = 2  # nothing of the first may be held in the second

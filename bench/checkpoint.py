@@ -57,8 +57,8 @@ def job_of(config, world, actor):
     import placement
     from controller import State
     from data import Addition, Prompts
-    from draws import Groups
-    from timeline import Timeline
+    from reporting.timeline import Timeline
+    from scheduling.dynamic_sampling import Groups
 
     prompts, plans = Prompts(Addition(0, lambda text: [1])), placement.full_colocation(world.size, 1, 1)
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
@@ -101,7 +101,7 @@ async def measure(given, folder: Path) -> list[dict]:
     from actor import Actor
     from checkpoint import Checkpoints
     from config import Config
-    from forked import ForkedWriter
+    from runtime.background_writer import ForkedWriter
 
     config = Config(save_every=1, keep=1, steps=10**6, updates_per_step=1)
     world = run.join_ranks(config)

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 
 import run
-import warmstart
 from config import Config
-from report import Progress
+from recipes.addition import warmstart
+from reporting.metrics import Progress
 
 SHAPE = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
 STEPS = 150  # enough to end answers and to be right now and then

@@ -21,9 +21,9 @@ from meter import Meter
 
 import controller
 import placement
+import rollout
 import run
-import serving
-import timeline
+from reporting import timeline
 
 SPANS = ("serve", "rollout", "train", "switch", "sync")
 
@@ -86,13 +86,13 @@ def rollout_everywhere(config, world_size: int) -> list[placement.Plan]:
 def serve_by_rule(meter: Meter):
     """The serve function of --mode rule: full colocation without the turn of genrm."""
 
-    async def serve(step: serving.Step, mine: list[int]) -> None:
+    async def serve(step: rollout.Step, mine: list[int]) -> None:
         begin = meter.mark()
-        step.start(mine, serving.write)
+        step.start(mine, rollout.write)
         await step.settle()
         await step.job.world.barrier()  # an engine may still write for another controller: its CPU time belongs to this phase
         meter.rows.append({"generate": begin.to(meter.mark())})
-        step.go_on(mine, serving.have_judged)
+        step.go_on(mine, rollout.have_judged)
         await step.settle()
 
     return serve
@@ -118,8 +118,8 @@ def main() -> None:
     ours, theirs = parser.parse_known_args()
     meter = Meter(ours.measure, int(os.environ["RANK"]), ours.launched)
     placement.make_plans = rollout_everywhere
-    serving.SERVE["rule"] = serve_by_rule(meter)
-    serving.is_informative = lambda group, filters: True  # TRL trains on every group
+    rollout.SERVE["rule"] = serve_by_rule(meter)
+    rollout.is_informative = lambda group, filters: True  # TRL trains on every group
     controller.train = train_measured(meter)
     run.main(["--mode", "rule", "--max-refill-waves", "0", *theirs])
 

@@ -22,11 +22,11 @@ import meter
 
 import controller
 import data
-import draws
 import genrm
-import report
-import rollout
 import run
+from engines import engine as engine_module
+from reporting.metrics import local_facts, summarize
+from scheduling import dynamic_sampling
 
 CRITIQUE = 32  # tokens
 
@@ -99,7 +99,7 @@ class Load:
         """Answers of given lengths."""
         load = self
 
-        class Lengths(rollout.Sampling):
+        class Lengths(engine_module.Sampling):
             def room(self, sample) -> int:
                 return load.length(sample) - len(sample.response)
 
@@ -148,8 +148,8 @@ class Collector:
         load = job.state.history[-1]
         spans, now = job.timeline.take(), job.timeline.now()
         capacity = {role: len(load.plan.leads(role)) * job.config.max_running_requests for role in ("rollout", "genrm")}
-        facts = await job.world.gather(report.local_facts(served, samples, spans, job))
-        metrics = report.summarize(facts, capacity) | load.metrics() | stats
+        facts = await job.world.gather(local_facts(served, samples, spans, job))
+        metrics = summarize(facts, capacity) | load.metrics() | stats
         metrics["time/step_s"], self.ended = now - self.ended, now
         mark = self._meter.mark()
         metrics["time/cpu_s"], self._mark = sum(await job.world.gather(self._mark.to(mark)["cpu"])), mark
@@ -165,7 +165,7 @@ async def measure_side(job, load: Load, side: dict, labels: dict, collected: lis
     config = dataclasses.replace(job.config, **settings)
     prompts = data.Prompts(job.prompts.source)
     prompts.held_out = []
-    groups = draws.Groups(prompts, config.answers_per_prompt, config.partial_rollout)
+    groups = dynamic_sampling.Groups(prompts, config.answers_per_prompt, config.partial_rollout)
     collector = Collector(config, collected, labels)
     collector.ended = job.timeline.now()
     state = controller.State(groups_per_kept=1 / load.workload.keep)

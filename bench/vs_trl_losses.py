@@ -36,8 +36,8 @@ def make_inputs() -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    import preference
-    import warmstart
+    from commands import finetune
+    from recipes.addition import warmstart
 
     for seed, name in enumerate(("policy", "reference")):
         warmstart.new_model(OUT / name, seed)
@@ -46,7 +46,7 @@ def make_inputs() -> None:
     scorer.save_pretrained(OUT / "scorer")
     AutoTokenizer.from_pretrained(OUT / "policy").save_pretrained(OUT / "scorer")
     for command in MODELS:
-        rows = preference.demo_rows(command, seed=0, count=ROWS)
+        rows = finetune.demo_rows(command, seed=0, count=ROWS)
         (OUT / f"{command}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -55,17 +55,17 @@ def our_losses() -> dict[str, dict[str, float]]:
     import torch.distributed as dist
 
     import data
-    import preference
     from actor import Actor
-    from balance import flat
+    from commands import finetune
     from config import parse_config
+    from scheduling.balance import flat
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {}
     for command, name in MODELS.items():
         config = parse_config([command, "--model", str(OUT / name), "--max-tokens-per-micro-batch", "512", "--dpo-beta", str(BETA)])
         tokenizer, path = data.load_tokenizer(config.model), OUT / f"{command}.jsonl"
-        examples = preference.read_examples(path, preference.TASKS[command].read, tokenizer, replace(config, eval_prompts=0))
+        examples = finetune.read_examples(path, finetune.TASKS[command].read, tokenizer, replace(config, eval_prompts=0))
         rows = examples.batch(0, ROWS)
         if command == "dpo":
             other = Actor(config, str(OUT / "reference"))
@@ -73,7 +73,7 @@ def our_losses() -> dict[str, dict[str, float]]:
             for sample, logprobs in zip(samples, other.logprobs(samples), strict=True):
                 sample.reference_logprobs = logprobs  # a sample that has them keeps them
             other.close()
-        learner = preference.Learner(config)
+        learner = finetune.Learner(config)
         found[command] = learner.measure(rows)
         learner.trainer.close()
     dist.destroy_process_group()

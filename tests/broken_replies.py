@@ -13,9 +13,9 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import rollout
 import run
-import server
+from engines import engine as engine_module
+from engines import server
 
 LOST, LATE = 0.004, 0.02  # of the events of a stream
 LATE_S = 3.0
@@ -43,7 +43,7 @@ async def events_with_faults(response, real=server.server_sent_events):
         yield event
 
 
-async def call_with_faults(self, method, path, real=rollout.Engine._call):
+async def call_with_faults(self, method, path, real=engine_module.Engine._call):
     """The server does what it is told, but nobody hears of it."""
     reply = await real(self, method, path)
     if path in CALLS and is_lost(LOST * 5):
@@ -52,5 +52,5 @@ async def call_with_faults(self, method, path, real=rollout.Engine._call):
 
 
 if __name__ == "__main__":
-    server.server_sent_events, rollout.Engine._call = events_with_faults, call_with_faults
+    server.server_sent_events, engine_module.Engine._call = events_with_faults, call_with_faults
     run.main(sys.argv[1:])

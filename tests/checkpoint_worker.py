@@ -18,14 +18,14 @@ from fakes import FakeSource
 from parallel_worker import balanced
 
 import placement
-from balance import flat
 from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
-from draws import Groups
-from rollout import Sample
-from timeline import Timeline
-from world import World
+from reporting.timeline import Timeline
+from runtime.world import World
+from sample import Sample
+from scheduling.balance import flat
+from scheduling.dynamic_sampling import Groups
 
 SAVES = {"save": (2, {}, "."), "save_tp2_pp2": (4, {"tp": 2, "pp": 2}, "tp2_pp2"), "save_tp2_dp2": (4, {"tp": 2}, "tp2_dp2")}
 LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on from

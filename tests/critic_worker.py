@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from parallel_worker import actor_config, balanced
 
-from balance import flat
+from scheduling.balance import flat
 
 
 def critic_config(**overrides) -> SimpleNamespace:

@@ -16,16 +16,16 @@ import genrm
 import placement
 import rewards
 from algorithms import get_algorithm
-from balance import flat
 from checkpoint import Checkpoints, restore
 from config import Config
 from data import Prompt, Prompts
-from draws import Groups
-from forked import ForkedWriter
-from pool import Pool
-from rollout import Answer, Sampling, seed_of
-from server import EngineLost
-from timeline import Timeline
+from engines.engine import Answer, Sampling, seed_of
+from engines.pool import Pool
+from engines.server import EngineLost
+from reporting.timeline import Timeline
+from runtime.background_writer import ForkedWriter
+from scheduling.balance import flat
+from scheduling.dynamic_sampling import Groups
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a server that hangs is found out

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from algorithms import get_algorithm
-from balance import flat, pack, packed_length, plan_batch
+from scheduling.balance import flat, pack, packed_length, plan_batch
 
 
 def actor_config(**overrides) -> SimpleNamespace:

@@ -22,7 +22,7 @@ def config_of(command: str, model_dir: str, **layout) -> Config:
 
 def learn(command: str, model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
     """Under one layout of Megatron's sizes."""
-    from preference import Learner
+    from commands.finetune import Learner
 
     learner = Learner(config_of(command, model_dir, **layout))
     held_out = [learner.measure(reference["held_out"])]
@@ -54,7 +54,7 @@ def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
 
 
 if __name__ == "__main__":
-    import preference  # noqa: F401  before the fork
+    from commands import finetune  # noqa: F401  before the fork
 
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from parallel_worker import actor_config, balanced
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-import pretraining
-from balance import pack, packed_length
-from batch import NO_TARGET, make_micro_batches, zigzag
-from rollout import Sample
+from sample import Sample
+from scheduling.balance import pack, packed_length
+from training import ptx
+from training.packing import NO_TARGET, make_micro_batches, zigzag
 
 VOCAB = 64
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
@@ -349,7 +349,7 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
     groups = [{"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)]
     optimizer, losses = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95)), []
     for number, part in enumerate((samples[0::2], samples[1::2])):
-        chosen = pretraining.choose(texts, number, 2, actor.config.seed, 0, 1)
+        chosen = ptx.choose(texts, number, 2, actor.config.seed, 0, 1)
         examples = [Sample(0, 0, prompt, response=response) for prompt, response in chosen]
         losses.append(-torch.cat([plain_logprobs(model, example, 1.0)[0] for example in examples]))
         optimizer.zero_grad()
@@ -616,7 +616,7 @@ def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypa
 
 def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
     """On a GPU with 30 of 80 GiB free, of which this rank holds 8."""
-    from model import check_room
+    from training.model import check_room
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 << 30)
@@ -696,7 +696,7 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
     """torch's flop counter on transformers' model: 2 a multiply-add, and attention whole, where `forward_cost` takes half."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from model import forward_cost, read_hf_config
+    from training.model import forward_cost, read_hf_config
 
     path = make_model(tmp_path / "model", family, tied=True)
     hf, plain = read_hf_config(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -748,7 +748,7 @@ def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, mes
 
 
 def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir):
-    from model import read_hf_config, transformer_config
+    from training.model import read_hf_config, transformer_config
 
     with pytest.raises(ValueError, match=f"--model {tmp_path}/nothing: not a Hugging Face model directory"):
         make_actor(f"{tmp_path}/nothing")

@@ -30,7 +30,7 @@ from algorithms import (
 from config import Config
 from losses import KL, MEANS, Tokens, cispo_loss, clipped_loss, gspo_loss, is_within, truncated_weights
 from objective import Known, known_of, policy_loss, update_metrics
-from rollout import Sample
+from sample import Sample
 
 ROWS = list(ALGORITHMS)
 CPU = torch.device("cpu")

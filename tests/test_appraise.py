@@ -13,8 +13,8 @@ from fakes import simulate, to_text, write_answer
 import run
 from algorithms import ALGORITHMS, moments, multiplier_of, rewards_of, set_advantages, signals_of, update_multiplier, whiten
 from controller import State
+from engines.engine import Answer
 from losses import Tokens
-from rollout import Answer
 
 LAYOUTS = [("full", 1, 1), ("partial", 4, 2), ("partial", 3, 1)]
 README = (Path(__file__).parent.parent / "README.md").read_text()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
-from balance import deal, flat, pack, pack_evenly, packed_length, plan_batch, spread
-from rollout import Sample
+from sample import Sample
+from scheduling.balance import deal, flat, pack, pack_evenly, packed_length, plan_batch, spread
 
 
 def cost(tokens: int) -> int:

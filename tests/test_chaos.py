@@ -39,13 +39,13 @@ if __name__ == "__main__":
 from fakes import FakeReport, simulate, to_text
 
 import checkpoint
-import durable
 import resume
 from config import Config
 from data import Prompts
-from draws import Groups
-from pool import Pool
-from watch import Watch
+from engines.pool import Pool
+from engines.watch import Watch
+from runtime import atomic_files
+from scheduling.dynamic_sampling import Groups
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
 HELD_OUT = 2  # prompts of an evaluation
@@ -178,10 +178,10 @@ def check_files(out, damaged, best, keep):
 
     A damaged one may have been put aside by a start that failed later.
     """
-    steps = durable.steps_in(out / "checkpoints")
+    steps = atomic_files.steps_in(out / "checkpoints")
     for step in steps:
         folder = out / "checkpoints" / f"step_{step}"
-        assert step in damaged or not durable.damage(folder), f"step {step}: {durable.damage(folder)}"
+        assert step in damaged or not atomic_files.damage(folder), f"step {step}: {atomic_files.damage(folder)}"
         if step not in damaged:
             common = json.loads((folder / "common.json").read_text())
             shards = {path.read_text() for path in folder.glob("megatron/__*_0.distcp")}
@@ -279,7 +279,7 @@ def flip_a_byte(rng, out):
     name = path.relative_to(out / "checkpoints").parts[0]
     if name == checkpoint.TRACKER:
         return [name]
-    return [step] if (step := durable.step_of(out / "checkpoints" / name)) is not None else []
+    return [step] if (step := atomic_files.step_of(out / "checkpoints" / name)) is not None else []
 
 
 class Trial:
@@ -333,7 +333,7 @@ class Trial:
         check_files(self.out, self.damaged, self.best, self.config.keep)
         self.jobs.clear()  # those of the life before
         found = resume.prepare(self.config, self.out, self.told.append)
-        assert not list(self.out.glob(f"checkpoints/*{durable.PARTIAL}*"))
+        assert not list(self.out.glob(f"checkpoints/*{atomic_files.PARTIAL}*"))
         rows = list(resume.whole_rows(self.out / "metrics.jsonl"))
         assert [row["step"] for row in rows] == list(range(found.step if found else 0)), "a checkpoint's step has no row"
         if found is None:
@@ -405,7 +405,7 @@ def try_seed(seed, folder):
     try:
         with ExitStack() as stack:
             for module, name in PLACES:
-                stack.enter_context(patch.object(module, name, struck(vars(durable)[name])))
+                stack.enter_context(patch.object(module, name, struck(vars(atomic_files)[name])))
             return trial.run(), ""
     except Exception as error:  # of any kind: a broken invariant, here or in the fakes, or the real code's own
         return "", f"{type(error).__name__}: {error}".splitlines()[0]
@@ -488,7 +488,7 @@ def too_early():
 
     def complete(self, saving, parts):
         target = self.folder / f"step_{saving.step}"
-        durable.put_away(target)
+        atomic_files.put_away(target)
         saving.folder.rename(target)
         THE_DISK[0].change()
         target.rename(saving.folder)

@@ -23,15 +23,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
-import durable
 import placement
 from controller import State
 from data import Prompts
-from draws import Groups
-from forked import ForkedWriter
-from pool import RoleLoad
-from rebalance import Load
-from rollout import Sample
+from engines.pool import RoleLoad
+from runtime import atomic_files
+from runtime.background_writer import ForkedWriter
+from sample import Sample
+from scheduling.dynamic_sampling import Groups
+from scheduling.rebalance import Load
 
 ROOT = Path(__file__).parent.parent
 EVERY_FILE = {"manifest.json", "common.json", "controllers/rank_0.json", "controllers/rank_1.json", "megatron/common.pt"}
@@ -45,8 +45,8 @@ def files_of(folder: Path) -> set[str]:
 def saved_steps(out: Path) -> list[int]:
     """Of the whole checkpoints; the tracker names the newest, and nothing else lies there."""
     checkpoints = out / "checkpoints"
-    steps = [step for step in durable.steps_in(checkpoints) if not durable.damage(checkpoints / f"step_{step}")]
-    assert durable.read_canonical(checkpoints / checkpoint.TRACKER) == {"step": steps[0]}
+    steps = [step for step in atomic_files.steps_in(checkpoints) if not atomic_files.damage(checkpoints / f"step_{step}")]
+    assert atomic_files.read_canonical(checkpoints / checkpoint.TRACKER) == {"step": steps[0]}
     assert {path.name for path in checkpoints.iterdir()} == {"latest.json", *(f"step_{step}" for step in steps)}
     return steps
 
@@ -152,7 +152,7 @@ def test_a_critic_has_a_folder_of_its_own(tmp_path):
     jobs, _ = simulate("partial", 2, steps=3, save_every=1, algorithm="ppo", out=tmp_path / "more", resumed=folder)
     assert {critic.version for job in jobs for critic in job.critics} == {3}
     (folder / "critic_reward" / "__0_0.distcp").unlink()
-    assert "critic_reward/__0_0.distcp" in durable.damage(folder)
+    assert "critic_reward/__0_0.distcp" in atomic_files.damage(folder)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +270,12 @@ def test_without_partial_rollout_nothing_is_carried():
 def test_any_changed_byte_of_a_json_file_shows(tmp_path_factory, value, where, byte):
     """It reads as nothing, or as something else, white space included."""
     path = tmp_path_factory.getbasetemp() / "canonical.json"
-    durable.write_whole(path, value)
-    assert durable.read_canonical(path) == value
+    atomic_files.write_whole(path, value)
+    assert atomic_files.read_canonical(path) == value
     content = bytearray(path.read_bytes())
     content[where % len(content)] ^= byte
     path.write_bytes(content)
-    assert durable.read_canonical(path) != value
+    assert atomic_files.read_canonical(path) != value
 
 
 def test_the_name_of_a_checkpoint(tmp_path):
@@ -283,8 +283,8 @@ def test_the_name_of_a_checkpoint(tmp_path):
     for name in ("step_3", "step_12", "step_12.partial-77", "step_x", "steps", "7"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_99").write_text("no folder")
-    assert durable.steps_in(tmp_path) == [12, 3]
-    assert durable.step_of(tmp_path / "7") is None
+    assert atomic_files.steps_in(tmp_path) == [12, 3]
+    assert atomic_files.step_of(tmp_path / "7") is None
 
 
 # ---------------------------------------------------------------- the process that writes
@@ -418,7 +418,7 @@ def test_a_disk_that_is_full_at_the_very_end(tmp_path, monkeypatch, name):
         whole = FakeActor.snapshot
         monkeypatch.setattr(FakeActor, "snapshot", lambda self, folder: (whole(self, folder)[0], fail))
     elif name == "write_whole":
-        original = durable.write_whole
+        original = atomic_files.write_whole
         monkeypatch.setattr(checkpoint, name, lambda path, value: fail() if path.name == "manifest.json" else original(path, value))
     else:
         monkeypatch.setattr(checkpoint, name, fail)
@@ -459,8 +459,8 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path):
     for writer in writers:
         wait_for(lambda writer=writer: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
     checkpoints = tmp_path / "checkpoints"
-    assert writers and durable.steps_in(checkpoints) == [1] and not durable.damage(checkpoints / "step_1")
-    assert durable.read_canonical(checkpoints / "latest.json") == {"step": 1}
+    assert writers and atomic_files.steps_in(checkpoints) == [1] and not atomic_files.damage(checkpoints / "step_1")
+    assert atomic_files.read_canonical(checkpoints / "latest.json") == {"step": 1}
     assert any(path.name.startswith("step_2.partial-") for path in checkpoints.iterdir())
 
 
@@ -548,7 +548,7 @@ def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
         model, weights = kind.from_pretrained(saved / "checkpoints" / "step_2" / folder), result(saved, "save")[which]
         assert dict(model.named_parameters()).keys() == weights.keys()
         assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
-    manifest = durable.read_canonical(saved / "checkpoints" / "step_2" / "manifest.json")
+    manifest = atomic_files.read_canonical(saved / "checkpoints" / "step_2" / "manifest.json")
     assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= manifest.keys()
 
 
@@ -556,14 +556,14 @@ def test_one_flipped_byte_in_any_file_shows(saved, tmp_path):
     """In each file once, and at 100 random places over all of them."""
     folder, rng = tmp_path / "step_2", random.Random(0)
     shutil.copytree(saved / "checkpoints" / "step_2", folder)
-    assert files_of(folder) >= EVERY_FILE and durable.damage(folder) == ""
+    assert files_of(folder) >= EVERY_FILE and atomic_files.damage(folder) == ""
     paths = [folder / name for name in sorted(files_of(folder)) if (folder / name).stat().st_size]
     for path in paths + rng.choices(paths, [path.stat().st_size for path in paths], k=100):
         at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
         flip(path, at, bit)
-        assert durable.damage(folder), f"byte {at} of {path.name} changed by {bit} unseen"
+        assert atomic_files.damage(folder), f"byte {at} of {path.name} changed by {bit} unseen"
         flip(path, at, bit)
-    assert durable.damage(folder) == ""
+    assert atomic_files.damage(folder) == ""
 
 
 def flip(path: Path, at: int, bits: int) -> None:
@@ -578,13 +578,13 @@ def flip(path: Path, at: int, bits: int) -> None:
 @given(columns=st.integers(1, 7), start=st.integers(0, 40), length=st.integers(0, 40))
 def test_a_stretch_of_a_matrix_is_up_to_three_rectangles(columns, start, length):
     """Which are the stretch, element for element and in order; 6 of 3 columns from 2 on by hand: a tail, a row, a head."""
-    import shards
+    from training import sharded_checkpoint
 
-    found = list(shards.rectangles(start, start + length, columns))
+    found = list(sharded_checkpoint.rectangles(start, start + length, columns))
     elements = [(row + r) * columns + column + c for row, column, rows, wide in found for r in range(rows) for c in range(wide)]
     assert elements == list(range(start, start + length)) and len(found) <= 3
     assert all(column + wide <= columns for _, column, _, wide in found)
-    assert list(shards.rectangles(2, 8, 3)) == [(0, 2, 1, 1), (1, 0, 1, 3), (2, 0, 1, 2)]
+    assert list(sharded_checkpoint.rectangles(2, 8, 3)) == [(0, 2, 1, 1), (1, 0, 1, 3), (2, 0, 1, 2)]
 
 
 class Evil:
@@ -594,17 +594,17 @@ class Evil:
 
 def test_a_checkpoint_never_executes_code(saved, tmp_path):
     """The one pickle in it names descriptions of tensors and nothing else."""
-    import shards
+    from training import sharded_checkpoint
 
     shutil.copytree(saved / "checkpoints" / "step_2" / "megatron", tmp_path / "megatron")
     metadata = tmp_path / "megatron" / ".metadata"
     with metadata.open("rb") as file:
-        shards.OnlyDescriptions(file).load()
+        sharded_checkpoint.OnlyDescriptions(file).load()
     evil = Evil()
     evil.path = tmp_path / "executed"
     metadata.write_bytes(pickle.dumps(evil))
     with pytest.raises(ValueError, match=r"posix.system, which has no place there"):
-        shards.load(None, tmp_path / "megatron")
+        sharded_checkpoint.load(None, tmp_path / "megatron")
     assert not (tmp_path / "executed").exists()
 
 

@@ -7,10 +7,11 @@ from fakes import FakeSource, simulate, write_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import draws
 import placement
 from config import Config
-from rollout import Answer, Sample
+from engines.engine import Answer
+from sample import Sample
+from scheduling import dynamic_sampling
 
 LAYOUTS = [("full", 1, 1), ("full", 2, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 1), ("partial", 4, 4)]
 
@@ -216,10 +217,10 @@ def test_a_group_is_informative_if_its_judged_answers_differ():
     def group(*rewards):
         return [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
 
-    assert draws.is_informative(group(0.0, 1.0, None))
-    assert not draws.is_informative(group(1.0, 1.0))
-    assert not draws.is_informative(group(1.0, None))
-    assert not draws.is_informative(group(None, None))
+    assert dynamic_sampling.is_informative(group(0.0, 1.0, None))
+    assert not dynamic_sampling.is_informative(group(1.0, 1.0))
+    assert not dynamic_sampling.is_informative(group(1.0, None))
+    assert not dynamic_sampling.is_informative(group(None, None))
 
 
 @pytest.mark.parametrize(

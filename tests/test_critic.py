@@ -23,11 +23,11 @@ from test_actor import make_model, make_samples, save
 from transformers import AutoModelForSequenceClassification
 
 import controller
-from batch import NO_TARGET, make_micro_batches
 from config import Config
-from model import check_critic
 from reference import Reference
-from rollout import Sample
+from sample import Sample
+from training.model import check_critic
+from training.packing import NO_TARGET, make_micro_batches
 
 LEARNING_RATES = [1e-3, 2e-3, 2e-3]  # worked by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
 

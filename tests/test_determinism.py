@@ -12,8 +12,8 @@ from fakes import FakeReport, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import report
-from rollout import seed_of
+from engines.engine import seed_of
+from reporting.metrics import local_facts, summarize
 from tests.test_demo import train
 
 # ---------------------------------------------------------------- seeds
@@ -55,8 +55,8 @@ class MeasuredReport(FakeReport):
         self.metrics = []
 
     async def step(self, step, served, samples, stats, job):
-        facts = await job.world.gather(report.local_facts(served, samples, job.timeline.spans, job))
-        metrics = report.summarize(facts, {"rollout": 1, "genrm": 1}) | stats
+        facts = await job.world.gather(local_facts(served, samples, job.timeline.spans, job))
+        metrics = summarize(facts, {"rollout": 1, "genrm": 1}) | stats
         self.metrics.append(metrics | {"rollout/groups_per_kept": job.state.groups_per_kept})
         await super().step(step, served, samples, stats, job)
 

@@ -22,12 +22,12 @@ from models import save_model
 from test_command import SMALL, Run
 
 import data
-import doors
-import orphans
 from config import parse_config, printable
-from report import Progress, Report
-from rollout import Sample
-from server import server_flags
+from engines import orphans
+from engines.server import server_flags
+from reporting.metrics import Progress, Report
+from runtime import rendezvous
+from sample import Sample
 
 ROOT = Path(__file__).parent.parent
 STEPS = 12  # of the run that is looked at: it must still serve when all has been asked
@@ -41,12 +41,12 @@ PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leav
 
 def test_an_interface_is_found_by_its_address():
     """Loopback is `lo`; an address that no interface has is named, and so are those to choose from."""
-    assert doors.interface_of("127.0.0.1") == "lo"
+    assert rendezvous.interface_of("127.0.0.1") == "lo"
     with pytest.raises(ValueError, match=r"--host 203.0.113.7 is not an address of this machine; it has .*127.0.0.1"):
-        doors.interface_of("203.0.113.7")
+        rendezvous.interface_of("203.0.113.7")
 
 
-FOLDER = "import doors; print(doors.private_folder())"
+FOLDER = "import doors; print(rendezvous.private_folder())"
 
 
 def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
@@ -72,7 +72,7 @@ def test_ranks_of_several_machines_cannot_meet_on_loopback(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "lo")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"):
-        doors.meeting_point("127.0.0.1")
+        rendezvous.meeting_point("127.0.0.1")
 
 
 # ---------------------------------------------------------------- text from a model

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import Prompts
-from draws import MOST_CUTS, Draws, Groups, is_written, moving_average
-from rollout import Sample
+from sample import Sample
+from scheduling.dynamic_sampling import MOST_CUTS, Draws, Groups, is_written, moving_average
 from tests.fakes import FakeSource
 
 SEEDS = st.integers(0, 2**32)

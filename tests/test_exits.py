@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-import exits
+from runtime import shutdown
 
 
 async def signalled(stop, times, seconds, cleaned):
@@ -22,7 +22,7 @@ async def signalled(stop, times, seconds, cleaned):
 
     for after, number in times.items():
         asyncio.get_running_loop().call_later(after, os.kill, os.getpid(), number)
-    return await exits.until_told(work(), stop)
+    return await shutdown.until_told(work(), stop)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,15 @@ async def signalled(stop, times, seconds, cleaned):
         (True, {0.05: signal.SIGTERM}, "done"),  # asked to stop, and does so by itself
         (True, {0.05: signal.SIGINT, 0.1: signal.SIGINT}, "done"),  # torchrun passes it on again
         (True, {0.05: signal.SIGINT, 0.3: signal.SIGINT}, "cancelled"),  # somebody means it
-        (True, {0.05: exits.LEAVE}, "cancelled"),
+        (True, {0.05: shutdown.LEAVE}, "cancelled"),
         (False, {0.05: signal.SIGTERM}, "cancelled"),
         (False, {0.05: signal.SIGINT, 0.1: signal.SIGTERM}, "cancelled"),  # the echo doesn't cut the cleanup short
     ],
 )
 def test_signals(monkeypatch, gently, times, ends):
     """Whatever comes, the cleanup runs to its end; the first signal is remembered."""
-    monkeypatch.setattr(exits, "ECHO_S", 0.15)
-    stop, cleaned = exits.Stop(gently=gently), []
+    monkeypatch.setattr(shutdown, "ECHO_S", 0.15)
+    stop, cleaned = shutdown.Stop(gently=gently), []
     if ends == "done":
         assert asyncio.run(signalled(stop, times, 0.5, cleaned)) == "done"
     else:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-import figure
-import timeline as tl
+from reporting import figure
+from reporting import timeline as tl
 
 
 def spans_of(intervals, name="rollout", rank=0, step=0):

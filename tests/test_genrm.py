@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrm
-import serving
-from rollout import Answer, Sample
+import rollout
+from engines.engine import Answer
+from sample import Sample
 
 TEXT = st.text(alphabet="0123456789>#{}\\boxed \nx+=;:.YNverdict", max_size=40)
 
@@ -646,10 +647,10 @@ def test_each_judge_must_speak(failed, parsed, named):
     """One that never gives a verdict stops the run, though the others do."""
     config = SimpleNamespace(judge=("A", "B"), judges=2, judge_format=("addition", "chat"), judge_timeout_s=9.0, max_judge_failures=5)
     if named is None:
-        serving.check_judge(config, failed, parsed)
+        rollout.check_judge(config, failed, parsed)
     else:
         with pytest.raises(ValueError, match=re.escape(named)):
-            serving.check_judge(config, failed, parsed)
+            rollout.check_judge(config, failed, parsed)
 
 
 # ---------------------------------------------------------------- judgements that are given up

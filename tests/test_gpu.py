@@ -21,7 +21,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(tmp_path):
     from safetensors.torch import load_file
 
     from config import Config
-    from rollout import Engine, Sampling
+    from engines.engine import Engine, Sampling
 
     model_dir = tiny_models.make_tiny_qwen3(tmp_path / "model")
     config = SimpleNamespace(**dataclasses.asdict(Config()) | {"mem_fraction": 0.5, "deterministic": False})

@@ -8,8 +8,8 @@ from fakes import simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool import Pool, RoleLoad
-from watch import News
+from engines.pool import Pool, RoleLoad
+from engines.watch import News
 
 
 def pool_of(*outstanding, rank=0, models=None):

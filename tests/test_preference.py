@@ -28,16 +28,16 @@ from test_critic import make_value_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import data
-import evaluation
-import exits
 import genrm
-import preference
 import run
-import warmstart
+from commands import evaluate, finetune
+from commands.evaluate import pass_at_k, summarize
+from commands.finetune import compared, read_examples, scored, spoken
 from config import parse_config
-from evaluation import pass_at_k, summarize
-from preference import compared, read_examples, scored, spoken
-from rollout import Answer, Sample
+from engines.engine import Answer
+from recipes.addition import warmstart
+from runtime import shutdown
+from sample import Sample
 
 LEARNING_RATES = [5e-4, 1e-3, 7.5e-4]  # worked by hand from config_of: 1e-3 after 2 steps of warm-up, to one half at the 4th
 LAYOUTS = {  # name -> ranks, sizes
@@ -298,30 +298,30 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in (good, row)))
     with pytest.raises(ValueError) as caught:
-        read_examples(path, preference.TASKS[command].read, tokenizers[tokenizer], config_of(command, "m"))
+        read_examples(path, finetune.TASKS[command].read, tokenizers[tokenizer], config_of(command, "m"))
     assert message in str(caught.value) and f"{path}:2: " in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_held_out_examples_are_never_trained_on_and_an_epoch_has_all_others():
     rows = [[Sample(number, 0, [1], response=[2])] for number in range(50)]
-    examples = preference.Examples(rows, seed=3, held_out=200)
+    examples = finetune.Examples(rows, seed=3, held_out=200)
     held_out = {sample.prompt_id for (sample,) in examples.held_out}
     drawn = [sample.prompt_id for step in range(9) for (sample,) in examples.batch(step, 10)]  # two epochs of 45
     assert len(held_out) == 5 and len(drawn) == 90
     for epoch in (drawn[:45], drawn[45:]):
         assert sorted(epoch) == sorted(set(range(50)) - held_out)
     assert drawn[:45] != drawn[45:]
-    again = preference.Examples(rows, 3, 200)
+    again = finetune.Examples(rows, 3, 200)
     assert [example[0].prompt_id for example in again.batch(5, 10)] == drawn[50:60]  # no need to draw what came before
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
-    rows = preference.demo_rows(command, seed=0, count=40)
+    rows = finetune.demo_rows(command, seed=0, count=40)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = read_examples(path, preference.TASKS[command].read, tokenizers["text"], parse_config([command]))
-    assert len(examples.held_out) == 4 and rows == preference.demo_rows(command, seed=0, count=40)
+    examples = read_examples(path, finetune.TASKS[command].read, tokenizers["text"], parse_config([command]))
+    assert len(examples.held_out) == 4 and rows == finetune.demo_rows(command, seed=0, count=40)
     for row in rows if command != "sft" else ():
         a, b = map(int, row["prompt"][:-1].split("+"))
         assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
@@ -364,8 +364,8 @@ def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
     out, progress = path / "out", Quiet()
     given = ["--model", str(path / "model"), "--out", str(out), "--max-tokens-per-micro-batch", "1024", *arguments]
     config = parse_config([command, *given])
-    asyncio.run(preference.prepare(config, 0, progress.line, lambda config: {"command": config.command}))
-    preference.train(config, out, progress, rank=0)
+    asyncio.run(finetune.prepare(config, 0, progress.line, lambda config: {"command": config.command}))
+    finetune.train(config, out, progress, rank=0)
     return out
 
 
@@ -377,7 +377,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert [row["step"] for row in rows] == list(range(9))
     held_out = {row["step"]: row[f"{command}/held_out_loss"] for row in rows if f"{command}/held_out_loss" in row}
     assert list(held_out) == [0, 5, 8] and held_out[8] < held_out[0] - 0.01
-    metrics = preference.TASKS[command].metrics
+    metrics = finetune.TASKS[command].metrics
     assert {f"{command}/{name}" for name in (*metrics, "lr", "grad_norm", "skipped")} | {"time/step_s"} <= rows[7].keys()
     assert command == "sft" or 0 <= rows[8][f"{command}/held_out_accuracy"] <= 1
     assert list((out / "tensorboard").iterdir()) and json.loads((out / "config.json").read_text()) == {"command": command}
@@ -387,8 +387,8 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
 
 def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
     """After --max-skips updates whose loss isn't finite, by name; the weights stay."""
-    broken = replace(preference.TASKS["sft"], loss=lambda samples, trainer: not_a_number)
-    monkeypatch.setitem(preference.TASKS, "sft", broken)
+    broken = replace(finetune.TASKS["sft"], loss=lambda samples, trainer: not_a_number)
+    monkeypatch.setitem(finetune.TASKS, "sft", broken)
     with pytest.raises(ValueError, match="--max-skips 2: the loss or the gradient"):
         run_on_demo("sft", tmp_path, "--max-skips", "2", "--eval-prompts", "0", "--batch-size", "4")
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -436,7 +436,7 @@ def test_a_command_that_is_started_the_wrong_way(command, ranks, message, monkey
     if ranks:
         monkeypatch.setenv("WORLD_SIZE", ranks)
     with pytest.raises(ValueError, match=message):
-        run.choose(parse_config([command, *(["--model", "m"] if command == "eval" else [])]), exits.Stop())
+        run.choose(parse_config([command, *(["--model", "m"] if command == "eval" else [])]), shutdown.Stop())
 
 
 def test_commands_and_where_they_leave_things():
@@ -477,12 +477,12 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     engine = FakeEngine(tokenizers["text"])
-    monkeypatch.setattr(evaluation, "Engine", SimpleNamespace(launch=lambda *settings: engine))
+    monkeypatch.setattr(evaluate, "Engine", SimpleNamespace(launch=lambda *settings: engine))
     out = tmp_path / "out"
     given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(out), "--judge-format", "addition"]
     given += ["--samples", "5", "--pass-at", "1", "2"]
     config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
-    assert asyncio.run(evaluation.run(config, exits.Stop())) == (0, "") and engine.closed
+    assert asyncio.run(evaluate.run(config, shutdown.Stop())) == (0, "") and engine.closed
     found = json.loads((out / "eval.json").read_text())
     of_first = {"eval/accuracy": 1, "eval/pass@1": 2 / 5, "eval/pass@2": 1 - 3 / 10}  # 3 of the 10 ways to draw 2 have no right one
     assert {name: found[name] for name in of_first} == pytest.approx({name: value / 2 for name, value in of_first.items()})

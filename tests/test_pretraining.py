@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import parse_config
-from pretraining import add_texts, choose, metrics, read_texts
+from training.ptx import add_texts, choose, metrics, read_texts
 
 TEXTS = [([1], [number]) for number in range(7)]
 

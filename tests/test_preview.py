@@ -15,10 +15,10 @@ import pytest
 from models import save_model
 from tiny_models import make_tiny_qwen3
 
-import preview
+from commands import dry_run
+from commands.dry_run import Place, critic_shapes, device_map, engine_bytes, parameters, qwen3_shapes, trainer_bytes
 from config import Config, check_batch, parse_config
-from preview import Place, critic_shapes, device_map, engine_bytes, parameters, qwen3_shapes, trainer_bytes
-from server import checkpoint_shapes
+from engines.server import checkpoint_shapes
 
 ROOT = Path(__file__).parent.parent
 DEMO = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, head_dim=24)
@@ -76,16 +76,16 @@ def test_a_ranks_part_of_a_critic_by_hand():
 
 def test_memory_counts_critics_and_the_reference():
     """Only where the algorithm has them, and is trained."""
-    lines = preview.memory(settings(), TWO_LAYERS, [TWO_LAYERS], 2)
+    lines = dry_run.memory(settings(), TWO_LAYERS, [TWO_LAYERS], 2)
     assert not any("critic" in line or "reference" in line for line in lines)
     ppo = settings(algorithm="ppo", kl_coef=0.1, pp=2)
-    lines = preview.memory(ppo, TWO_LAYERS, [TWO_LAYERS], 2)
+    lines = dry_run.memory(ppo, TWO_LAYERS, [TWO_LAYERS], 2)
     assert [line.split(":")[0].strip() for line in lines[1:6]] == [
         "actor, stage 0 of 2", "actor, stage 1 of 2", "reward critic, stage 0 of 2", "reward critic, stage 1 of 2",
         "reference, in the host's memory",
     ]  # fmt: skip
     assert lines[5].endswith("weights 0.0; together 0.0")
-    lines = preview.memory(dataclasses.replace(ppo, rollout_only=True), TWO_LAYERS, [TWO_LAYERS], 2)
+    lines = dry_run.memory(dataclasses.replace(ppo, rollout_only=True), TWO_LAYERS, [TWO_LAYERS], 2)
     assert not any("critic" in line or "reference" in line for line in lines)
 
 
@@ -206,7 +206,7 @@ def test_check_names_a_taken_port(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 23026))
         taken.listen()
-        assert preview.check(settings(port=23024)) == 1
+        assert dry_run.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
     assert "! ports" in printed and "23024-23027 on 127.0.0.1: 23026 taken" in printed and printed.endswith("missing: ports\n")
 
@@ -219,9 +219,9 @@ def test_check_names_what_is_not_there(capsys, monkeypatch):
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(preview, "version", version)
+    monkeypatch.setattr(dry_run, "version", version)
     monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
-    assert preview.check(settings(port=23024)) == 1
+    assert dry_run.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
     assert "! sglang         not installed (pinned: ==0.5.23)" in printed
     assert printed.endswith("missing: sglang, memory\n")

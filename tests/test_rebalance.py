@@ -9,9 +9,9 @@ from statistics import fmean
 
 import pytest
 
+from engines.pool import RoleLoad
 from placement import Plan, auto, full_colocation, partial_colocation
-from pool import RoleLoad
-from rebalance import COOL_DOWN, HISTORY, TRY_AGAIN, Load, fit, rebalance
+from scheduling.rebalance import COOL_DOWN, HISTORY, TRY_AGAIN, Load, fit, rebalance
 
 STEPS = 60
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-import durable
 import resume
-import timeline
 from config import Config, parse_config
+from reporting import timeline
+from runtime import atomic_files
 
 ROOT = Path(__file__).parent.parent
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
@@ -26,10 +26,10 @@ def make_checkpoint(out: Path, step: int, config: Config = CONFIG) -> Path:
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
-    (folder / "common.json").write_text(durable.canonical({"step": step, "config": resume.settings_of(config)}))
+    (folder / "common.json").write_text(atomic_files.canonical({"step": step, "config": resume.settings_of(config)}))
     files = ("common.json", "megatron/__0_0.distcp")
-    durable.write_whole(folder / "manifest.json", {name: durable.digest(folder / name) for name in files})
-    durable.write_whole(out / "checkpoints" / "latest.json", {"step": step})
+    atomic_files.write_whole(folder / "manifest.json", {name: atomic_files.digest(folder / name) for name in files})
+    atomic_files.write_whole(out / "checkpoints" / "latest.json", {"step": step})
     return folder
 
 
@@ -92,8 +92,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path):
     assert found.step == 10
     assert said[0].startswith("DAMAGED CHECKPOINT") and "step_20: megatron/__0_0.distcp is missing or was changed" in said[0]
     assert steps_of(out / "metrics.jsonl") == list(range(10))
-    assert durable.steps_in(out / "checkpoints") == [10] and (out / "checkpoints" / "aside_20").is_dir()
-    assert durable.read_canonical(out / "checkpoints" / "latest.json") == {"step": 10}
+    assert atomic_files.steps_in(out / "checkpoints") == [10] and (out / "checkpoints" / "aside_20").is_dir()
+    assert atomic_files.read_canonical(out / "checkpoints" / "latest.json") == {"step": 10}
     assert prepared(out)[0].step == 10
 
 
@@ -109,7 +109,7 @@ def test_it_never_starts_from_nothing_over_checkpoints(tmp_path, what):
     for step in (10, 20) * (what == "all damaged"):
         spoil(out / "checkpoints" / f"step_{step}")
     for step in (10, 20) * (what == "all gone"):
-        durable.put_away(out / "checkpoints" / f"step_{step}")
+        atomic_files.put_away(out / "checkpoints" / f"step_{step}")
     with pytest.raises(ValueError, match="--resume never") as error:
         prepared(out)
     assert len(str(error.value).splitlines()) == 1 and len((out / "metrics.jsonl").read_text().splitlines()) == 26
@@ -121,7 +121,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
     """What it had begun to write is moved aside with it."""
     out = make_run(tmp_path / "run", steps=(), rows=3)
     (out / "checkpoints" / "step_10.partial-1").mkdir(parents=True)
-    durable.write_whole(out / "checkpoints" / "latest.json", {"step": 0})
+    atomic_files.write_whole(out / "checkpoints" / "latest.json", {"step": 0})
     found, said = prepared(out)
     assert found is None and said == [f"moved the earlier run in {out} to {tmp_path}/run-1"]
 
@@ -129,9 +129,9 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
 def test_a_checkpoint_without_its_tracker_s_update_is_still_the_newest(tmp_path):
     """The run died between the two."""
     out = make_run(tmp_path / "run")
-    durable.write_whole(out / "checkpoints" / "latest.json", {"step": 10})
+    atomic_files.write_whole(out / "checkpoints" / "latest.json", {"step": 10})
     assert prepared(out)[0].step == 20
-    assert durable.read_canonical(out / "checkpoints" / "latest.json") == {"step": 20}
+    assert atomic_files.read_canonical(out / "checkpoints" / "latest.json") == {"step": 20}
 
 
 @pytest.mark.parametrize("rows,steps,goes_on", [(41, 40, False), (40, 40, True), (41, 50, True), (41, 30, False)])
@@ -160,7 +160,7 @@ def test_an_older_checkpoint_of_this_run_by_name(tmp_path):
     out = make_run(tmp_path / "run")
     found, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
     assert found.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
-    assert durable.steps_in(out / "checkpoints") == [10] and not durable.damage(out / "checkpoints" / "aside_20")
+    assert atomic_files.steps_in(out / "checkpoints") == [10] and not atomic_files.damage(out / "checkpoints" / "aside_20")
     assert prepared(out)[0].step == 10
 
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_run_by_name(tmp_path):
     found, said = prepared(out, resume=str(other / "checkpoints" / "step_10"))
     assert found == resume.Found(other / "checkpoints" / "step_10", 10, 0.0)
     assert said[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
-    assert durable.steps_in(other / "checkpoints") == [20, 10] and len((other / "metrics.jsonl").read_text().splitlines()) == 26
+    assert atomic_files.steps_in(other / "checkpoints") == [20, 10] and len((other / "metrics.jsonl").read_text().splitlines()) == 26
     assert not (out / "checkpoints").exists()
 
 
@@ -270,7 +270,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path):
     assert all(0 < row["time/save_s"] < row["time/step_s"] for row in rows[:4])
     starts = [min(s.start for s in timeline.read(out / "spans").spans if s.step == step and s.name == "serve") for step in range(4)]
     assert starts == sorted(starts)
-    assert durable.steps_in(out / "checkpoints") == [4, 3] and (out / "checkpoints" / "step_4" / "hf" / "model.safetensors").is_file()
+    assert atomic_files.steps_in(out / "checkpoints") == [4, 3] and (out / "checkpoints" / "step_4" / "hf" / "model.safetensors").is_file()
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest.json", "step_3", "step_4"]
     said = Launched(out, "--steps", "5", "--save-every", "1", port=22040).wait()
     assert "step_4, after 4 steps" in said and "--steps 5 (was 4)" in said

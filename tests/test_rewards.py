@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import rewards
 from algorithms import ALGORITHMS, lagrangian, multiplier_of, set_advantages, signals_of, update_multiplier
 from config import Config, parse_config
-from draws import is_informative
-from rollout import Sample
+from sample import Sample
+from scheduling.dynamic_sampling import is_informative
 
 HALF = "def reward(sample):\n    return 0.5 if len(sample.text) % 2 else 0.0\n"
 

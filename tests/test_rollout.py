@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import Engine, Sampling
-from scoring import ScoringEngine
-from server import buckets, checkpoint_shapes, retry_broken, server_flags
+from engines.engine import Engine, Sampling
+from engines.reward_model import ScoringEngine
+from engines.server import buckets, checkpoint_shapes, retry_broken, server_flags
 from tests.tiny_models import EOS, make_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ import central
 from central import ANSWERS, MEDIA_BYTES, PROMPTS_A_RANK, RANKS
 
 import controller
-import serving
+import rollout
 
 TRAINED = PROMPTS_A_RANK * ANSWERS  # samples a rank and step
 
@@ -50,7 +50,7 @@ def test_nothing_is_held_of_the_step_before():
 
     async def serve(job, serve_wave):
         held.append(job.world.tally.held)
-        return await serving.serve(job, serve_wave)
+        return await rollout.serve(job, serve_wave)
 
     with mock.patch.object(controller, "serve", serve):
         central.measure("parallel", 8, steps=3)

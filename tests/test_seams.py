@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
-import seams
-from rollout import Sample
-from seams import choose, read_replay, rollout_only, train_only
+from commands import replay
+from commands.replay import choose, read_replay, rollout_only, train_only
+from sample import Sample
 
 LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 4), ("auto", 4, 1)]
 
@@ -199,4 +199,4 @@ def test_a_bad_replay_is_named(tmp_path, text, named):
 
 def test_a_missing_replay_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"--replay .*nowhere: no such file"):
-        seams.read_replay(tmp_path / "nowhere")
+        replay.read_replay(tmp_path / "nowhere")

@@ -10,9 +10,10 @@ from fakes import simulate, write_answer, write_verdict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import serving
-from draws import MOST_CUTS, Draws
-from rollout import Answer, Sample
+import rollout
+from engines.engine import Answer
+from sample import Sample
+from scheduling.dynamic_sampling import MOST_CUTS, Draws
 
 
 def served_by(jobs, step):
@@ -135,8 +136,8 @@ def test_a_judgement_is_not_begun_once_the_step_is_closed():
             asked.append(sample)
 
     async def close_before_it_begins():
-        step = serving.Step(SimpleNamespace(judge=Judge()), Draws(1, in_order=False))
-        judging = asyncio.create_task(serving.judge_one(step, Sample(0, 0, [1])))
+        step = rollout.Step(SimpleNamespace(judge=Judge()), Draws(1, in_order=False))
+        judging = asyncio.create_task(rollout.judge_one(step, Sample(0, 0, [1])))
         step.closed = True
         await judging
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
-import draws
-import report
-import serving
-import timeline as tl
+import rollout
 from config import Config
+from engines.pool import RoleLoad
 from placement import Plan
-from pool import RoleLoad
-from rebalance import Load
-from rollout import Sample
+from reporting import timeline as tl
+from reporting.metrics import Report, local_facts, summarize
+from sample import Sample
+from scheduling import dynamic_sampling
+from scheduling.rebalance import Load
 
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit
 QUARTERS = st.integers(0, 40).map(lambda n: n / 4)
@@ -307,7 +307,7 @@ SECOND = facts(
 
 def test_metrics_of_hand_worked_facts():
     """Two controllers; every number worked out by hand."""
-    metrics = report.summarize([FIRST, SECOND], {"rollout": 8, "genrm": 2})
+    metrics = summarize([FIRST, SECOND], {"rollout": 8, "genrm": 2})
     expected = {
         "cost/unfiltered_mean": 0.5, "reward/mean": 5 / 8, "reward/unfiltered_mean": 6 / 11, "reward/zero_std_frac": 3 / 8,
         "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90, "rollout/trained_len_mean": 140 / 8,
@@ -324,18 +324,18 @@ def test_metrics_of_hand_worked_facts():
 
 def test_metrics_of_a_step_in_which_nothing_happened():
     """No division by zero; what only answer keys can tell is left out."""
-    metrics = report.summarize([facts(), facts(dp_rank=1)], ONE_EACH)
+    metrics = summarize([facts(), facts(dp_rank=1)], ONE_EACH)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["genrm/p99_s"] == metrics["occupancy/rollout"] == 0
     assert "genrm/false_positive_frac" not in metrics and not {"rollout/correct_frac", "cost/unfiltered_mean"} & metrics.keys()
-    assert not {"genrm/accept_frac", "genrm/false_positive_frac"} & report.summarize([facts(answers_keyed=3)], ONE_EACH).keys()
-    assert report.summarize([facts(answers_keyed=3, verdicts=[True])], ONE_EACH)["genrm/false_positive_frac"] == 0
+    assert not {"genrm/accept_frac", "genrm/false_positive_frac"} & summarize([facts(answers_keyed=3)], ONE_EACH).keys()
+    assert summarize([facts(answers_keyed=3, verdicts=[True])], ONE_EACH)["genrm/false_positive_frac"] == 0
 
 
 def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
     """Four ranks, tp 2: each data-parallel rank's tokens are reported by two ranks."""
     four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
-    assert report.summarize(four, ONE_EACH)["balance/max_over_mean"] == 1.5
+    assert summarize(four, ONE_EACH)["balance/max_over_mean"] == 1.5
 
 
 def group_of(prompt_id, *rewards, **fields):
@@ -347,11 +347,11 @@ def group_of(prompt_id, *rewards, **fields):
 
 def served_of(job, groups, wanted):
     """What a step of one controller that drew these groups in this order comes to; two waves, 100 tokens written in it."""
-    drawn = draws.Draws(wanted, in_order=True, wave_of={group[0].prompt_id: min(i, 1) for i, group in enumerate(groups)})
-    drawn.learn({group[0].prompt_id: draws.is_informative(group) for group in groups})
-    step = serving.Step(job, drawn)
+    drawn = dynamic_sampling.Draws(wanted, in_order=True, wave_of={group[0].prompt_id: min(i, 1) for i, group in enumerate(groups)})
+    drawn.learn({group[0].prompt_id: dynamic_sampling.is_informative(group) for group in groups})
+    step = rollout.Step(job, drawn)
     step.groups = {group[0].prompt_id: group for group in groups}
-    serving.sort_out(step)
+    rollout.sort_out(step)
     step.served.tokens = 100
     return step.served
 
@@ -367,7 +367,7 @@ def facts_of(groups, wanted):
     spans = spans_of([(0, 2), (1, 2)]) + spans_of([(1, 1)], "genrm", 1) + spans_of([(0, 4)], "serve")
     for sample in served.kept:
         sample.advantages = [0.5] * len(sample.response)
-    return report.local_facts(served, served.kept, spans, job)
+    return local_facts(served, served.kept, spans, job)
 
 
 def test_local_facts_on_a_hand_worked_step():
@@ -425,7 +425,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     work = RoleLoad(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     load = Load(Plan("partial", (0, 1, 2), (3,), (0, 1, 2, 3)), work, work, 1, 2.0, 0.25, 0.5)
     job.state = controller.State(groups_per_kept=1.25, history=[load])
-    written = report.Report(config, FakeWorld(0, 1, {}), tmp_path, progress, lambda tokens: "<b>*" * len(tokens))
+    written = Report(config, FakeWorld(0, 1, {}), tmp_path, progress, lambda tokens: "<b>*" * len(tokens))
     served = served_of(job, [group_of(i, 1.0, 0.0, critique="c") for i in range(3)], wanted=3)
 
     async def one_step():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import data
 import genrm
-import warmstart
 from config import Config
+from recipes.addition import warmstart
 
 SUMMAND = st.integers(0, 6).flatmap(lambda digits: st.integers(0, max(0, 10**digits - 1)))
 DIGITS = st.text(alphabet="0123456789", max_size=12)

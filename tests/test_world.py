@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import world
-from world import World
+from runtime import world
+from runtime.world import World
 
 
 def in_two_ranks(tmp_path, program, timeout_s, notes=False):

@@ -26,13 +26,13 @@ from torch import Tensor
 import data
 import resume
 from actor import Actor, over_context_parallel, target_logprobs
-from balance import flat, packed_length, plan_batch
-from batch import NO_TARGET, MicroBatch
 from critic import Critic, target_values
 from objective import learning_rate
 from reference import Reference
-from rollout import Sample
-from trainer import OutputLoss, Trainer, as_sequences
+from sample import Sample
+from scheduling.balance import flat, packed_length, plan_batch
+from training.packing import NO_TARGET, MicroBatch
+from training.trainer import OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 SUMS = ("loss", "count", "accuracy", "margin", "chosen", "rejected")  # all but `count` are divided by it in the end
@@ -327,7 +327,7 @@ def demo_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
 
     Half of the wrong ones are blurted out, half come after the same work, so that to look at the form alone isn't enough.
     """
-    import warmstart
+    from recipes.addition import warmstart
 
     rng, rows = random.Random(f"{command} {seed}"), []
     while len(rows) < count:

@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
-from rollout import WRITTEN, Sample
+from engines.engine import WRITTEN
+from sample import Sample
 
 MARGIN = 1.2  # a refill, over what should do by experience
 MOST_CUTS = 3  # times that a prompt may be cut off before a step waits for it

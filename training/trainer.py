@@ -31,11 +31,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-import model as models
-import shards
-from balance import flat, pack, packed_length
-from batch import NO_TARGET, MicroBatch, Sequence, make_micro_batches
-from rollout import Sample
+from sample import Sample
+from scheduling.balance import flat, pack, packed_length
+from training import model as models
+from training import sharded_checkpoint
+from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 
 # (micro-batch, what the model made of it: [1, T, ...]) -> the sum of the loss, the number of tokens, statistics
 OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -304,12 +304,12 @@ class Trainer:
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
         """What writes the model and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
         assert self.awake, f"the {self.title} sleeps: wake it before a save"
-        return shards.take(self, folder)
+        return sharded_checkpoint.take(self, folder)
 
     def restore(self, folder: Path) -> None:
         """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
         assert self.awake, f"the {self.title} sleeps: wake it before a load"
-        shards.load(self, folder)
+        sharded_checkpoint.load(self, folder)
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> list[list[Sequence]]:

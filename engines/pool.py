@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from watch import News, Watch
+from engines.watch import News, Watch
 
 
 @dataclass(frozen=True)

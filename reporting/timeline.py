@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), metavar=("FIRST", "LAST"), help="-1: the last [-4 -1]")
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
-    from figure import draw, read_run  # which imports this file
+    from reporting.figure import draw, read_run  # which imports this file
 
     try:
         draw([read_run(out, *given.steps) for out in given.runs], given.figure)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
+from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
 
 MOST_ROWS = 250  # of answers; of more in a step every second, third ... is drawn
 ALIKE = 0.002  # of the picture's length: answers that start closer together than this are sorted by their ends

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-import figure
-import timeline as tl
 from config import printable
+from reporting import figure
+from reporting import timeline as tl
 
 TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"

@@ -19,7 +19,7 @@ import data
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from batch import Sequence
+    from training.packing import Sequence
 
     TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # as in actor.py
 

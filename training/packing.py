@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from balance import packed_length, round_up
+from scheduling.balance import packed_length, round_up
 
 NO_TARGET = -1
 

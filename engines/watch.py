@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from server import EngineLost
+from engines.server import EngineLost
 
 MOST_FAILURES = 3  # of one engine, without a step between at whose end it ran
 

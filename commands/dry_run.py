@@ -19,10 +19,10 @@ from math import prod
 from pathlib import Path
 
 import algorithms
-import doors
 import placement
-import server
 from config import Config, as_text, check_batch, dashed
+from engines import server
+from runtime import rendezvous
 
 BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its children. The demo's 2 and 2 take 4,700 MB on a CPU
@@ -42,7 +42,7 @@ def dry_run(config: Config) -> None:
 
     ranks = int(os.environ.get("WORLD_SIZE", 2))
     plans = check_batch(config, ranks)
-    doors.interface_of(config.host)
+    rendezvous.interface_of(config.host)
     model, judges = shapes_of(config)
     if os.environ.get("RANK", "0") == "0":
         lines = [run.describe(config, plans, ranks), *settings(config), *device_map(config, plans, ranks)]
@@ -59,10 +59,10 @@ def settings(config: Config) -> list[str]:
 
 def shapes_of(config: Config) -> tuple[Shapes, list[Shapes]]:
     """The tensors of the actor and of each judge; the demo's are known before they are made."""
-    import model
+    from training import model
 
     if not config.model:
-        import warmstart
+        from recipes.addition import warmstart
 
         shape = warmstart.SHAPE | {"vocab_size": warmstart.RECIPE["vocab"]}
         model.check_sizes(shape, config)

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import fmean
 
 import data
-import exits
 import genrm
 import resume
 from config import printable
-from rollout import Answer, Engine, Sampling, seed_of
-from server import EngineLost
+from engines.engine import Answer, Engine, Sampling, seed_of
+from engines.server import EngineLost
+from runtime import shutdown
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -72,7 +72,7 @@ async def answer_all(engine: Engine, problems: list[data.Prompt], sampling: Samp
     return await asyncio.gather(*(answers_to(number, problem) for number, problem in enumerate(problems)))
 
 
-async def run(config, stop: exits.Stop) -> tuple[int, str]:
+async def run(config, stop: shutdown.Stop) -> tuple[int, str]:
     """Start the engine, ask, write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
     out, tokenizer = Path(config.out), data.load_tokenizer(config.model, config.trust_remote_code)
     problems, decode = read_problems(config, tokenizer), functools.partial(data.decode, tokenizer)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import hypot
 from statistics import fmean, median, stdev
 
+from engines.pool import RoleLoad
 from placement import Plan
-from pool import RoleLoad
 
 HISTORY = 200  # steps that are remembered
 FITTED = 40  # steps that paces are fitted to

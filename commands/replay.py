@@ -17,12 +17,12 @@ from pathlib import Path
 
 import controller
 import placement
-from balance import flat
 from controller import Job
-from pool import RoleLoad
-from rebalance import Load
-from rollout import Sample
-from serving import SERVE, Served, serve
+from engines.pool import RoleLoad
+from rollout import SERVE, Served, serve
+from sample import Sample
+from scheduling.balance import flat
+from scheduling.rebalance import Load
 
 FIELDS = {field.name for field in dataclasses.fields(Sample)}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import server
-from rollout import Answer, Engine
+from engines import server
+from engines.engine import Answer, Engine
 
 HEAD, BIAS = "score.weight", "score.bias"
 
