@@ -1,4 +1,4 @@
-"""Every setting of a run: its default, its limits, and what it needs from the others. Imports nothing of ours."""
+"""Every setting of a run: default, limits, and what it needs from the others. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Config:
     # ---- the run
     preset: str = ""  # a row of PRESETS; default: tiny, which is the demo, or base with --model
     mode: str = "partial"  # who holds the devices when: full | partial | auto
-    algorithm: tuple[str, ...] = ("grpo",)  # a row of algorithms.ALGORITHMS, then settings of its own: kl_coef=0.01
+    algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then settings of its own: kl_coef=0.01
     out: str = ""  # where the run leaves its files; default: runs/<preset>-<mode>
     steps: int = 40  # batches to train on
     seed: int = 0  # of the demo's models, the order of prompts, and sampling
@@ -41,8 +41,8 @@ class Config:
     critic: str = ""  # Hugging Face directory of the value model; default: the policy's with a head of zeros
     judge: tuple[str, ...] = ()  # Hugging Face directories of reward models, generative or scalar
     cost_judge: tuple[str, ...] = ()  # the same for the cost (algorithms with a constraint)
-    judge_format: tuple[str, ...] = ()  # a row of genrm.FORMATS, for all judges or one each; default: chat
-    rule: tuple[str, ...] = ()  # reward functions: FILE.py (its `reward`), FILE.py:name or a row of rewards.RULES
+    judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, one for all judges or one each
+    rule: tuple[str, ...] = ()  # reward functions: FILE.py (its `reward`), FILE.py:name, a row of RULES
     cost_rule: tuple[str, ...] = ()  # the same for the cost (`cost` of FILE.py)
     reward_weights: tuple[float, ...] = ()  # of each judge and then each rule in the reward; default: equal
     data: str = ""  # prompts, JSONL or Parquet; default: the demo's
@@ -51,7 +51,7 @@ class Config:
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
     max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
-    over_dispatch: float = 1.0  # above 1: start so many times the prompts; the rest is continued in the next step
+    over_dispatch: float = 1.0  # above 1: start so many times the prompts; the next step continues the rest
     # ---- who serves where
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
     rebalance: bool = False  # partial mode: move ranks between the roles from measured load
@@ -151,7 +151,7 @@ class Config:
         if self.rollout_only and self.train_only:
             raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
         if self.train_only != bool(self.replay):
-            raise ValueError("--train-only needs --replay FILE, which a --rollout-only run wrote, and nothing else does")
+            raise ValueError("--train-only and --replay FILE, which a --rollout-only run wrote, need each other")
         given = [name for name in ("data", "judge", "critic") if vars(self)[name]]
         if given and not self.model:
             raise ValueError(f"--{given[0]} needs --model: the demo's models only know addition")
@@ -166,7 +166,7 @@ class Config:
         weights, rewards = self.reward_weights, len(self.judge or self.judge_models[:1]) + len(self.rule)
         if len(weights) not in (0, rewards):
             raise ValueError(
-                f"--reward-weights {as_text(weights)}: one for each --judge, then each --rule is needed, so {rewards}"
+                f"--reward-weights {as_text(weights)}: one for each --judge, then each --rule, so {rewards}"
             )
         if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):  # NaN is refused, too
             raise ValueError(
@@ -184,7 +184,7 @@ PRESETS = {
 
 
 class Command(NamedTuple):
-    """A first word of the command line: what it does, which groups of settings it has, and its own defaults."""
+    """A first word of the command line: what it does, its groups of settings, its own defaults."""
 
     help: str
     groups: tuple[str, ...]
@@ -216,7 +216,7 @@ def as_text(value) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a model, a file or a server as a terminal may see it: an escape sequence could rewrite the screen."""
+    """Text from elsewhere as a terminal may see it: an escape sequence could rewrite the screen."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -228,7 +228,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Config's defaults, then the command's, the preset's, the command line's. Raises ValueError naming the setting.
+    """Config's defaults, the command's, the preset's, the command line's. ValueError names the setting.
 
     usage: how the program is started, for --help.
     """
@@ -252,7 +252,8 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if preset not in PRESETS:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     config = Config(**command.defaults | PRESETS[preset] | given | {"preset": preset, "command": name})
-    return dataclasses.replace(config, out=config.out or default_out(config))
+    formats = config.judge_format or ("chat" if config.data else "addition",)
+    return dataclasses.replace(config, out=config.out or default_out(config), judge_format=formats)
 
 
 def default_out(config: Config) -> str:
@@ -262,12 +263,12 @@ def default_out(config: Config) -> str:
 
 
 def option(kind: str) -> dict:
-    """What argparse has to know of a setting whose field is annotated `kind`; a tuple takes one value or more."""
+    """What argparse has to know of a field annotated `kind`; a tuple takes one value or more."""
     if kind == "bool":
         return {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
     one = kind.removeprefix("tuple[").removesuffix(", ...]")
-    known = {"type": {"int": int, "float": float, "str": str}[one], "metavar": one.upper(), "default": argparse.SUPPRESS}
-    return known if one == kind else known | {"nargs": "+"}
+    known = {"type": {"int": int, "float": float, "str": str}[one], "metavar": one.upper()}
+    return known | {"default": argparse.SUPPRESS} | ({} if one == kind else {"nargs": "+"})
 
 
 def documented_settings() -> dict[str, list[tuple[dataclasses.Field, str]]]:
