@@ -104,6 +104,11 @@ class Config:
         return self.judge + self.cost_judge or ("",) * (self.command == "rl" and not self.model)
 
     @property
+    def continues_answers(self) -> bool:
+        """Whether answers may be cut off and continued under newer weights."""
+        return self.over_dispatch > 1 or self.train_only
+
+    @property
     def engine_start_s(self) -> float:
         """For an engine to come up, while the other ranks wait."""
         return 0.9 * self.timeout_s
@@ -151,7 +156,7 @@ class Config:
         if self.rollout_only and self.train_only:
             raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
         if self.train_only != bool(self.replay):
-            raise ValueError("--train-only and --replay FILE, which a --rollout-only run wrote, need each other")
+            raise ValueError("--train-only and --replay FILE, what a --rollout-only run wrote, need each other")
         given = [name for name in ("data", "judge", "critic") if vars(self)[name]]
         if given and not self.model:
             raise ValueError(f"--{given[0]} needs --model: the demo's models only know addition")
