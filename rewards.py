@@ -157,8 +157,8 @@ class Rewards:
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
-        The reward is the weighted mean, the cost the sum; the verdict, whether the mean of the judges' rewards
-        is above 0.5. A sample that one has no number for keeps None: without it, the mean has another scale.
+        The reward is the weighted mean, the cost the sum; the verdict says if the judges' mean is above 0.5.
+        A sample that one of them has no number for keeps None: the mean of the rest has another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
