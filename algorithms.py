@@ -18,6 +18,8 @@ from sample import Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from controller import State
+
 STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
 WHITEN_EPSILON = 1e-8  # the same for the tokens of a step
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
@@ -511,28 +513,30 @@ def whiten(samples: list[Sample], parts: list[Moments]) -> None:
 # ---------------------------------------------------------------- the constraint
 
 
-def lagrange_multiplier(log_multiplier: float, algorithm: Algorithm) -> float:
-    """lambda, the weight of the cost: `lagrange_init` times what the steps so far have made of it. Never negative."""
-    return algorithm.lagrange_init * math.exp(log_multiplier)
+def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
+    """lambda, the weight of the cost: `lagrange_init` times what the steps so far have made of it."""
+    return algorithm.lagrange_init * math.exp(state.log_multiplier)
 
 
 def update_multiplier(
-    log_multiplier: float, parts: list[dict[str, GroupRewards]], algorithm: Algorithm
-) -> tuple[float, dict[str, float]]:
-    """One step of lambda on the mean cost of the step: ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit).
+    state: State, parts: list[dict[str, GroupRewards]], algorithm: Algorithm
+) -> dict[str, float]:
+    """One step of lambda on the step's mean cost: ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit).
 
-    It is gradient ascent in ln(lambda): lambda rises while the constraint is broken and falls while there is slack.
-    log_multiplier: ln(lambda / lagrange_init). parts: as in `set_advantages`, the same on every rank. Returns the new one
-    and metrics, none where there is no cost. Source: Safe RLHF (arXiv 2310.12773), equation 31.
+    That is gradient ascent in ln(lambda): it rises while the constraint is broken and falls while there is slack.
+    parts: as in `set_advantages`, the same on every rank. Returns metrics, none where there is no cost.
+    Source: Safe RLHF (arXiv 2310.12773), equation 31.
     """
     costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
     if not costs:
-        return log_multiplier, {}
-    mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks
-    step = algorithm.lagrange_lr * lagrange_multiplier(log_multiplier, algorithm) * (mean - algorithm.cost_limit)
+        return {}
+    violation = math.fsum(costs) / len(costs) - algorithm.cost_limit  # fsum: the same on any number of ranks
+    step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, 1e-12))
-    log_multiplier = min(log_multiplier + step, most)
-    multiplier = lagrange_multiplier(log_multiplier, algorithm)
-    metrics = {"cost/mean": mean, "cost/multiplier": multiplier, "cost/violation": mean - algorithm.cost_limit}
-    return log_multiplier, metrics
+    state.log_multiplier = min(state.log_multiplier + step, most)
+    return {
+        "cost/mean": math.fsum(costs) / len(costs),
+        "cost/multiplier": lagrange_multiplier(state, algorithm),
+        "cost/violation": violation,
+    }
