@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from sample import Sample
 from scheduling.balance import flat
+from training import hf_weights
 from training import model as models
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Trainer, as_sequences
@@ -67,9 +68,9 @@ class Critic(Trainer):
         if gpt.post_process:
             gpt.output_layer = ValueHead(model_config)
         gpt = gpt.to(self.device)
-        weights = models.HFWeights(self.model_dir, "--critic")
+        weights = hf_weights.HFWeights(self.model_dir, "--critic")
         weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])  # which stands in the output layer's place
-        models.load_weights(gpt, weights)
+        hf_weights.load_weights(gpt, weights)
         return gpt
 
     def appraise(self, mini_batches: list[list[list[Sample]]]) -> None:
@@ -109,14 +110,14 @@ class Critic(Trainer):
         return super()._hf_config(hf) | label | {"architectures": [f"{hf['model_type'].capitalize()}ForSequenceClassification"]}
 
 
-def head_of(weights: models.HFWeights, hidden_size: int) -> Tensor:
+def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
     """The value head [1, hidden] that a directory has, zeros if it has none. ValueError for one that isn't a single number's."""
     found = [name for name in HEADS if name in weights.file_of]
     if not found:
         return torch.zeros(1, hidden_size)
     head = weights[found[0]]
     if list(head.shape) != [1, hidden_size] or found[0].replace("weight", "bias") in weights.file_of:
-        where = f"{weights.setting} {weights.model_dir}"
+        where = weights.where
         raise ValueError(f"{where}: {found[0]} isn't the head of a value model, [1, {hidden_size}] without a bias")
     return head
 

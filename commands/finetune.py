@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 run.py rm  --model DIR --data pairs.jsonl
     torchrun --nproc-per-node 2 run.py dpo --model DIR --data pairs.jsonl
 
-No engine, no controller. Every rank reads the file and makes the same plan; each trains on its share, under any layout of trainer.py.
-An example is one Sample, or for a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs
-both.
+No engine, no controller. Every rank reads the file and makes the same plan; each trains on its share, under
+any layout of trainer.py. An example is one Sample, or for a pair of answers two, the chosen one first, which
+stay in one micro-batch: the loss of a pair needs both.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SUMS = ("loss", "count", "accuracy", "margin", "chosen", "rejected")  # all but 
 def conversation(prompt, answer, tokenizer, where: str) -> tuple[list[int], list[int]]:
     """Tokens of what comes before an answer, and of the answer with what ends it. ValueError that says `where` what is wrong.
 
-    Text is encoded as it is, and the answer ends with the end-of-sequence token. Chat turns go through the tokenizer's chat template;
-    the last one is the answer, all others are its prompt. Turns that don't begin with the assistant's are a whole conversation:
-    `prompt` is then left out or said once more.
+    Text is encoded as it is, and the answer ends with the end-of-sequence token. Chat turns go through the
+    tokenizer's chat template; the last one is the answer, all others are its prompt. Turns that don't begin
+    with the assistant's are a whole conversation: `prompt` is then left out or said once more.
     """
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         if tokenizer.eos_token_id is None:
@@ -89,7 +89,8 @@ def compared(row: dict, tokenizer, where: str) -> Example:
 def scored(row: dict, tokenizer, where: str) -> Example:
     """The same for a scalar head, which is read at the last token: one target behind it, whatever it is.
 
-    transformers reads it at the last token that isn't padding: the same one, unless the tokenizer pads with what ends an answer.
+    transformers reads it at the last token that isn't padding: the same one, unless the tokenizer pads with
+    what ends an answer.
     """
     return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in compared(row, tokenizer, where)]
 
@@ -137,7 +138,8 @@ def room(example: Example, cp: int) -> int:
 def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """-log p(token), the mean over the answers' tokens of the whole batch, whichever ranks hold them.
 
-    The convention of TRL's SFTTrainer with completion_only_loss. Source: InstructGPT (arXiv 2203.02155), section 3.5.
+    The convention of TRL's SFTTrainer with completion_only_loss. Source: InstructGPT (arXiv 2203.02155),
+    section 3.5.
     """
 
     def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -151,8 +153,8 @@ def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs; r is the scalar head at an answer's last token.
 
-    Bradley and Terry's model (1952). The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv 2203.02155), section 3.5,
-    equation 1.
+    Bradley and Terry's model (1952). The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv
+    2203.02155), section 3.5, equation 1.
     """
     return pair_loss(samples, target_values, 1.0, trainer)
 
@@ -160,7 +162,8 @@ def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """The same of r = beta * (log p(answer) - log p_reference(answer)), sums over its tokens; the mean over pairs.
 
-    The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4, equation 7.
+    The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4,
+    equation 7.
     """
     return pair_loss(samples, partial(target_logprobs, 1.0), trainer.config.dpo_beta, trainer)
 
@@ -168,8 +171,9 @@ def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 def pair_loss(samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor], scale: float, trainer: Trainer) -> OutputLoss:
     """For both: r = scale * (the sum over an answer's targets of what `read` gives, less the reference's log-probability, if any).
 
-    `samples`: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a part of each answer, gets
-    all sums, and counts every pair: once too often in the sum for each further rank, and in what it is divided by.
+    `samples`: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a
+    part of each answer, gets all sums, and counts every pair: once too often in the sum for each further
+    rank, and in what it is divided by.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
     answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
@@ -325,7 +329,8 @@ class Writer:
 def demo_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
     """Rows of the addition task in the usual format: work shown; for pairs beside an answer that is wrong.
 
-    Half of the wrong ones are blurted out, half come after the same work, so that to look at the form alone isn't enough.
+    Half of the wrong ones are blurted out, half come after the same work, so that to look at the form alone
+    isn't enough.
     """
     from recipes.addition import warmstart
 

@@ -33,8 +33,8 @@ from megatron.core.transformer.module import Float16Module
 
 from sample import Sample
 from scheduling.balance import flat, pack, packed_length
+from training import hf_weights, sharded_checkpoint
 from training import model as models
-from training import sharded_checkpoint
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 
 # (micro-batch, what the model made of it: [1, T, ...]) -> the sum of the loss, the number of tokens, statistics
@@ -88,7 +88,7 @@ class Trainer:
     def _load_model(self, hf: dict, model_config):
         """The model on this rank's device, with the weights of `model_dir`. Collective over the pipeline group."""
         gpt = models.build_model(hf, model_config).to(self.device)
-        models.load_weights(gpt, models.HFWeights(self.model_dir))
+        hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
     def _build_optimizer(self, model_config) -> None:
@@ -272,7 +272,7 @@ class Trainer:
         The tensors may be views of the live weights: use or copy them before the next update.
         """
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
-        return models.named_weights(self.gpt)
+        return hf_weights.named_weights(self.gpt)
 
     def export(self, path: str) -> None:
         """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were. Collective over all ranks."""
@@ -304,7 +304,7 @@ class Trainer:
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
         """What writes the model and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
         assert self.awake, f"the {self.title} sleeps: wake it before a save"
-        return sharded_checkpoint.take(self, folder)
+        return sharded_checkpoint.plan_save(self, folder)
 
     def restore(self, folder: Path) -> None:
         """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
