@@ -6,8 +6,10 @@ meant: no text travels between controllers, and a step's prompts don't depend on
 
 from __future__ import annotations
 
+import heapq
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,36 +40,71 @@ class Source(Protocol):
 
 
 class Prompts:
-    """The global cursor over a source, and the buffer of prompts that come first next time."""
+    """The global cursor over a source; prompts that come first next time, and what was generated for them.
 
-    def __init__(self, source: Source):
+    The same on every controller but for `groups`. Unfinished groups stay with the controller that has them.
+    """
+
+    def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):
+        """answers: of a group, one more with has_greedy. keeps_groups: requeued prompts keep what was generated."""
         self.source, self.held_out = source, source.held_out
-        self.cursor = 0  # the next new prompt_id
-        self.buffer: list[int] = []  # prompt_ids that were taken but not used
+        self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
+        self.cursor = 0  # next prompt_id that was never drawn
+        self.requeued: list[int] = []  # drawn, but not used
+        self.groups: dict[int, list[Sample]] = {}  # of requeued prompts, as far as they were generated here
+        self.owners: dict[int, int] = {}  # requeued prompt_id -> data-parallel rank that has its group
 
-    def take(self, count: int) -> list[int]:
-        """The next prompt_ids: first those of the buffer, then new ones."""
-        again, self.buffer = self.buffer[:count], self.buffer[count:]
+    def draw(self, count: int) -> list[int]:
+        """The next `count` prompt_ids: first those that were requeued, then new ones."""
+        again, self.requeued = self.requeued[:count], self.requeued[count:]
         fresh = range(self.cursor, self.cursor + count - len(again))
         self.cursor = fresh.stop
         return again + list(fresh)
 
-    def requeue(self, prompt_ids: list[int]) -> None:
-        """Prompts whose answers weren't used come first in the next step, before what waits already."""
-        self.buffer[:0] = prompt_ids
+    def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
+        """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
+        owners = {prompt_id: self.owners[prompt_id] for prompt_id in prompt_ids if prompt_id in self.owners}
+        counts = Counter(self.owners.values())
+        heap = [(counts[rank], rank) for rank in range(controllers)]
+        heapq.heapify(heap)
+        for prompt_id in prompt_ids:
+            if prompt_id not in owners:
+                count, owners[prompt_id] = heap[0]
+                heapq.heapreplace(heap, (count + 1, owners[prompt_id]))
+        self.owners |= owners
+        return owners
 
-    def group(self, prompt_id: int, answers: int) -> list[Sample]:
-        """`answers` empty samples of one prompt."""
-        prompt = self.source.training(prompt_id)
-        facts = (prompt.tokens, prompt.question, prompt.answer_key)
-        return [Sample(prompt_id, index, *facts) for index in range(answers)]
+    def group(self, prompt_id: int) -> list[Sample]:
+        """The group of a prompt: as far as it was generated, or empty samples."""
+        if prompt_id in self.groups:
+            return self.groups.pop(prompt_id)
+        prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
+        return [
+            Sample(prompt_id, i, prompt.tokens, prompt.question, prompt.answer_key, greedy=i == self._answers)
+            for i in range(count)
+        ]
+
+    def requeue(self, prompt_ids: list[int], groups: list[list[Sample]]) -> None:
+        """Prompts that weren't used come first in the next step; `groups` are this controller's of them."""
+        self.requeued[:0] = prompt_ids
+        waiting = set(self.requeued) if self._keeps_groups else set()
+        self.owners = {prompt_id: owner for prompt_id, owner in self.owners.items() if prompt_id in waiting}
+        if self._keeps_groups:
+            self.groups |= {group[0].prompt_id: group for group in groups}
 
     def state(self) -> dict:
-        """What a checkpoint keeps."""
-        return {"cursor": self.cursor, "buffer": list(self.buffer)}
+        """What a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
+        return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": list(self.owners.items())}
 
-    def load_state(self, state: dict) -> None:
-        self.cursor, self.buffer = state["cursor"], list(state["buffer"])
+    def load_state(self, state: dict, groups: list[list[Sample]], controllers: int, rank: int) -> None:
+        """Continue where `state` was taken, on any number of controllers, with the groups of all of them.
+
+        rank: this controller's data-parallel rank; -1 of one that asks no engine.
+        """
+        self.cursor, self.requeued = state["cursor"], list(state["requeued"])
+        if self._keeps_groups:
+            self.owners = {prompt_id: owner % controllers for prompt_id, owner in state["owners"]}
+        self.groups = {group[0].prompt_id: group for group in groups if self.owners.get(group[0].prompt_id) == rank}
 
 
 class Shuffled(Generic[Row]):

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 run.py rm  --model DIR --data pairs.jsonl
     torchrun --nproc-per-node 2 run.py dpo --model DIR --data pairs.jsonl
 
-No engine, no controller. Every rank reads the file and makes the same plan; each trains on its share, under
-any layout of trainer.py. An example is one Sample, or for a pair of answers two, the chosen one first, which
-stay in one micro-batch: the loss of a pair needs both.
+No engine, no controller. Every rank reads the file and makes the same plan; each trains on its share, under any layout of trainer.py.
+An example is one Sample, or for a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs
+both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,17 +24,15 @@ from torch import Tensor
 
 import data
 import resume
-from actor import Actor, over_context_parallel, target_logprobs
+from actor import Actor, Reference, cross_entropy_loss, learning_rate, over_context_parallel, target_logprobs
 from critic import Critic, target_values
-from objective import learning_rate
-from reference import Reference
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-SUMS = ("loss", "count", "accuracy", "margin", "chosen", "rejected")  # all but `count` are divided by it in the end
+SUMS = ("accuracy", "margin", "chosen", "rejected")  # divided by the number of pairs in the end
 
 
 # ---------------------------------------------------------------- rows of a file
@@ -44,9 +41,9 @@ SUMS = ("loss", "count", "accuracy", "margin", "chosen", "rejected")  # all but 
 def conversation(prompt, answer, tokenizer, where: str) -> tuple[list[int], list[int]]:
     """Tokens of what comes before an answer, and of the answer with what ends it. ValueError that says `where` what is wrong.
 
-    Text is encoded as it is, and the answer ends with the end-of-sequence token. Chat turns go through the
-    tokenizer's chat template; the last one is the answer, all others are its prompt. Turns that don't begin
-    with the assistant's are a whole conversation: `prompt` is then left out or said once more.
+    Text is encoded as it is, and the answer ends with the end-of-sequence token. Chat turns go through the tokenizer's chat template;
+    the last one is the answer, all others are its prompt. Turns that don't begin with the assistant's are a whole conversation:
+    `prompt` is then left out or said once more.
     """
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         if tokenizer.eos_token_id is None:
@@ -89,8 +86,7 @@ def compared(row: dict, tokenizer, where: str) -> Example:
 def scored(row: dict, tokenizer, where: str) -> Example:
     """The same for a scalar head, which is read at the last token: one target behind it, whatever it is.
 
-    transformers reads it at the last token that isn't padding: the same one, unless the tokenizer pads with
-    what ends an answer.
+    transformers reads it at the last token that isn't padding: the same one, unless the tokenizer pads with what ends an answer.
     """
     return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in compared(row, tokenizer, where)]
 
@@ -136,25 +132,15 @@ def room(example: Example, cp: int) -> int:
 
 
 def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """-log p(token), the mean over the answers' tokens of the whole batch, whichever ranks hold them.
-
-    The convention of TRL's SFTTrainer with completion_only_loss. Source: InstructGPT (arXiv 2203.02155),
-    section 3.5.
-    """
-
-    def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        total = -target_logprobs(1.0, batch, logits).sum()
-        count = (batch.slots != NO_TARGET).sum()
-        return total, count.int(), {"loss": total.detach(), "count": count}
-
-    return loss
+    """The mean over the answers' tokens of the whole batch."""
+    return cross_entropy_loss
 
 
 def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs; r is the scalar head at an answer's last token.
 
-    Bradley and Terry's model (1952). The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv
-    2203.02155), section 3.5, equation 1.
+    Bradley and Terry's model (1952). The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv 2203.02155), section 3.5,
+    equation 1.
     """
     return pair_loss(samples, target_values, 1.0, trainer)
 
@@ -162,36 +148,33 @@ def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """The same of r = beta * (log p(answer) - log p_reference(answer)), sums over its tokens; the mean over pairs.
 
-    The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4,
-    equation 7.
+    The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4, equation 7.
     """
-    return pair_loss(samples, partial(target_logprobs, 1.0), trainer.config.dpo_beta, trainer)
+    return pair_loss(samples, target_logprobs, trainer.config.dpo_beta, trainer)
 
 
 def pair_loss(samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor], scale: float, trainer: Trainer) -> OutputLoss:
     """For both: r = scale * (the sum over an answer's targets of what `read` gives, less the reference's log-probability, if any).
 
-    `samples`: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a
-    part of each answer, gets all sums, and counts every pair: once too often in the sum for each further
-    rank, and in what it is divided by.
+    `samples`: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a part of each answer, gets
+    all sums, and counts every pair: once too often in the sum for each further rank, and in what it is divided by.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
     answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
     known = [x for sample in samples for x in sample.reference_logprobs or [0.0] * len(sample.response)]
     reference = torch.tensor(known, dtype=torch.float32, device=trainer.device)  # [slots]
-    total = over_context_parallel if trainer.config.cp > 1 else lambda sums: sums
 
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
         values = read(batch, output) - reference[slots]  # [targets]; before they are summed: equal weights give 0, not nearly 0
         both = torch.stack([values, torch.ones_like(values)], -1)
-        sums, targets = total(values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)).unbind(-1)  # [answers]
+        sums, targets = over_context_parallel(values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)).unbind(-1)  # [answers]
         here = targets[::2] > 0  # pairs of this micro-batch
         chosen, rejected = (scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
         losses, count = -F.logsigmoid(margin), here.sum()
-        facts = {"loss": losses, "accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
-        return losses.sum(), count.int(), {name: fact.detach().sum() for name, fact in facts.items()} | {"count": count}
+        facts = {"accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
+        return losses.sum(), count.int(), {name: fact.detach().sum() for name, fact in facts.items()}
 
     return loss
 
@@ -231,7 +214,7 @@ class Learner:
         """Learn a batch, the same on every rank; returns its metrics from before (collective)."""
         lr, trainer = learning_rate(self.trainer.version, self.config), self.trainer
         (micro_batches,) = self.appraised(examples)
-        facts = trainer.learn(as_sequences(micro_batches), self.task.loss(flat([micro_batches]), trainer), SUMS, "count", lr)
+        facts = trainer.learn(as_sequences(micro_batches), self.task.loss(flat([micro_batches]), trainer), SUMS, lr)
         trainer.version += 1
         return self.means(facts) | {name: facts[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
 
@@ -245,11 +228,11 @@ class Learner:
         mini_batches = share(examples, self.trainer)
         if any(sample.reference_logprobs is None for sample in flat(mini_batches)):  # the model-parallel group has the same samples
             for reference in self.references:
-                reference.appraise(mini_batches)
+                reference.compute_ref_logprobs(mini_batches)
         return mini_batches
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
-        return {name: sums[name] / max(sums["count"], 1.0) for name in self.task.metrics}
+        return {name: sums[name] / max(sums["divisor"], 1.0) for name in self.task.metrics}
 
 
 def share(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:
@@ -329,8 +312,7 @@ class Writer:
 def demo_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
     """Rows of the addition task in the usual format: work shown; for pairs beside an answer that is wrong.
 
-    Half of the wrong ones are blurted out, half come after the same work, so that to look at the form alone
-    isn't enough.
+    Half of the wrong ones are blurted out, half come after the same work, so that to look at the form alone isn't enough.
     """
     from recipes.addition import warmstart
 

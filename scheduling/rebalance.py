@@ -108,6 +108,19 @@ class StepStats:
     swap_s: float  # of it, sleeping and waking between roles
     hand_over_s: float  # waking and pushing weights: what a move may cost
 
+    @staticmethod
+    def total(parts: list[StepStats]) -> StepStats:
+        """All controllers' of one phase."""
+        return StepStats(
+            split=parts[0].split,
+            rollout=RequestStats.total([part.rollout for part in parts]),
+            genrm=RequestStats.total([part.genrm for part in parts]),
+            waves=parts[0].waves,
+            serve_s=max(part.serve_s for part in parts),
+            swap_s=max(part.swap_s for part in parts),
+            hand_over_s=max(part.hand_over_s for part in parts),
+        )
+
     def of_role(self, role: str) -> RequestStats:
         """role: of ROLES."""
         return {"rollout": self.rollout, "genrm": self.genrm}[role]

@@ -1,4 +1,4 @@
-"""A Megatron-Core model that is trained. With this, megatron.core can be imported without CUDA."""
+"""Megatron-Core models that are trained. Importing anything of it makes Megatron importable where there is no CUDA."""
 
 from cpu.megatron import install
 
