@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from reporting import timeline as tl
@@ -20,48 +20,19 @@ from runtime.world import World
 from sample import Sample
 from scheduling.rebalance import StepStats
 
-SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, of as many groups
+if TYPE_CHECKING:
+    from controller import Controller
+    from rollout import RolloutBatch
+
+SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, each of another group
+SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
+SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
-MAY_LACK = (
-    "cost/unfiltered_mean",
-    "genrm/accept_frac",
-    "rollout/correct_frac",
-)  # no costs, no judges, no keys
-
-
-class Batch(Protocol):
-    """What is read of a rollout.RolloutBatch. All but `stats` is of one controller."""
-
-    kept: list[Sample]
-    dropped: list[Sample]
-    filtered: list[list[Sample]]
-    carried: list[list[Sample]]
-    waves: int
-    missing_groups: int
-    tokens: int
-    aborted: int
-    stats: StepStats  # of all controllers together
-
-
-class Rewards(Protocol):
-    """What is read of rewards.Rewards: the newest step's."""
-
-    latencies: list[float]
-    timeouts: int
-
-    def final_answer(self, sample: Sample) -> str | None: ...
-
-
-class Trainer(Protocol):
-    """What is read of the actor."""
-
-    dp_rank: int
-
-    def cost(self, tokens: int) -> int: ...
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")  # no costs, judges, keys
 
 
 class MetricsWriter:
-    """metrics.jsonl and TensorBoard under `out`. Row k: what was measured with k updates done, and update k + 1.
+    """metrics.jsonl and TensorBoard under `out`. Row k: what k updates came to, and the update that followed.
 
     purge_step: of a run that goes on after so many steps; TensorBoard forgets what an earlier try wrote from
     there.
@@ -112,52 +83,51 @@ class Report:
         config: Config,
         world: World,
         out: Path,
-        timeline: tl.Timeline,
         progress: Progress,
         decode: Callable[[list[int]], str],
-        resumed: tuple[int, float] | None = None,
+        resumed_at: int | None = None,
+        ended_s: float = 0.0,
     ):
-        """decode: the policy's tokens -> text; resumed: steps and seconds that a run that goes on had behind it."""
-        self.config, self.world, self.out, self.timeline = config, world, out, timeline
-        self.progress, self.decode = progress, decode
-        self._accuracy: float | None = None
+        """decode: the policy's tokens -> text. A run that goes on has so many steps and seconds behind it."""
+        self.config, self.world, self.out, self.progress = config, world, out, progress
+        self.decode = decode
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
-        purge_step, self._ended = resumed or (
-            None,
-            0.0,
-        )  # when the step before ended, on the timeline's clock
-        progress.resume_at(purge_step or 0)
-        self._writer = MetricsWriter(out, purge_step) if world.rank == 0 else None
+        self._ended = ended_s  # when the step before ended, on the timeline's clock
+        progress.resume_at(resumed_at or 0)
+        self._writer = MetricsWriter(out, resumed_at) if world.rank == 0 else None
 
-    def accuracy(self, step: int, value: float) -> None:
+    def accuracy(self, step: int, value: float, now: float) -> None:
         """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
-        self._accuracy, self._ended = value, self.timeline.now()
-        self._evaluated = {"eval/accuracy": value}
+        self._evaluated, self._ended = {"eval/accuracy": value}, now
         self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
     async def step(
         self,
+        c: Controller,
         step: int,
-        batch: Batch,
+        batch: RolloutBatch,
         samples: list[Sample],
         stats: dict[str, float | str],
-        rewards: Rewards,
-        actor: Trainer,
     ) -> None:
         """Gather the step's facts, work out its metrics and write them (collective).
 
         samples: those that this rank trained on; stats: further metrics, the same on every rank.
         """
-        facts = local_facts(batch, samples, self.timeline.drain(), rewards, actor)
-        metrics = summarize(await self.world.gather(facts)) | serving_metrics(batch, self.config) | stats
-        now = self.timeline.now()
-        metrics["time/step_s"], self._ended = now - self._ended, now
-        metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+        facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
+        metrics = summarize(await self.world.gather(facts))
+        metrics |= serving_metrics(c.state.history[-1], self.config) | stats
+        metrics |= {
+            "rollout/waves": float(batch.waves),
+            "rollout/lacking_groups": float(batch.missing_groups),
+            "rollout/groups_per_kept": c.state.groups_per_kept,
+            "time/step_s": now - self._ended,
+            "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
+        }
         if self._writer:
             self._write_samples(step, batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP])
             self._writer.write(step, metrics | self._evaluated)
-        self._evaluated = {}
-        self.progress.step(step, metrics, self._accuracy)
+        self._evaluated, self._ended = {}, now
+        self.progress.step(step, metrics)
         if batch.missing_groups:
             lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
             why = "the other prompts' answers had equal rewards"
@@ -176,7 +146,7 @@ class Report:
         return path
 
     def close(self) -> None:
-        """The last row, the trace and the picture of the last steps. Call it after a barrier: it reads all spans."""
+        """The last row, the trace and the picture. Call it after a barrier: it reads all ranks' spans."""
         if not self._writer:
             return
         from reporting import figure  # matplotlib is slow to import, and one rank draws
@@ -191,11 +161,8 @@ class Report:
         self._writer.close()
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        names = ("prompt_id", "question", "answer_key", "finish", "critique", "verdict", "reward", "cost")
-        rows = []
-        for sample in samples:
-            row = {"step": step} | {name: vars(sample)[name] for name in names}
-            rows.append(row | {"response": self.decode(sample.response)})
+        rows = [{"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS} for sample in samples]
+        rows = [row | {"response": self.decode(row["response"])} for row in rows]
         with (self.out / "samples.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         texts = {f"samples/{number}": json.dumps(row, indent=1) for number, row in enumerate(rows)}
@@ -215,9 +182,7 @@ class Facts(NamedTuple):
     work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
 
 
-def local_facts(
-    batch: Batch, samples: list[Sample], spans: list[tl.Span], rewards: Rewards, actor: Trainer
-) -> Facts:
+def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans: list[tl.Span]) -> Facts:
     """What this controller saw: `batch` is what it had written, `samples` are those it trained on.
 
     A carried group is counted as such alone; its answers are when it comes again: how many of it are finished
@@ -226,7 +191,7 @@ def local_facts(
     filtered = [sample for group in batch.filtered for sample in group]
     finished = batch.kept + batch.dropped + filtered
     keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
-    wrong = [s for s in keyed if rewards.final_answer(s) != s.answer_key]
+    wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
     num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
     means = {
         "reward/mean": [s.reward for s in batch.kept],
@@ -248,16 +213,16 @@ def local_facts(
         "rollout/aborted": batch.aborted,
         "rollout/carried_groups": len(batch.carried),
         "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
-        "genrm/timeouts": rewards.timeouts,
     }
     maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES}
     maxima["rollout/response_len_max"] = float(max((len(s.response) for s in finished), default=0))
-    work = sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)
-    return Facts(means, sums, maxima, rewards.latencies, {actor.dp_rank: work})
+    actor = c.placement.actor
+    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
+    return Facts(means, sums, maxima, c.rewards.latencies, work)
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
-    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds."""
+    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's."""
     metrics = {}
     for name in facts[0].means:
         values = [value for each in facts for value in each.means[name]]
@@ -274,17 +239,15 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
     return metrics | {"balance/max_over_mean": max(work) / max(1e-9, fmean(work))}
 
 
-def serving_metrics(batch: Batch, config: Config) -> dict[str, float]:
-    """Of what all controllers know alike. Occupancy: requests in flight over those that the engines can decode."""
-    stats = batch.stats
+def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
+    """Of all controllers' requests. Occupancy: those in flight over those that engines can decode at once."""
     metrics = {
-        "rollout/waves": float(batch.waves),
-        "rollout/lacking_groups": float(batch.missing_groups),
-        "genrm/tokens": float(stats.genrm.tokens),
-        "genrm/response_len_max": float(stats.genrm.longest),
         "time/swap_s": stats.swap_s,
         "split/swaps": float(stats.rollout.wakes + stats.genrm.wakes),
         "split/rollout_ranks": float(stats.split.rollout),
+        "genrm/timeouts": float(stats.genrm.stalls),
+        "genrm/tokens": float(stats.genrm.tokens),
+        "genrm/response_len_max": float(stats.genrm.longest),
     }
     for role, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
         ranks, requests = stats.ranks_and_stats(role)

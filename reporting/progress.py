@@ -8,14 +8,8 @@ from tqdm import tqdm
 
 from config import printable
 
-BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
-PHASES = {  # span -> what the bar says
-    "serve": "serving",
-    "train": "training",
-    "sync": "pushing weights",
-    "save": "saving",
-    "evaluate": "evaluating",
-}
+BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
+PHASES = dict(serve="serving", train="training", sync="pushing weights", save="saving", evaluate="evaluating")
 
 
 class Progress:
@@ -49,23 +43,18 @@ class Progress:
         if name in PHASES:
             self.doing(f"step {step + 1}: {PHASES[name]}")
 
-    def step(self, step: int, metrics: dict[str, float], accuracy: float | None) -> None:
+    def step(self, step: int, metrics: dict[str, float]) -> None:
         """A step of reinforcement learning is done."""
-        reward, rate = metrics["reward/unfiltered_mean"], metrics["perf/tokens_per_s"]
-        postfix = {"reward": f"{reward:.2f}", "tokens/s": f"{rate:.0f}"}
-        if accuracy is not None:
-            postfix["accuracy"] = f"{accuracy:.2f}"
-        self._bar.set_postfix(postfix, refresh=False)
         self.done()
         loss = (
             f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
         )  # --rollout-only has none
         length, waves = metrics["rollout/response_len_mean"], metrics["rollout/waves"]
-        serve_s, train_s = metrics["time/serve_s"], metrics["time/train_s"]
+        step_s, serve_s, train_s = (metrics[f"time/{name}_s"] for name in ("step", "serve", "train"))
         self.line(
-            f"step {step + 1:3d}/{self._steps}  reward {reward:.3f}  {loss}length {length:.0f}  waves {waves:.0f}"
-            f"  {rate:.0f} tokens/s"
-            f"  step {metrics['time/step_s']:.1f} s (serve {serve_s:.1f}, train {train_s:.1f})"
+            f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {loss}"
+            f"length {length:.0f}  waves {waves:.0f}  {metrics['perf/tokens_per_s']:.0f} tokens/s  "
+            f"step {step_s:.1f} s (serve {serve_s:.1f}, train {train_s:.1f})"
         )
 
     def line(self, text: str) -> None:

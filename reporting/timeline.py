@@ -80,7 +80,7 @@ KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark}  # first entry of a r
 
 
 class Timeline:
-    """What one controller sees: its own work, the requests that it sent to any rank, and how its answers fared."""
+    """What one controller sees: its own work, the requests that it sent, and how its answers fared."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Timeline:
         folder: Path | None = None,
         on_open: Callable[[str, int], None] = lambda name, step: None,
     ):
-        """clock: the event loop's; folder: of the rank's file; on_open(name, step) is called as a span opens."""
+        """clock: the event loop's; folder: of the rank's file; on_open(name, step): as a span opens."""
         self.rank, self._clock, self._zero = rank, clock, clock()
         self._on_open = on_open
         self.step = 0
@@ -132,7 +132,7 @@ class Timeline:
         self.samples.append(SampleSpan(state, prompt_id, index, rank, *times, self.step))
 
     def mark(self, kind: str, text: str) -> None:
-        """Something happened on this rank, now; kind: of MARKS. What every rank marks at once is drawn once."""
+        """Something happened on every rank, now. kind: of MARKS."""
         assert kind in MARKS, f"there are no marks for {kind}"
         self.marks.append(Mark(kind, text, self.rank, self.now(), self.step))
 
@@ -162,7 +162,7 @@ def read(folder: Path) -> Records:
 
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
-    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with at least one in flight."""
+    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with one in flight."""
     spans = [s for s in spans if s.end > s.start]  # what began and ended in one instant kept nobody busy
     edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
     stretches, in_flight, work, opened, last = [], 0, 0.0, 0.0, 0.0
@@ -193,7 +193,7 @@ def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, floa
 
 
 def write_trace(records: Records, path: Path) -> None:
-    """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, the answers beside them."""
+    """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, tracks of answers."""
     ranks = {record.rank for record in (*records.spans, *records.samples, *records.marks)}
     events = [*_lane_events(records.spans), *_answer_events(records.samples), *_mark_events(records.marks)]
     for rank in sorted(ranks):
@@ -215,7 +215,7 @@ def _lane_events(spans: list[Span]) -> Iterator[dict]:
 
 
 def _answer_events(samples: list[SampleSpan]) -> Iterator[dict]:
-    """An asynchronous slice (b, e) or instant (n) per stretch. An id is one answer: one track over all steps."""
+    """An asynchronous slice (b, e) or instant (n) per stretch. An id, so a track, is an answer."""
     for s in sorted(samples, key=lambda s: (s.start, s.end)):  # readers keep the file's order at one time
         answer = f"{s.prompt_id}.{s.index}"
         event = {"name": s.state, "cat": "sample", "id": answer, "pid": s.rank, "tid": 0}

@@ -53,9 +53,12 @@ class RequestStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     wakes: int = 0  # times that the role's engines woke up while serving
+    stalls: int = 0  # times that nothing came of a request for so long that another engine was asked
 
     @staticmethod
-    def of(requests: Iterable[tuple[float, float, int, int, int]], wakes: int = 0) -> RequestStats:
+    def of(
+        requests: Iterable[tuple[float, float, int, int, int]], wakes: int = 0, stalls: int = 0
+    ) -> RequestStats:
         """One controller's, from (sent, end, tokens, prompt tokens, cached tokens) of each request."""
         requests = list(requests)
         edges = sorted([(sent, 1) for sent, *_ in requests] + [(end, -1) for _, end, *_ in requests])
@@ -66,14 +69,14 @@ class RequestStats:
             in_flight, last = in_flight + change, time
         mean = second_moment / max(request_s, 1e-9)
         tokens, prompt, cached = ([request[column] for request in requests] for column in (2, 3, 4))
-        longest = max(tokens, default=0)
-        return RequestStats(sum(tokens), longest, request_s, mean, sum(prompt), sum(cached), wakes)
+        sizes = (sum(tokens), max(tokens, default=0))
+        return RequestStats(*sizes, request_s, mean, sum(prompt), sum(cached), wakes, stalls)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
         """All controllers' requests together: each sees its own part of what is in flight."""
-        tokens, longest, *sums, wakes = zip(*map(astuple, parts), strict=True)
-        return RequestStats(sum(tokens), max(longest), *map(sum, sums), wakes[0])
+        tokens, longest, *others, wakes, stalls = zip(*map(astuple, parts), strict=True)
+        return RequestStats(sum(tokens), max(longest), *map(sum, others), wakes[0], sum(stalls))
 
 
 @dataclass(frozen=True)

@@ -461,7 +461,7 @@ class FakeReport:
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
         self.marks += c.timeline.marks
-        self.steps.append((step, batch, samples, c.timeline.take()))
+        self.steps.append((step, batch, samples, c.timeline.drain()))
 
 
 class FakeSource:
