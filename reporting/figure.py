@@ -116,7 +116,7 @@ def make_figure(pictures: list[Picture]) -> Figure:
         panels.append((1.0 + 0.52 * max(1, len(ranks)), _draw_lanes, picture, ranks))
         if rows := rows_of(picture.records.samples):
             height = min(MOST, ROW * (1 + max(row for row, _ in rows)))
-            panels.append((0.6 + height, _draw_answers, picture, rows, height))
+            panels.append((0.75 + height, _draw_answers, picture, rows, height))
     heights = [height for height, *_ in panels]
     figure = Figure(figsize=(13, 0.4 + sum(heights)), layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
@@ -164,7 +164,7 @@ def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan
         if state in INSTANTS:
             axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
         else:
-            axes.hlines(y, start, end, color=color, linewidth=100 * height / (last + 1))
+            axes.hlines(y, start, end, color=color, linewidth=max(0.5, 100 * height / (last + 1)))
     _draw_verticals(axes, picture)
     axes.set_ylim(last + 1.5, -1.5)
     axes.set_yticks([])
