@@ -174,7 +174,7 @@ def pair_loss(samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor
         margin = chosen - rejected
         losses, count = -F.logsigmoid(margin), here.sum()
         facts = {"accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
-        return losses.sum(), count.int(), {name: fact.detach().sum() for name, fact in facts.items()}
+        return losses.sum(), count, {name: fact.detach().sum() for name, fact in facts.items()}
 
     return loss
 
