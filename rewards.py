@@ -152,7 +152,7 @@ class Rewards:
         assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
         self._tasks.clear()
         for judge in self.judges:
-            judge.latencies.clear()
+            judge.reset()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
@@ -214,6 +214,11 @@ class Rewards:
     def latencies(self) -> list[float]:
         """Seconds of each critique of this step."""
         return [seconds for judge in self.judges for seconds in judge.latencies]
+
+    @property
+    def timeouts(self) -> int:
+        """Engines that stalled with a critique in this step."""
+        return sum(judge.timeouts for judge in self.judges)
 
     def counts(self) -> tuple[list[int], list[int]]:
         """Of each judge since the run's start: answers without a verdict, and verdicts (for check_judges)."""

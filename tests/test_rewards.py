@@ -40,7 +40,10 @@ class StubJudge:
     format, failed, parsed = genrm.FORMATS["chat"], 0, 0
 
     def __init__(self, value, key="reward"):
-        self.value, self.key, self.latencies = value, key, []
+        self.value, self.key = value, key
+
+    def reset(self):
+        pass
 
     async def ask(self, question, answer, pool):
         return genrm.Judgement(f"says {self.value}", self.value)
