@@ -228,10 +228,11 @@ class Rewards:
         """What a checkpoint keeps."""
         return dict(zip(("failed", "parsed"), self.counts(), strict=True))
 
-    def load_state(self, state: dict[str, list[int]]) -> None:
-        """Continue where `state` was taken."""
-        for judge, failed, parsed in zip(self.judges, state["failed"], state["parsed"], strict=True):
-            judge.failed, judge.parsed = failed, parsed
+    def load_state(self, states: list[dict[str, list[int]]]) -> None:
+        """Continue where `states` of several controllers were taken: only their sum counts."""
+        for number, judge in enumerate(self.judges):
+            judge.failed = sum(state["failed"][number] for state in states)
+            judge.parsed = sum(state["parsed"][number] for state in states)
 
 
 def build(config: Config, judge_tokenizers: list[Tokenizer], decode: Decode) -> Rewards:

@@ -68,19 +68,19 @@ def answered(text, **fields):
     return Sample(0, 0, [1], response=[ord(c) for c in text], finish="stop", **fields)
 
 
-def kept(jobs, steps=3):
+def kept(controllers, steps=3):
     """Every sample that was trained on, once."""
     return [
         s
-        for job in jobs
-        if job.actor.is_head
+        for c in controllers
+        if c.placement.actor.is_head
         for step in range(steps)
-        for s in job.report.steps[step][1].kept
+        for s in c.report.steps[step][1].kept
     ]
 
 
-def served(jobs, steps=3):
-    return [job.report.steps[step][1] for job in jobs for step in range(steps)]
+def served(controllers, steps=3):
+    return [c.report.steps[step][1] for c in controllers for step in range(steps)]
 
 
 def costly(costs, **fields):
@@ -203,15 +203,15 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
         "    return float(sample.answer == sample.answer_key)\n",
     )
     named = dict(rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
-    jobs, _ = simulate("partial", 2, **named)
-    samples = kept(jobs)
+    controllers, _ = simulate("partial", 2, **named)
+    samples = kept(controllers)
     assert samples
     for sample in samples:
         right = float(to_text(sample.response).split(">")[1] == sample.answer_key)
         assert sample.reward == pytest.approx((3 * right + len(sample.response) / 100) / 4)
         assert sample.verdict == (right == 1.0), "the verdict is the judges'"
         assert sample.cost is None and f"--rule {rule}:score: {right}" in sample.critique
-    seen = [row for job in jobs for row in job.rewards.rules[0].function.__globals__["seen"]]
+    seen = [row for c in controllers for row in c.rewards.rules[0].function.__globals__["seen"]]
     assert seen and all(reward is None and question for *_, question, reward in seen)
     assert all(text.endswith(f">{answer}") for text, answer, *_ in seen)
 
@@ -219,22 +219,24 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
 @pytest.mark.parametrize("mode", ["full", "partial", "auto"])
 def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
     """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
-    named = dict(judge=(), rule=("right", "length:100"), cost_rule=("length:50",), reward_weights=(0.9, 0.1))
+    named = dict(
+        model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), reward_weights=(0.9, 0.1)
+    )
     more = named | dict(steps=4)
-    jobs, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
-    samples = kept(jobs, 4)
+    controllers, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
+    samples = kept(controllers, 4)
     assert len(samples) == 4 * 8 * 4
     for sample in samples:
         right = to_text(sample.response).endswith(f">{sample.answer_key}")
         assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
         assert sample.verdict is None and sample.cost == len(sample.response) / 50
-    for job in jobs:
-        assert job.placement.genrm.all_engines == []
-        assert [engine.rank for engine in job.placement.rollout.engines] == [0, 1]
-        assert "genrm" not in {span.name for *_, spans in job.report.steps for span in spans}
+    for c in controllers:
+        assert c.placement.genrm.all_engines == []
+        assert [engine.rank for engine in c.placement.rollout.engines] == [0, 1]
+        assert "genrm" not in {span.name for *_, spans in c.report.steps for span in spans}
     again, _ = simulate(mode, 2, resumed=tmp_path / "checkpoints" / "step_2", **more)
     for step in (2, 3):
-        runs = ((jobs, step), (again, step - 2))
+        runs = ((controllers, step), (again, step - 2))
         whole, resumed = ({(s.prompt_id, s.index): s.reward for s in kept_of(*run)} for run in runs)
         assert whole == resumed
 
@@ -337,15 +339,15 @@ async def reward(sample):
 @pytest.mark.parametrize("mode", ["full", "partial"])
 def test_a_rule_may_ask_again_by_itself(tmp_path, mode):
     """It is asked about each answer once, and waited for."""
-    jobs, _ = simulate(mode, 2, steps=2, rule=(write(tmp_path, AGAIN),))
-    samples = kept(jobs, 2)
+    controllers, _ = simulate(mode, 2, steps=2, rule=(write(tmp_path, AGAIN),))
+    samples = kept(controllers, 2)
     assert {sample.index for sample in samples} == {0, 1, 2, 3} and not any(
-        each.dropped for each in served(jobs, 2)
+        each.dropped for each in served(controllers, 2)
     )
     assert all(
         sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2) for sample in samples
     )
-    calls = jobs[0].rewards.rules[0].function.__globals__["calls"]
+    calls = controllers[0].rewards.rules[0].function.__globals__["calls"]
     assert {index: count for (_, index, _), count in calls.items()} == {0: 1, 1: 3, 2: 1, 3: 1}
 
 
@@ -357,12 +359,12 @@ def test_an_answer_that_is_given_up_while_its_rule_is_asked_keeps_no_half_a_rewa
         "    await asyncio.sleep(sample.prompt_id % 5)\n"
         "    return 1.0 + sample.index\n"
     )
-    jobs, _ = simulate(
+    controllers, _ = simulate(
         "partial", 2, rule=(write(tmp_path, slow),), over_dispatch=2.0, steps=5, answers_per_prompt=3
     )
-    carried = [sample for each in served(jobs, 5) for group in each.carried for sample in group]
+    carried = [sample for each in served(controllers, 5) for group in each.carried for sample in group]
     assert any(sample.finish == "stop" and sample.reward is None for sample in carried), "none was given up"
-    assert all(sample.reward == (sample.verdict + 1.0 + sample.index) / 2 for sample in kept(jobs, 5))
+    assert all(sample.reward == (sample.verdict + 1.0 + sample.index) / 2 for sample in kept(controllers, 5))
 
 
 def test_what_is_given_up_is_ended_and_asked_anew_later():
@@ -405,9 +407,9 @@ def test_what_isn_t_needed_any_more_isn_t_waited_for(tmp_path):
         "    return 1.0\n"
     )
     named = dict(rule=(write(tmp_path, slow),), prompts_per_step=4, over_dispatch=4.0, steps=1)
-    jobs, _ = simulate("partial", 2, **named)
-    assert jobs[0].timeline.now() < 100
-    assert kept(jobs, 1) and all(sample.prompt_id % 4 != 3 for sample in kept(jobs, 1))
+    controllers, _ = simulate("partial", 2, **named)
+    assert controllers[0].timeline.now() < 100
+    assert kept(controllers, 1) and all(sample.prompt_id % 4 != 3 for sample in kept(controllers, 1))
 
 
 # ---------------------------------------------------------------- Safe-RLHF
@@ -495,22 +497,22 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
 @pytest.mark.parametrize("mode,size,tp", [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1)])
 def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
-    jobs, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5))
-    assert len({job.state.log_multiplier for job in jobs}) == 1
-    assert not any(each.filtered for each in served(jobs))
+    controllers, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5))
+    assert len({c.state.log_multiplier for c in controllers}) == 1
+    assert not any(each.filtered for each in served(controllers))
     log_multiplier = 0.0
     for step in range(3):
-        samples = kept_of(jobs, step)
+        samples = kept_of(controllers, step)
         assert len(samples) == 32 and all(sample.cost == len(sample.response) / 50 for sample in samples)
         mean = math.fsum(sample.cost for sample in samples) / len(samples)
         log_multiplier += 0.5 * math.exp(log_multiplier) * (mean - 0.1)
         for sample in samples:
             assert sample.returns["reward"] == pytest.approx([sample.reward] * len(sample.response))
             assert sample.returns["cost"] == pytest.approx([sample.cost] * len(sample.response))
-    assert jobs[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
-    for job in jobs:
-        assert [critic.name for critic in job.critics] == ["reward", "cost"] and all(
-            critic.version == 3 for critic in job.critics
+    assert controllers[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
+    for c in controllers:
+        assert [critic.name for critic in c.placement.critics] == ["reward", "cost"] and all(
+            critic.version == 3 for critic in c.placement.critics
         )
     easy, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=5.0))
     assert easy[0].state.log_multiplier < 0
@@ -521,9 +523,9 @@ def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     assert lagrange_multiplier(off[0].state, off[0].algorithm) == 0
 
 
-def kept_of(jobs, step):
+def kept_of(controllers, step):
     """What was trained on, as the ranks that train have it."""
-    samples = {(s.prompt_id, s.index): s for job in jobs for s in job.report.steps[step][2]}
+    samples = {(s.prompt_id, s.index): s for c in controllers for s in c.report.steps[step][2]}
     return list(samples.values())
 
 
@@ -536,7 +538,10 @@ def test_resume_is_exact(tmp_path, sizes):
         "full", sizes[1], resumed=tmp_path / "checkpoints" / "step_2", **more | {"save_every": 0}
     )
     assert again[0].state.log_multiplier == whole[0].state.log_multiplier != 0.0
-    after = [{(s.prompt_id, s.index): s.advantages for s in kept_of(jobs, -1)} for jobs in (whole, again)]
+    after = [
+        {(s.prompt_id, s.index): s.advantages for s in kept_of(controllers, -1)}
+        for controllers in (whole, again)
+    ]
     assert after[0].keys() == after[1].keys()
     assert all(after[0][key] == pytest.approx(after[1][key]) for key in after[0])
 
