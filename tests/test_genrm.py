@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from fakes import VirtualClock
+from fakes import VirtualClock, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import SPECIAL, save_tokenizer
@@ -620,6 +620,21 @@ def test_a_format_that_can_t_be_used_is_one_line(names):
     config = Config(model="m", judge=("A", "B"), judge_format=names)
     with pytest.raises(ValueError, match=r"^--judge-format .*choose among .*chat, harm, score.*$"):
         genrm.formats_of(config)
+
+
+def test_engines_that_stall_with_a_critique_are_counted():
+    """One of two hardly writes: the other goes on, and no judgement fails."""
+
+    def slow_down(engines):
+        judges = [engine for engine in engines if engine.role == "genrm"]
+        judges[0].server.pace = 1e4
+
+    controllers, _ = simulate("partial", 3, rollout_ranks=1, steps=1, prepare=slow_down)
+    assert sum(c.rewards.timeouts for c in controllers) > 0
+    assert all(c.rewards.counts()[0] == [0] for c in controllers)
+    for c in controllers:
+        c.rewards.reset()
+    assert [c.rewards.timeouts for c in controllers] == [0, 0, 0]
 
 
 # ---------------------------------------------------------------- judgements that are given up
