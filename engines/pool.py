@@ -115,7 +115,7 @@ class Pool:
                         so_far = begun.get(index)
                         begun[index] = so_far.extended(part) if so_far else replace(part, index=index)
                         if part.finish:
-                            yield self._note(owed.pop(index), begun[index])
+                            yield self._note(owed.pop(index), replace(begun[index], stalls=stalls))
                 continue
             except EngineLost:
                 breaks += 1

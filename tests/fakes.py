@@ -13,6 +13,7 @@ from pathlib import Path
 
 import controller
 import placement
+import recipes.addition.task  # noqa: F401 (it adds a judge format)
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
