@@ -622,12 +622,12 @@ def test_garbage_of_a_sampling_judge_is_asked_for_again():
         (
             [[3, 0], [2, 0]],
             [[0, 4], [0, 4]],
-            r"--judge A: none of the first 5 .*-format addition",
+            r"judge A: none of the first 5 .*-format addition harm",
         ),
         (
             [[0, 5], [0, 5]],
             [[9, 0], [9, 0]],
-            r"--cost-judge B: none of the first 10 .*-format harm",
+            r"judge B: none of the first 10 .*-format addition harm",
         ),
         ([[0, 5], [0, 5]], [[9, 0], [9, 1]], None),  # another controller had a verdict from it
         ([[2, 2], [2, 2]], [[0, 0], [0, 0]], None),  # eight in all, but four of each
