@@ -55,10 +55,8 @@ class JudgeFormat:
         """What the judge sees of a response; None: nothing, so it isn't asked."""
         return text if self.full_response else self.answer_of(text, finish)
 
-    def verdict(self, reply: Answer, text: str) -> bool | float | None:
-        """What one critique, or the score, came to; None when nothing can be read."""
-        if self.scores:
-            return reply.score
+    def verdict(self, text: str, reply: Answer) -> bool | None:
+        """What one critique came to; None when nothing can be read."""
         verdict = self.parse(text) if reply.finish == "stop" else None
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
 
@@ -170,12 +168,7 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     if unknown or len(names) not in (1, count):
         wrong = f"{unknown[0]} is unknown" if unknown else f"one is needed, or one for each of {count} judges"
         raise ValueError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
-    return tuple(FORMATS[format_name(config, number)] for number in range(count))
-
-
-def format_name(config: Config, number: int) -> str:
-    """The row of judge `number`."""
-    return config.judge_format[number % len(config.judge_format)]
+    return tuple(FORMATS[name] for name in names * (count // len(names)))
 
 
 # ---------------------------------------------------------------- a judge
@@ -196,7 +189,7 @@ class Judge:
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer)
         self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
-        self.key = "cost" if is_cost_judge(config, number) else "reward"
+        self.key = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
         self.judgements = 1 if self.format.scores else config.judgements
         self.sampling = Sampling(config.judge_temperature, max_new_tokens, stop)
         self.max_prompt_tokens = config.max_model_len - max_new_tokens
@@ -243,15 +236,10 @@ class Judge:
 
     def _read(self, reply: Answer) -> tuple[str, bool | float | None]:
         """Text and verdict of one critique."""
-        if reply.score is not None:
+        if self.format.scores:
             return f"score {reply.score:.6g}", reply.score
         text = data.decode(self.tokenizer, reply.tokens)
-        return text, self.format.verdict(reply, text)
-
-
-def is_cost_judge(config: Config, number: int) -> bool:
-    """Whether judge `number` says what an answer costs: those come last."""
-    return number >= len(config.judge_models) - len(config.cost_judge)
+        return text, self.format.verdict(text, reply)
 
 
 def check_judges(config: Config, counts: list[tuple[list[int], list[int]]]) -> None:
@@ -263,8 +251,7 @@ def check_judges(config: Config, counts: list[tuple[list[int], list[int]]]) -> N
         failures = sum(failed[number] for failed, _ in counts)
         verdicts = sum(parsed[number] for _, parsed in counts)
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
-            option = "--cost-judge" if is_cost_judge(config, number) else "--judge"
             raise ValueError(
-                f"{option} {model}: none of the first {failures} answers got a verdict: "
-                f"it can't be read as --judge-format {format_name(config, number)} (see FORMATS in genrm.py)"
+                f"the judge {model}: none of the first {failures} answers got a verdict: it can't be read by "
+                f"--judge-format {as_text(config.judge_format)} (see FORMATS in genrm.py)"
             )

@@ -191,11 +191,15 @@ class Rewards:
         """The task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.response)
         seen = TextSample(**vars(sample), text=text, answer=self._format.answer_of(text, sample.finish))
-        asks = {(rule, sample.prompt_id, sample.index): partial(rule.ask, seen) for rule in self.rules}
-        pairs = [(judge, sample.question, judge.format.shown(text, sample.finish)) for judge in self.judges]
-        asks = {pair: partial(pair[0].ask, *pair[1:], pool) for pair in pairs} | asks
-        new = {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in self._tasks}
-        self._tasks |= new
+        asks = {}
+        for judge in self.judges:
+            pair = (sample.question, judge.format.shown(text, sample.finish))
+            asks[judge, *pair] = partial(judge.ask, *pair, pool)
+        for rule in self.rules:
+            asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
+        for key, ask in asks.items():
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.create_task(ask())
         return [self._tasks[key] for key in asks]
 
     def _joined(self, critiques: list[str]) -> str:

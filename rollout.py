@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import rewards
+import genrm
 from algorithms import set_baseline
 from engines.engine import Answer, seed_of
 from engines.pool import EngineStatus, Pool
@@ -298,7 +298,7 @@ async def gather_finished_groups(step: RolloutStep) -> None:
     sampler.num_generated = sum(generated)
     for finished in groups:
         sampler.record(finished)
-    rewards.check_judges(c.config, counts)
+    genrm.check_judges(c.config, counts)
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:
