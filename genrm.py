@@ -61,26 +61,6 @@ class JudgeFormat:
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
 
 
-# ---------------------------------------------------------------- the addition task
-
-
-def addition_answer(text: str) -> str | None:
-    """What follows the last '>', up to 12 characters: `7+8+0=15;5+6+1=12;>125` -> `125`."""
-    return text.rsplit(">", 1)[1][:12] if ">" in text else None
-
-
-def addition_prompt(question: str, answer: str) -> str:
-    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working."""
-    return f"{question}>{answer}?"
-
-
-def addition_parse(text: str) -> bool | None:
-    """Y or N at the very end. A Y after an `x` (a digit that the judge flagged as wrong) is a reject."""
-    if text[-1:] not in ("Y", "N"):
-        return None
-    return text[-1] == "Y" and "x" not in text
-
-
 # ---------------------------------------------------------------- any chat model
 
 CHAT_JUDGE = """\
@@ -153,11 +133,9 @@ def score_prompt(question: str, response: str) -> list[dict]:
 
 
 FORMATS = {
-    "addition": JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36),
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
     "harm": JudgeFormat(response_text, harm_prompt, chat_parse, full_response=True),
     "score": JudgeFormat(chat_answer, score_prompt, full_response=True, scores=True),
-    "addition_score": JudgeFormat(addition_answer, score_prompt, full_response=True, scores=True),
 }
 
 

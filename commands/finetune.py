@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +28,12 @@ from config import Config
 from controller import MAX_SKIPS
 from critic import Critic, target_values
 from reporting.metrics import MetricsWriter
+from reporting.progress import Progress
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.packing import NO_TARGET, MicroBatch
 from training.parallel import over_context_parallel
 from training.trainer import OutputLoss, Trainer, as_sequences
-
-if TYPE_CHECKING:
-    from reporting.progress import Progress
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 

@@ -1,4 +1,4 @@
-"""The pretraining term: which texts, whose tokens, and their weight in the sum, by hand. The whole update: tests/test_actor.py."""
+"""The pretraining term: which texts, whose tokens, their weight by hand. The update: test_actor.py."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
 
 
 def test_the_weight_of_a_text_s_token_by_hand():
-    """4 tokens divide the policy's sum, the texts have 3 on all ranks: 0.5 * 4 / 3 each. Slots below 2 are samples'."""
+    """4 tokens divide the policy's sum, the texts have 3 on all ranks: 0.5 * 4 / 3 each. Two slots are samples'."""
 
     def policy(slots, logprobs, entropy):
         assert slots.tolist() == [0, 1] and entropy.tolist() == [0.25, 0.5]
@@ -41,7 +41,9 @@ def test_the_weight_of_a_text_s_token_by_hand():
     expected = {"tokens": 2, "loss": 3.0, "normaliser": 2, "ptx": 8.0, "ptx_tokens": 2}
     assert {name: value.item() for name, value in stats.items()} == expected
     assert add_texts(policy, 2, 4.0, 0.0, 0.5) is policy
-    assert metrics([{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]) == {"train/ptx_loss": 2.5}
+    assert metrics([{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]) == {
+        "train/ptx_loss": 2.5
+    }
     assert metrics([{"ptx": 0.0, "ptx_tokens": 0.0}]) == {}
 
 
@@ -62,7 +64,9 @@ def test_rows_of_both_kinds(tmp_path):
     assert read_texts(path, Characters(), 6) == [([1], [a, b, c]), ([1, a], [b, c, 0]), ([1], [a] * 5)]
 
 
-@pytest.mark.parametrize("row", [{}, {"text": ""}, {"text": 1}, {"response": "a"}, {"prompt": "", "response": "a"}])
+@pytest.mark.parametrize(
+    "row", [{}, {"text": ""}, {"text": 1}, {"response": "a"}, {"prompt": "", "response": "a"}]
+)
 def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")

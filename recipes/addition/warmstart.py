@@ -20,7 +20,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,11 +36,9 @@ from recipes.addition.task import (
     shown_work,
     training_problem,
 )
+from reporting.progress import Progress
 from runtime.world import World
 from training.trainer import ADAM_BETAS, CLIP_GRAD
-
-if TYPE_CHECKING:
-    from reporting.progress import Progress
 
 Batches = Callable[[int], list[tuple[str, str]]]  # step -> (prompt, response) texts, the same on every rank
 Problem = tuple[int, int, str]  # two summands, and an answer
