@@ -495,7 +495,7 @@ def write_verdict(prompt, index, sampling):
 class FakeTokenizer:
     """A token is a character."""
 
-    eos_token_id, chat_template, all_special_tokens = 0, None, ()
+    eos_token_id, chat_template, all_special_tokens, added_tokens_decoder = 0, None, (), {}
     name_or_path = "FAKE"
 
     def __call__(self, text, **_):
