@@ -132,10 +132,10 @@ def test_slip_weights_are_a_whole():
     assert sum(warmstart.SLIPS.values()) == pytest.approx(1)
 
 
-MISSES = (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.9, 0.8, 0.99)  # at least; a carry can only be lost where there is one
+MISSES = (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.9, 0.8, 0.99)  # a carry can only be lost where there is one
 
 
-@pytest.mark.parametrize("kind,wrong", zip(warmstart.SLIPS, MISSES, strict=True))
+@pytest.mark.parametrize("kind,wrong", list(zip(warmstart.SLIPS, MISSES, strict=True)))
 def test_slips_are_mostly_wrong(kind, wrong):
     """On at least this part of 2,000 training problems a slip misses the sum."""
     rng = random.Random(0)
