@@ -59,10 +59,9 @@ def state_of(c: Controller) -> tuple[dict, dict]:
     import torch
 
     common = {"ranks": c.world.size, "config": dict(vars(c.config))}
-    common |= {name: vars(c.state)[name] for name in COUNTERS}
+    common |= {"prompts": c.prompts.state()} | {name: vars(c.state)[name] for name in COUNTERS}
     common |= {"split": c.placement.plan.split, "history": [asdict(stats) for stats in c.state.history]}
-    common |= {"prompts": c.prompts.state(), "groups": c.groups.state()}
-    own = {"carried": [[dict(vars(sample)) for sample in group] for group in c.groups.carried]}
+    own = {"groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]}
     return common, own | {"rewards": c.rewards.state(), "random": torch.get_rng_state().tolist()}
 
 
@@ -90,9 +89,8 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
 
     state, actor, rank = c.state, c.placement.actor, c.world.rank
     vars(state).update({name: common[name] for name in COUNTERS})
-    c.prompts.load_state(common["prompts"])
-    carried = [[Sample(**sample) for sample in group] for own in controllers for group in own["carried"]]
-    c.groups.load_state(common["groups"], actor.dp_size, carried, actor.dp_rank if actor.is_head else -1)
+    groups = [[Sample(**sample) for sample in group] for own in controllers for group in own["groups"]]
+    c.prompts.load_state(common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1)
     c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])  # to be summed
     split, history = Split(*common["split"]), [stats_from(row) for row in common["history"]]
     plans = {plan.split: plan for plan in c.placement.plans}

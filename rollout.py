@@ -1,323 +1,339 @@
-"""Serving: one step's answers are written, judged, and drawn again until the step has its groups.
+"""Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
-A mode is one short function here, a row of the paper's figure. Dynamic sampling (DAPO; in waves: WeChat-YATT) replaces groups whose
-rewards are all equal. While they serve, controllers meet in one small gather at a time: which groups ended, and how. Every decision,
-to draw more, to stop, to cut off what is late, is a pure function of what was gathered, so that all take the same one.
+A mode is one short loop here, a row of the paper's figure. Groups whose rewards are all equal are replaced
+(dynamic sampling). While they serve, controllers meet in one small gather at a time: which groups finished,
+and with what. Every decision, to draw more, to stop, to cut off the rest, is a pure function of what was
+gathered, so that all controllers take the same one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import placement
-from algorithms import get_algorithm, set_baseline
-from engines.engine import WRITTEN, Answer, EngineLost, seed_of
+import genrm
+from algorithms import set_baseline
+from engines.engine import Answer, seed_of
+from engines.pool import EngineStatus, Pool
 from sample import Sample
-from scheduling.dynamic_sampling import Draws, is_informative, is_written, moving_average
+from scheduling.dynamic_sampling import (
+    DynamicSampler,
+    OrderedSampler,
+    is_generated,
+    is_informative,
+    is_judged,
+)
+from scheduling.rebalance import StepStats
 
-MOST_LATE = 3  # engines that may be late with one group
+if TYPE_CHECKING:
+    from controller import Controller
+
+MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
 
 
 @dataclass
-class Served:
-    """What this controller's prompts came to in one step. Every sample is kept, dropped, or in a filtered or carried group."""
+class RolloutBatch:
+    """What this controller's prompts came to in one step. Every group is kept, filtered or carried."""
 
-    kept: list[Sample] = field(default_factory=list)  # groups to train on
-    dropped: list[Sample] = field(default_factory=list)  # samples of kept groups whose judge failed, and greedy ones
-    filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing: their rewards are all equal
-    carried: list[list[Sample]] = field(default_factory=list)  # groups not needed, or cut off: their prompts come again
+    kept: list[Sample] = field(default_factory=list)  # samples to train on
+    dropped: list[Sample] = field(default_factory=list)  # of kept groups: without a reward, and greedy ones
+    filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing
+    carried: list[list[Sample]] = field(default_factory=list)  # groups whose prompts come again
     waves: int = 0
-    lacking: int = 0  # groups short of the batch, over all controllers
-    tokens: int = 0  # written in this step
+    missing_groups: int = 0  # short of the batch, over all controllers
+    tokens: int = 0  # generated in this step
     aborted: int = 0  # answers cut off
+    stats: StepStats | None = None  # what this controller measured
 
 
-class Step:
-    """One controller's part of a serving phase: its groups, and the tasks that have them written and judged."""
+class Tasks:
+    """What this controller waits for: a task for each prompt. closed: all is being cut off."""
 
-    def __init__(self, job, draws: Draws | None = None):
-        self.job, self.draws, self.served = job, draws, Served()
-        self.groups: dict[int, list[Sample]] = {}
-        self.tasks: dict[int, asyncio.Task] = {}  # of groups that haven't ended
-        self.closed = False  # nothing new is asked for: what is in flight is being cut off
+    def __init__(self):
+        self.running: dict[int, asyncio.Task] = {}
+        self.closed = False
 
-    def start(self, mine: list[int], work) -> None:
-        """Begin with this controller's groups; `work(step, group)` is what is done for each."""
-        self.groups |= {draw: self.job.groups.take(draw) for draw in mine}
-        self.go_on(mine, work)
+    def start(self, key: int, work: Coroutine) -> None:
+        self.running[key] = asyncio.create_task(work)
 
-    def go_on(self, mine: list[int], work) -> None:
-        """Begin a stage of groups."""
-        self.tasks |= {draw: asyncio.create_task(work(self, self.groups[draw])) for draw in mine}
-
-    def has_ended(self, draw: int) -> bool:
-        """Whether a group of this controller has been written and judged since the controllers last met."""
-        return draw not in self.tasks and draw not in self.draws.informative and is_written(self.groups[draw])
-
-    async def settle(self, timeout: float | None = None) -> list[int]:
-        """Wait for this controller's tasks, at most `timeout` seconds; returns the draws whose task ended."""
-        if self.tasks:
-            await asyncio.wait(self.tasks.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        ended = [draw for draw, task in self.tasks.items() if task.done()]
-        for draw in ended:
-            task = self.tasks.pop(draw)
+    async def poll(self) -> int:
+        """Wait for the tasks to end, but only a moment; returns how many did. Their errors are raised."""
+        if self.running:
+            first = asyncio.FIRST_EXCEPTION
+            await asyncio.wait(self.running.values(), timeout=MEETING_INTERVAL_S, return_when=first)
+        ended = [key for key, task in self.running.items() if task.done()]
+        for task in map(self.running.pop, ended):
             if not task.cancelled():
                 task.result()
-        return ended
+        return len(ended)
 
 
-# ---------------------------------------------------------------- one function per row of the figure
+class RolloutStep:
+    """One controller's part of a step: the sampler that all controllers share, and this one's groups."""
+
+    def __init__(self, c: Controller, sampler: DynamicSampler, group_filter: Callable[[list[Sample]], bool]):
+        self.c, self.sampler, self.group_filter = c, sampler, group_filter
+        self.groups: dict[int, list[Sample]] = {}  # by prompt_id
+        self.tasks, self.batch, self.swap_s = Tasks(), RolloutBatch(), 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the batch is complete, no more groups can come, or a stop was asked for."""
+        sampler = self.sampler
+        if sampler.is_complete or self.c.stopping:
+            return True
+        return not sampler.num_in_flight and sampler.next_wave() is None
+
+    def begin_wave(self) -> list[int]:
+        """Draw and deal the prompts of a wave, if one is to begin. Returns this controller's."""
+        c, wave = self.c, self.sampler.next_wave()
+        if wave is None:
+            return []
+        drawn = c.prompts.draw(wave.size)
+        actor = c.placement.actor
+        owners = c.prompts.assign_owners(drawn, actor.dp_size)
+        if wave.number not in self.sampler.wave_of.values():
+            c.timeline.mark("wave", f"wave {wave.number + 1}")
+        self.sampler.add(drawn, wave.number)
+        mine = [p for p, owner in owners.items() if owner == actor.dp_rank and actor.is_head]
+        self.groups |= {prompt_id: c.prompts.group(prompt_id) for prompt_id in mine}
+        return mine
+
+    def start(self, prompt_ids: list[int], work: Callable[[RolloutStep, list[Sample]], Coroutine]) -> None:
+        for prompt_id in prompt_ids:
+            self.tasks.start(prompt_id, work(self, self.groups[prompt_id]))
+
+    async def wake(self, pool: Pool, instead_of: Pool | None = None) -> None:
+        """A pool gets its devices, which another may hold; nothing to do if it has them (collective)."""
+        clock = self.c.timeline.now
+        start = clock()
+        if instead_of:
+            await instead_of.sleep()
+        await pool.wake()
+        self.swap_s += clock() - start
 
 
-async def serve_in_turns(step: Step, mine: list[int]) -> None:
-    """Full colocation: rollout holds all ranks until the last answer is written, then genrm holds them."""
-    job = step.job
-    await job.genrm.sleep()
-    await job.rollout.wake()
-    cut = [draw for draw, group in step.groups.items() if not is_written(group)]
-    step.start(mine, write)
-    step.go_on(cut, write)
-    await enough_written(step)
-    if job.stopping:
-        return
-    await job.rollout.sleep()
-    await job.genrm.wake()
-    step.go_on([draw for draw in mine + cut if is_written(step.groups[draw])], have_judged)
-    await until_settled(step)
+async def collect(c: Controller) -> RolloutBatch:
+    """Draw prompts, serve them, drop groups that teach nothing and draw again (collective).
 
-
-async def serve_side_by_side(step: Step, mine: list[int]) -> None:
-    """Partial colocation: an answer is judged the moment it is finished, on other ranks; waves cost no swap.
-
-    Returns after a moment, so that the controllers meet while answers are written.
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`; each of up to `max_refill_waves`
+    more replaces what was filtered. By default the first informative groups in the order of drawing are kept,
+    with `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step.
+    When a stop is asked for, everything is cut off and nothing of the step counts.
     """
-    await step.job.genrm.wake()
-    step.start(mine, write_and_judge)
-    await step.settle(step.job.config.meet_every_s)
+    config, start = c.config, c.timeline.now()
+    kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
+    experience = (c.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
+    sampler = kind(config.prompts_per_step, *experience)
+    step = RolloutStep(c, sampler, is_informative if c.algorithm.filters else is_judged)
+    c.rewards.reset()
+    with c.timeline.span("serve"):
+        await MODES[c.placement.plan.mode](step)
+        await cut_off(c, step.tasks)
+    if c.stopping:
+        c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
+        return step.batch
+    c.state.groups_per_kept = sampler.updated_groups_per_kept()
+    partition(step)
+    stats = (c.placement.rollout.pop_stats(), c.placement.genrm.pop_stats(), sampler.waves)
+    seconds = (c.timeline.now() - start, step.swap_s, c.placement.hand_over_s)
+    step.batch.stats = StepStats(c.placement.plan.split, *stats, *seconds)
+    return step.batch
 
 
-SERVE = {"full": serve_in_turns, "partial": serve_side_by_side}
+# ---------------------------------------------------------------- one loop per row of the figure
 
 
-async def write(step: Step, group: list[Sample], when_written=lambda sample: None) -> None:
-    """Have the answers of a group written, until the step is closed. `when_written` is told of each that is whole."""
-
-    def take(sample: Sample, answer: Answer, rank: int) -> None:
-        take_answer(step, sample, answer, rank)
-        if sample.finish in WRITTEN and not step.closed:
-            when_written(sample)
-
-    await have_written(step.job, step.job.sampling, group, take, lambda: step.closed)
-
-
-async def have_written(job, sampling, group: list[Sample], take, is_closed=lambda: False) -> None:
-    """Have one engine write the answers of a group: they share the prompt's KV cache. `take(sample, answer, rank)` is told of each.
-
-    Answers that were cut off are continued: their tokens so far are part of the prompt. An engine that is late is asked no more, and
-    what it owes is asked of another; likewise one that is lost. Waits while none is up. Raises ValueError when MOST_LATE were late.
-    """
-    late = 0
-    while (unwritten := [sample for sample in group if sample.finish not in WRITTEN]) and not is_closed():
-        if (engine := job.rollout.route()) is None:
-            await asyncio.sleep(job.config.meet_every_s)  # in the next meeting they may hear of one
-            continue
-        prompts = [sample.prompt + sample.response for sample in unwritten]
-        rooms = [sampling.room(sample) for sample in unwritten]
-        seeds = [seed_of(job.config.seed, sample.prompt_id, sample.index) for sample in unwritten]
-        greedy = [sample.greedy for sample in unwritten]
-        try:
-            async with asyncio.timeout(job.config.request_timeout_s):
-                async for answer in engine.generate(prompts, sampling, rooms, seeds, greedy):
-                    take(unwritten[answer.index], answer, engine.rank)
-        except (TimeoutError, EngineLost) as error:
-            if isinstance(error, EngineLost) and not engine.up:
-                continue
-            job.rollout.avoid(engine)
-            late += 1
-            if late == MOST_LATE:
-                raise ValueError(f"{late} engines, at last the {engine.name}, were later than --request-timeout-s") from None
+async def generate_then_judge(step: RolloutStep) -> None:
+    """Full colocation: rollout holds all ranks until a wave is generated, then genrm holds them."""
+    c, placement = step.c, step.c.placement
+    while not step.is_over:
+        unfinished = [prompt_id for prompt_id, group in step.groups.items() if not is_generated(group)]
+        wave = step.begin_wave() + unfinished
+        await step.wake(placement.rollout, instead_of=placement.genrm)
+        step.start(wave, generate)
+        await wait_for_enough(step)
+        if c.stopping:
+            return
+        await step.wake(placement.genrm, instead_of=placement.rollout)
+        step.start([prompt_id for prompt_id in wave if is_generated(step.groups[prompt_id])], judge)
+        await wait_for_all(c, step.tasks)
+        await gather_finished_groups(step)
 
 
-def take_answer(step: Step, sample: Sample, answer: Answer, rank: int) -> None:
-    """Add what an engine wrote to a sample."""
-    version, timeline = step.job.actor.version, step.job.timeline
-    assert set(answer.versions) <= {version}, f"rank {rank} wrote with weights {set(answer.versions)}, not {version}"
-    writing = "resumed" if sample.response else "decoding"
-    timeline.sample("queued", sample.prompt_id, sample.index, rank, answer.sent, answer.first_token)
-    timeline.sample(writing, sample.prompt_id, sample.index, rank, answer.first_token, answer.end)
-    if answer.finish not in WRITTEN:
-        timeline.sample("aborted", sample.prompt_id, sample.index, rank, answer.end, answer.end)
-        step.served.aborted += 1
+async def judge_as_generated(step: RolloutStep) -> None:
+    """Partial colocation: an answer is judged the moment it is finished, elsewhere; a wave costs no swap."""
+    await step.wake(step.c.placement.genrm)
+    while not step.is_over:
+        step.start(step.begin_wave(), generate_and_judge)
+        await step.tasks.poll()
+        await gather_finished_groups(step)
+
+
+MODES = {"full": generate_then_judge, "partial": judge_as_generated}
+
+
+async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
+    """Have the answers of a group generated, or continued; they share the prompt's KV cache."""
+    c = step.c
+    while (unfinished := [s for s in group if not s.is_finished]) and not step.tasks.closed:
+        answers = c.placement.rollout.generate(
+            [sample.prompt + sample.response for sample in unfinished],
+            c.sampling,
+            limits=[c.sampling.max_new_tokens - len(sample.response) for sample in unfinished],
+            seeds=[seed_of(c.config.seed, sample.prompt_id, sample.index) for sample in unfinished],
+            greedy=[sample.greedy for sample in unfinished],
+        )
+        async for answer in answers:
+            sample = unfinished[answer.index]
+            append_tokens(step, sample, answer)
+            if sample.is_finished and not step.tasks.closed:
+                on_finished(sample)
+
+
+def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
+    """Add what an engine generated to a sample."""
+    version, timeline, key = step.c.placement.actor.version, step.c.timeline, (sample.prompt_id, sample.index)
+    assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
+    generating = "resumed" if sample.response else "decoding"
+    timeline.sample("queued", *key, answer.rank, answer.sent, answer.first_token)
+    timeline.sample(generating, *key, answer.rank, answer.first_token, answer.end)
     sample.response = sample.response + answer.tokens
     sample.logprobs = sample.logprobs + answer.logprobs
     sample.versions = sample.versions + answer.versions
     sample.finish = answer.finish
-    step.served.tokens += len(answer.tokens)
+    step.batch.tokens += len(answer.tokens)
+    if not sample.is_finished:
+        timeline.sample("aborted", *key, answer.rank, answer.end, answer.end)
+        step.batch.aborted += 1
 
 
-async def have_judged(step: Step, group: list[Sample]) -> None:
-    """Have every answer of a written group judged that isn't yet."""
+async def judge(step: RolloutStep, group: list[Sample]) -> None:
+    """Have every answer of a generated group judged that isn't yet."""
     await asyncio.gather(*(judge_one(step, sample) for sample in group if sample.reward is None))
 
 
-async def judge_one(step: Step, sample: Sample) -> None:
-    """Have one answer judged."""
-    if step.closed:
-        return  # it was whole a moment before its group was cut off: a call now would outlive the step
-    job, clock = step.job, asyncio.get_running_loop().time
-    start = clock()
-    said = await job.rules.ask(sample)
-    if step.closed:
-        return  # likewise: it was cut off while its rules were asked
-    await job.judge.judge(sample, job.genrm)
-    job.rules.mix(sample, said)  # in one go with the judges' reward: a sample that is given up meanwhile keeps none
-    end = clock()
-    job.timeline.sample("judging", sample.prompt_id, sample.index, job.world.rank, start, end)
-    job.timeline.sample("done", sample.prompt_id, sample.index, job.world.rank, end, end)
+async def generate_and_judge(step: RolloutStep, group: list[Sample]) -> None:
+    """Have the answers of a group generated, and each judged the moment it is finished."""
+    finished = [sample for sample in group if sample.is_finished and sample.reward is None]
+    judging = [asyncio.create_task(judge_one(step, sample)) for sample in finished]
 
+    def begin_to_judge(sample: Sample) -> None:
+        judging.append(asyncio.create_task(judge_one(step, sample)))
 
-async def write_and_judge(step: Step, group: list[Sample]) -> None:
-    """Have the answers of a group written, and each judged the moment it is whole."""
-    judging = [asyncio.create_task(judge_one(step, s)) for s in group if s.finish in WRITTEN and s.reward is None]
-    await write(step, group, lambda sample: judging.append(asyncio.create_task(judge_one(step, sample))))
+    await generate(step, group, begin_to_judge)
     await asyncio.gather(*judging)
 
 
-# ---------------------------------------------------------------- the tail does not wait
+async def judge_one(step: RolloutStep, sample: Sample) -> None:
+    if step.tasks.closed:
+        return  # it finished a moment before its group was cut off: a call now would outlive the step
+    c, clock = step.c, asyncio.get_running_loop().time
+    start = clock()
+    await c.rewards.score(sample, c.placement.genrm)
+    end = clock()
+    c.timeline.sample("judging", sample.prompt_id, sample.index, c.world.rank, start, end)
+    c.timeline.sample("done", sample.prompt_id, sample.index, c.world.rank, end, end)
 
 
-async def enough_written(step: Step) -> None:
-    """Full colocation: wait until as many groups are written as should do, over all controllers, then cut off the others.
-
-    Those are as many as the step lacks, and as many more as are filtered by experience: another round would cost a swap.
-    """
-    job, draws = step.job, step.draws
-    if draws.in_order:
-        await until_settled(step)
-        return
-    wanted = min((draws.wanted - draws.found) * job.state.groups_per_kept, draws.flying)
-    written, late = 0, len(draws.late)
-    while (written < wanted or late) and not job.stopping:
-        ended = await step.settle(job.config.meet_every_s)
-        news = await told(job, (len(ended), len(draws.late & step.tasks.keys())))
-        written, late = written + sum(count for count, _ in news), sum(count for _, count in news)
-    await cut_off(step)
-
-
-async def until_settled(step: Step) -> None:
-    """Wait for the tasks of every controller, or until a stop is asked for (collective)."""
-    while any(await told(step.job, len(step.tasks))) and not step.job.stopping:
-        await step.settle(step.job.config.meet_every_s)
-
-
-async def cut_off(step: Step) -> None:
-    """No new requests, then abort what is written and judged, and wait until all of it has come back (collective)."""
-    job = step.job
-    step.closed = True
-    await asyncio.gather(job.judge.cancel(), job.rules.cancel())
-    while any(await job.world.gather(len(step.tasks))):
-        await asyncio.gather(job.rollout.abort(), job.genrm.abort())
-        await step.settle(job.config.meet_every_s)  # a request that was on its way when its engine aborted all is met next time
-    step.closed = False
-
-
-# ---------------------------------------------------------------- dynamic sampling
-
-
-async def serve(job, serve_wave) -> Served:
-    """Draw prompts, serve them, drop groups without variance and draw again (collective).
-
-    The first wave has `prompts_per_step` prompts, times `over_dispatch`. Each of up to `max_refill_waves` more replaces the groups
-    that were filtered, scaled by the moving average of groups drawn per group kept and by 1.2. By default the first
-    `prompts_per_step` informative groups in the order of drawing are kept, over all controllers together; with `over_dispatch` above
-    1 the first to end. The prompts of the others go back to the buffer, with `partial_rollout` with all that was written for them.
-    When a stop is asked for, everything is cut off and nothing of the step counts.
-    """
-    config = job.config
-    job.judge.forget()
-    how = (config.over_dispatch == 1, job.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
-    step = Step(job, Draws(config.prompts_per_step, *how))
-    draws = step.draws
-    while not draws.complete and not job.stopping:
-        wave = draws.next_wave()
-        if wave is None and not draws.flying:
-            break
-        mine = [] if wave is None else draw_wave(job, draws, *wave)
-        await serve_wave(step, mine)
-        await meet(step)
-    await cut_off(step)
-    if job.stopping:
-        job.groups.undo(list(draws.wave_of), list(step.groups.values()))
-        return step.served
-    job.state.groups_per_kept = moving_average(job.state.groups_per_kept, draws)
-    sort_out(step)
-    return step.served
-
-
-def draw_wave(job, draws: Draws, wave: int, size: int) -> list[int]:
-    """Deal the prompts of a wave; returns this controller's (the same call on every controller)."""
-    drawn = job.prompts.take(size)
-    owners = job.groups.deal(drawn, job.actor.dp_size)
-    if wave not in draws.wave_of.values():
-        job.timeline.mark("wave", f"wave {wave + 1}")
-    draws.add(drawn, wave, set() if draws.in_order else job.groups.awaited(drawn))
-    return [draw for draw, owner in owners.items() if owner == job.actor.dp_rank and job.actor.is_head]
-
-
-async def meet(step: Step) -> None:
-    """All controllers tell which of their groups ended, and how (collective)."""
-    job, filters = step.job, get_algorithm(step.job.config.algorithm).filters
-    ended = {draw: is_informative(group, filters) for draw, group in step.groups.items() if step.has_ended(draw)}
-    written = sum(map(is_written, step.groups.values()))
-    facts = (ended, written, list(job.judge.failed), list(job.judge.parsed))
-    endings, written, failed, parsed = zip(*await told(job, facts), strict=True)
-    step.draws.written = sum(written)
-    step.draws.learn({draw: informative for ending in endings for draw, informative in ending.items()})
-    check_judge(job.config, failed, parsed)
-
-
-async def told(job, facts) -> list:
-    """One meeting of the controllers: each one's `facts` (collective). They also hear what is awaited from whom, which engines are up,
-    and whether one was asked to stop; and bring rollout back if all of its engines were lost.
-    """
-    news = (facts, job.rollout.news(), job.genrm.news(), job.stop.asked)
-    facts, rollout, genrm, asked = zip(*await job.world.gather(news), strict=True)
-    for pool, heard in ((job.rollout, rollout), (job.genrm, genrm)):
-        pool.hear(heard)
-        while pool.notes:
-            job.report.note(pool.notes.pop(0))
-    job.stopping = max(job.stopping, *asked)
-    if job.rollout.stranded and not job.stopping:
-        await placement.revive(job.actor, job.rollout, job.genrm, job.world, job.timeline)
-    return list(facts)
-
-
-def sort_out(step: Step) -> None:
-    """Sort this controller's groups into kept, carried and filtered. A batch may be short: actor.py then trains on less."""
-    job, draws, served = step.job, step.draws, step.served
-    chosen, again = draws.chosen(), draws.come_again()
-    for draw, group in step.groups.items():
-        if draw in chosen:
-            set_baseline(group, job.config)
+def partition(step: RolloutStep) -> None:
+    """This controller's groups are kept, carried or filtered. A batch may be short."""
+    c, sampler, batch = step.c, step.sampler, step.batch
+    chosen, requeued = set(sampler.chosen()), set(sampler.requeued())
+    for prompt_id, group in step.groups.items():
+        if prompt_id in chosen:
+            set_baseline(group, c.algorithm)
             for sample in group:
-                (served.dropped if sample.reward is None or sample.greedy else served.kept).append(sample)
+                (batch.dropped if sample.reward is None or sample.greedy else batch.kept).append(sample)
         else:
-            (served.carried if draw in again else served.filtered).append(group)
-    job.groups.put_back(again, served.carried)
-    served.waves, served.lacking = draws.waves, draws.wanted - len(chosen)
+            (batch.carried if prompt_id in requeued else batch.filtered).append(group)
+    c.prompts.requeue(sampler.requeued(), batch.carried)
+    batch.waves, batch.missing_groups = sampler.waves, sampler.target - len(chosen)
 
 
-def check_judge(config, failed: list[list[int]], parsed: list[list[int]]) -> None:
-    """Raises ValueError once a judge gave no verdict on `max_judge_failures` answers and none on any other: it never will give one.
+# ---------------------------------------------------------------- where controllers meet
 
-    failed, parsed: [controllers][judges], since the run's start.
+
+class Meeting(NamedTuple):
+    """What every controller brought, by rank, and the signal that asked one of them to stop, else 0."""
+
+    facts: list[Any]
+    rollout: list[EngineStatus]
+    genrm: list[EngineStatus]
+    stop: int
+
+
+async def sync_controllers(c: Controller, facts: Any) -> Meeting:
+    """All controllers tell each other their facts, how their engines are, and whether to stop (collective).
+
+    Nothing changes by this: `follow` acts.
     """
-    counts = zip(zip(*failed, strict=True), zip(*parsed, strict=True), strict=True)
-    for judge, judge_format, (failures, verdicts) in zip(config.judge, config.judge_format[: config.judges], counts, strict=True):
-        if sum(verdicts) == 0 and sum(failures) >= config.max_judge_failures:
-            raise ValueError(
-                f"--judge {judge}: none of the first {sum(failures)} answers got a verdict (--max-judge-failures "
-                f"{config.max_judge_failures}): it can't be read as --judge-format {judge_format} (see FORMATS in genrm.py), "
-                f"or is later than --judge-timeout-s {config.judge_timeout_s:g}"
-            )
+    statuses = (c.placement.rollout.status(), c.placement.genrm.status())
+    facts, rollout, genrm, asked = zip(*await c.world.gather((facts, *statuses, c.stop.asked)), strict=True)
+    return Meeting(list(facts), list(rollout), list(genrm), max(asked))
+
+
+def follow(c: Controller, meeting: Meeting) -> None:
+    """Act on a meeting, on every controller alike: route around lost engines, and remember a stop.
+
+    ValueError if a role has no engine left.
+    """
+    c.stopping = max(c.stopping, meeting.stop)
+    for pool, statuses in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
+        for line in pool.apply_status(statuses):
+            c.report.note(line)
+
+
+async def gather_finished_groups(step: RolloutStep) -> None:
+    """All controllers tell which of their groups finished, and whether those are informative (collective)."""
+    c, sampler = step.c, step.sampler
+    ended = step.groups.keys() - step.tasks.running.keys() - sampler.informative.keys()
+    finished = {p: step.group_filter(step.groups[p]) for p in sorted(ended) if is_generated(step.groups[p])}
+    generated = sum(map(is_generated, step.groups.values()))
+    meeting = await sync_controllers(c, (finished, generated, c.rewards.counts()))
+    follow(c, meeting)
+    groups, generated, counts = zip(*meeting.facts, strict=True)
+    sampler.num_generated = sum(generated)
+    for finished in groups:
+        sampler.record(finished)
+    genrm.check_judges(c.config, counts)
+
+
+async def wait_for_all(c: Controller, tasks: Tasks) -> None:
+    """Wait for the tasks of every controller, or until a stop is asked for (collective)."""
+    while True:
+        meeting = await sync_controllers(c, len(tasks.running))
+        follow(c, meeting)
+        if not any(meeting.facts) or c.stopping:
+            return
+        await tasks.poll()
+
+
+async def wait_for_enough(step: RolloutStep) -> None:
+    """Wait until as many groups are generated as the step should need, then cut off the others (collective).
+
+    By experience, because another round would cost a swap. Where the order of drawing decides, all are
+    needed.
+    """
+    c, sampler = step.c, step.sampler
+    if c.config.over_dispatch == 1:
+        return await wait_for_all(c, step.tasks)
+    missing = (sampler.target - sampler.num_informative) * c.state.groups_per_kept
+    generated, wanted = 0, min(missing, sampler.num_in_flight)
+    while generated < wanted and not c.stopping:
+        meeting = await sync_controllers(c, await step.tasks.poll())
+        follow(c, meeting)
+        generated += sum(meeting.facts)
+    await cut_off(c, step.tasks)
+
+
+async def cut_off(c: Controller, tasks: Tasks) -> None:
+    """No new requests; abort what is generated and judged, and wait until it has come back (collective)."""
+    tasks.closed = True
+    await c.rewards.cancel()
+    while any(await c.world.gather(len(tasks.running))):
+        await asyncio.gather(c.placement.rollout.abort(), c.placement.genrm.abort())
+        await tasks.poll()  # a request that was on its way then is aborted in the next round
+    tasks.closed = False

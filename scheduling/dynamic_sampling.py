@@ -1,235 +1,194 @@
-"""Draws: which prompts make up a step, what is known of each, and what is drawn next. Pure: the same on every controller.
+"""Dynamic sampling: which prompts make up a step, how many are drawn next. Pure.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2; in waves: WeChat-YATT) drops groups whose rewards are all equal, for they teach
-nothing, and draws more prompts in their place.
+Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in their place.
+Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still needs, beyond groups in
+flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect
-from collections import Counter
-from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from typing import NamedTuple
 
-from engines.engine import WRITTEN
 from sample import Sample
 
 MARGIN = 1.2  # a refill, over what should do by experience
-MOST_CUTS = 3  # times that a prompt may be cut off before a step waits for it
+SHARE_GENERATED = 0.25  # of the groups: from then on experience alone may begin a refill
+MAX_GROUPS_PER_KEPT = 10.0  # that one step can show
 
 
-@dataclass
-class Draws:
-    """The draws of one step and what is known of them: the same on every controller.
+def is_informative(group: list[Sample]) -> bool:
+    """Whether the judged answers of a group differ in reward, or from its baseline.
 
-    In order, the batch is the first `wanted` informative draws in the order of drawing, among those of the waves that a step has which
-    knows each wave's rewards before it draws the next (`wave_ends`). So it doesn't depend on ranks, mode or timing, whatever was
-    drawn before it had to be. Else it is the first to end.
+    Answers without a verdict don't count. Without the greedy one there is no baseline, and nothing to learn.
+    """
+    return len(judged_rewards(group)) > 1
+
+
+def is_judged(group: list[Sample]) -> bool:
+    """Whether a group has an answer to learn from: of algorithms that judge each answer by itself."""
+    return len(judged_rewards(group)) > 0
+
+
+def judged_rewards(group: list[Sample]) -> set[float]:
+    """The different rewards of a group, none if its greedy answer has none."""
+    if any(sample.greedy and sample.reward is None for sample in group):
+        return set()
+    return {sample.reward for sample in group if sample.reward is not None}
+
+
+def is_generated(group: list[Sample]) -> bool:
+    """Whether every answer of a group is finished."""
+    return all(sample.is_finished for sample in group)
+
+
+class Wave(NamedTuple):
+    number: int
+    size: int  # prompts
+
+
+class DynamicSampler:
+    """The prompts of one step and what is known of each; keeps the first `target` informative groups to
+    finish.
+
+    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the first wave,
+    over `target`. max_refills: waves after the first. A replacement belongs to the wave after the group's
+    own.
     """
 
-    wanted: int  # informative groups that the step is after
-    in_order: bool
-    groups_per_kept: float = 1.0  # by experience: groups that it takes to keep one
-    over_dispatch: float = 1.0  # the first wave, over `wanted`
-    most_refills: int = 3  # waves after the first
-    wave_of: dict[int, int] = field(default_factory=dict)  # draw -> wave, in drawing order
-    informative: dict[int, bool] = field(default_factory=dict)  # ended draw -> whether its rewards differ
-    unanswered: list[int] = field(default_factory=list)  # filtered draws since the last wave, which may be replaced
-    written: int = 0  # groups of which every answer is whole, judged or not
-    awaited: set[int] = field(default_factory=set)  # cut off so often that the step waits for them
+    def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):
+        self.target, self.groups_per_kept = target, groups_per_kept
+        self.over_dispatch, self.max_refills = over_dispatch, max_refills
+        self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
+        self.informative: dict[int, bool] = {}  # finished prompt_id -> whether its rewards differ
+        self.to_replace: list[int] = []  # filtered since the last wave
+        self.num_generated = 0  # groups of which every answer is finished, judged or not
+
+    # ---- what is known
+
+    def add(self, prompt_ids: list[int], wave: int) -> None:
+        """Prompts were dealt."""
+        self.wave_of |= dict.fromkeys(prompt_ids, wave)
+        self.to_replace = []
+
+    def record(self, finished: dict[int, bool]) -> None:
+        """Groups finished on some controller: prompt_id -> whether it is informative."""
+        self.informative |= finished
+        self.to_replace += [prompt_id for prompt_id, informative in finished.items() if not informative]
 
     @property
     def waves(self) -> int:
-        """Waves begun so far. In order, those that it takes, however they were drawn."""
-        return len(self.wave_ends()) if self.in_order else 1 + max(self.wave_of.values(), default=-1)
+        return 1 + max(self.wave_of.values(), default=-1)
 
     @property
-    def flying(self) -> int:
-        """Groups that haven't ended."""
+    def num_in_flight(self) -> int:
         return len(self.wave_of) - len(self.informative)
 
     @property
-    def found(self) -> int:
-        """Informative groups so far."""
+    def num_informative(self) -> int:
         return sum(self.informative.values())
 
     @property
-    def lacking(self) -> float:
-        """Groups that the batch lacks, if of those that fly as many are kept as experience says."""
-        return self.wanted - self.found - self.flying / self.groups_per_kept
+    def is_complete(self) -> bool:
+        """Whether the batch is full, or can't become fuller."""
+        return len(self.chosen()) == self.target
 
-    @property
-    def late(self) -> set[int]:
-        """Awaited draws that haven't ended."""
-        return {draw for draw in self.awaited if draw not in self.informative}
+    # ---- what becomes of it
 
-    @property
-    def complete(self) -> bool:
-        """Whether the batch is full, or as full as it may become, and nothing is waited for."""
-        used_up = self.in_order and len(self.ended()) == self.wave_ends()[-1]
-        return (used_up or len(self.chosen()) == self.wanted) and not self.late
-
-    def add(self, draws: list[int], wave: int, awaited: set[int] = frozenset()) -> None:
-        """Draws were dealt."""
-        self.wave_of |= dict.fromkeys(draws, wave)
-        self.awaited |= awaited
-        self.unanswered = []
-
-    def learn(self, ended: dict[int, bool]) -> None:
-        """Groups ended on some controller."""
-        self.informative |= ended
-        self.unanswered += [draw for draw, informative in ended.items() if not informative]
-
-    def wave_ends(self) -> list[int]:
-        """How many draws there are by the end of each wave, where a wave replaces what the ones before it lack.
-
-        Draws that haven't ended count as filtered: an end that lies after one of those is only the most that may be drawn so far.
-        """
-        kept = [self.informative.get(draw, False) for draw in self.wave_of]
-        ends = [math.ceil(self.wanted * self.over_dispatch)]
-        while len(ends) <= self.most_refills and (lacking := self.wanted - sum(kept[: ends[-1]])) > 0:
-            ends.append(ends[-1] + self._refill(lacking))
-        return ends
-
-    def _refill(self, lacking: float) -> int:
-        """Draws that should make up for `lacking` groups."""
-        return math.ceil(lacking * MARGIN * self.groups_per_kept)
-
-    def ended(self) -> list[int]:
-        """Draws that the batch is chosen from. In order, they stop at one that hasn't ended, and where the waves end."""
-        if not self.in_order:
-            return [draw for draw in self.wave_of if draw in self.informative]
-        return list(takewhile(self.informative.__contains__, islice(self.wave_of, self.wave_ends()[-1])))
+    def candidates(self) -> list[int]:
+        """Finished prompts that the batch is chosen from, in the order of drawing."""
+        return [prompt_id for prompt_id in self.wave_of if prompt_id in self.informative]
 
     def chosen(self) -> list[int]:
-        """The batch so far: the first `wanted` informative draws, of those that have ended."""
-        return list(islice(filter(self.informative.get, self.ended()), self.wanted))
+        """The batch so far."""
+        return list(islice(filter(self.informative.get, self.candidates()), self.target))
 
     def used(self) -> list[int]:
-        """Draws that are trained on or filtered in this step. In order, they end with the batch's last."""
-        ended, chosen = self.ended(), self.chosen()
-        if self.in_order:
-            return ended[: ended.index(chosen[-1]) + 1] if len(chosen) == self.wanted else ended
-        batch = set(chosen)
-        return [draw for draw in ended if draw in batch or not self.informative[draw]]
+        """Prompts that are trained on or filtered in this step."""
+        batch = set(self.chosen())
+        return [p for p in self.candidates() if p in batch or not self.informative[p]]
 
-    def come_again(self) -> list[int]:
-        """Draws whose prompts come first in the next step: cut off, or not needed."""
+    def requeued(self) -> list[int]:
+        """Prompts that come first in the next step: unfinished, or not needed."""
         used = set(self.used())
-        return [draw for draw in self.wave_of if draw not in used]
+        return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
-    def next_wave(self) -> tuple[int, int] | None:
-        """The next wave, which replaces what was filtered: its number, and how many prompts. None at the limit, or if nothing lacks.
+    # ---- what is drawn next
 
-        It begins while others are still written and judged: when a group has been filtered, or when a quarter of the groups is written
-        and experience says that some will be. A replacement belongs to the wave after the group's own.
-        """
-        drawn, ends = len(self.wave_of), self.wave_ends()
-        if not drawn:
-            return 0, ends[0]
-        if self.lacking <= 0 or not (self.unanswered or 4 * self.written >= drawn):
-            return None
-        size = self._refill(self.lacking)
-        if self.in_order:  # early, but no more than may be needed
-            return (bisect(ends, drawn), min(size, ends[-1] - drawn)) if drawn < ends[-1] else None
-        wave = 1 + min((self.wave_of[draw] for draw in self.unanswered), default=max(self.wave_of.values()))
-        return (wave, size) if wave <= self.most_refills else None
+    def next_wave(self) -> Wave | None:
+        """The wave to begin now; None if nothing is missing, it is too early, or there were enough waves."""
+        if not self.wave_of:
+            return Wave(0, self.first_size)
+        missing = self.target - self.num_informative - self.num_in_flight / self.groups_per_kept
+        may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
+        return self.refill(self.refill_size(missing)) if missing > 0 and may_tell else None
 
-
-def moving_average(groups_per_kept: float, draws: Draws) -> float:
-    """Groups that it takes to keep one, after a step; a step counts a tenth, and no step for more than 10 (WeChat-YATT)."""
-    groups, kept = (len(draws.used()), len(draws.chosen())) if draws.in_order else (len(draws.informative), draws.found)
-    return 0.9 * groups_per_kept + 0.1 * min(groups / max(1, kept), 10.0)
-
-
-def is_informative(group: list[Sample], filters: bool = True) -> bool:
-    """Whether the judged answers of a group have more than one reward: one differs from the baseline, where there is one.
-
-    Answers that the judge failed on don't count; without the greedy one there is no baseline, and nothing to learn. filters: see
-    algorithms.py; if not, one judged answer will do.
-    """
-    rewards = {sample.reward for sample in group if sample.reward is not None}
-    return len(rewards) > filters and not any(sample.greedy and sample.reward is None for sample in group)
-
-
-def is_written(group: list[Sample]) -> bool:
-    """Whether every answer of a group is whole."""
-    return all(sample.finish in WRITTEN for sample in group)
-
-
-class Groups:
-    """The groups of this controller's prompts: new ones, and with `partial_rollout` what was written for prompts that come again.
-
-    What was written stays with the controller that wrote it: `deal` gives it those prompts again.
-    """
-
-    def __init__(self, prompts, answers: int, keep_written: bool, greedy: bool = False):
-        """greedy: every group has one answer more, a greedy one."""
-        self._prompts, self._answers, self._keep_written, self._greedy = prompts, answers, keep_written, greedy
-        self._written: dict[int, list[Sample]] = {}
-        self._owners: dict[int, int] = {}  # draw -> data-parallel rank that holds it; the same on every controller
-        self._cuts: dict[int, int] = {}  # draw -> steps in a row in which it came to nothing; the same on every controller
-
-    def deal(self, draws: list[int], controllers: int) -> dict[int, int]:
-        """Draw -> the data-parallel rank whose controller serves it: its holder, else in turn the one with the fewest."""
-        owners = {draw: self._owners[draw] for draw in draws if draw in self._owners}
-        held = Counter(self._owners.values())
-        heap = [(held[rank], rank) for rank in range(controllers)]
-        heapq.heapify(heap)
-        for draw in draws:
-            if draw not in owners:
-                count, owners[draw] = heap[0]
-                heapq.heapreplace(heap, (count + 1, owners[draw]))
-        self._owners |= owners
-        return owners
-
-    def awaited(self, draws: list[int]) -> set[int]:
-        """Those that came to nothing in MOST_CUTS steps: a prompt with long answers might never be trained on."""
-        return {draw for draw in draws if self._cuts.get(draw, 0) >= MOST_CUTS}
-
-    def take(self, draw: int) -> list[Sample]:
-        """The group of a prompt: as far as it was written, or empty samples."""
-        if draw in self._written:
-            return self._written.pop(draw)
-        group = self._prompts.group(draw, self._answers + self._greedy)
-        for sample in group[self._answers :]:
-            sample.greedy = True
-        return group
+    def refill(self, size: int) -> Wave | None:
+        newest = max(self.wave_of.values())
+        wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
+        return Wave(wave, size) if wave <= self.max_refills else None
 
     @property
-    def carried(self) -> list[list[Sample]]:
-        """The groups that this controller holds for prompts that come again."""
-        return list(self._written.values())
+    def first_size(self) -> int:
+        return math.ceil(self.target * self.over_dispatch)
 
-    def state(self) -> dict:
-        """What a checkpoint keeps beside `carried`; the same on every controller. Pairs, because JSON has no numbers for keys."""
-        return {"owners": list(self._owners.items()), "cuts": list(self._cuts.items())}
+    def refill_size(self, missing: float) -> int:
+        """Prompts that should make up for `missing` groups."""
+        return math.ceil(missing * MARGIN * self.groups_per_kept)
 
-    def load_state(self, state: dict, controllers: int, carried: list[list[Sample]], rank: int) -> None:
-        """Continue where `state` was taken. carried: of all controllers; what is held goes round the `controllers` of now.
+    def updated_groups_per_kept(self) -> float:
+        """The moving average after this step, which counts a tenth (WeChat-YATT)."""
+        groups, kept = self.groups_and_kept()
+        return 0.9 * self.groups_per_kept + 0.1 * min(groups / max(1, kept), MAX_GROUPS_PER_KEPT)
 
-        rank: this controller's data-parallel rank; -1 of one that deals with no engine.
+    def groups_and_kept(self) -> tuple[int, int]:
+        return len(self.informative), self.num_informative
+
+
+class OrderedSampler(DynamicSampler):
+    """Keeps the first `target` informative groups in the order of drawing: reproducible, whatever finishes
+    first.
+
+    The batch comes from the waves of a step that knows each wave's rewards before it draws the next (see
+    `wave_ends`), so it depends on no rank, mode or timing, whatever was drawn before that was known.
+    """
+
+    @property
+    def waves(self) -> int:
+        """Those that it takes, however they were drawn."""
+        return len(self.wave_ends())
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
+
+    def wave_ends(self) -> list[int]:
+        """How many prompts there are by the end of each wave, where a wave replaces what those before it
+        lack.
+
+        Prompts in flight count as filtered: an end behind one is the most that may be drawn so far.
         """
-        self._cuts = dict(state["cuts"])
-        self._owners = {draw: owner % controllers for draw, owner in state["owners"]} if self._keep_written else {}
-        self._written = {group[0].prompt_id: group for group in carried if self._owners.get(group[0].prompt_id, -2) == rank}
+        kept = [self.informative.get(prompt_id, False) for prompt_id in self.wave_of]
+        ends = [self.first_size]
+        while len(ends) <= self.max_refills and (missing := self.target - sum(kept[: ends[-1]])) > 0:
+            ends.append(ends[-1] + self.refill_size(missing))
+        return ends
 
-    def put_back(self, draws: list[int], carried: list[list[Sample]]) -> None:
-        """The step is over: `draws` come again, on every controller; `carried` are this one's groups of them."""
-        self._prompts.put_back(draws)
-        cut = set(draws)
-        self._cuts = {draw: self._cuts.get(draw, 0) + (draw in cut) for draw in self._prompts.buffer}
-        waiting = set(self._prompts.buffer) if self._keep_written else set()
-        self._owners = {draw: owner for draw, owner in self._owners.items() if draw in waiting}
-        if self._keep_written:
-            self._written |= {group[0].prompt_id: group for group in carried}
+    def candidates(self) -> list[int]:
+        """They stop at one that hasn't finished, and where the waves end."""
+        return list(takewhile(self.informative.__contains__, islice(self.wave_of, self.wave_ends()[-1])))
 
-    def undo(self, drawn: list[int], groups: list[list[Sample]]) -> None:
-        """The step didn't happen: `drawn` come again in their order, on every controller; `groups` are this one's of them."""
-        self._prompts.buffer[:0] = drawn
-        if self._keep_written:
-            self._written |= {group[0].prompt_id: group for group in groups}
-        else:
-            self._owners = {}
+    def used(self) -> list[int]:
+        """They end with the batch's last."""
+        candidates, chosen = self.candidates(), self.chosen()
+        return candidates[: candidates.index(chosen[-1]) + 1] if len(chosen) == self.target else candidates
+
+    def refill(self, size: int) -> Wave | None:
+        """Early, but no more than may be needed."""
+        drawn, ends = len(self.wave_of), self.wave_ends()
+        return Wave(bisect(ends, drawn), min(size, ends[-1] - drawn)) if drawn < ends[-1] else None
+
+    def groups_and_kept(self) -> tuple[int, int]:
+        return len(self.used()), len(self.chosen())
