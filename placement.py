@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from config import Config
 from engines.pool import Pool
-from reporting.timeline import Timeline
 from runtime.world import World
 from scheduling.rebalance import Split
 
 if TYPE_CHECKING:
+    from reporting.timeline import Timeline
     from training.trainer import Trainer  # which imports Megatron: plans are made without
 
 
@@ -122,12 +122,12 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """Full colocation, or the split that --rollout-ranks asks for; by default half the ranks, rounded up."""
-    splits = [len(plan.rollout) for plan in plans if plan.mode == "partial"]
+    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; without splits the only plan."""
+    splits = [len(plan.rollout) for plan in plans if len(plan.rollout) < world_size]
     half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
     wanted = config.rollout_ranks or half
     for plan in plans:
-        if config.mode == "full" or len(plan.rollout) == wanted:
+        if not splits or len(plan.rollout) == wanted:
             return plan
     raise ValueError(
         f"--rollout-ranks {wanted} leaves {world_size - wanted} of {world_size} ranks for genrm; "
