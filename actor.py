@@ -1,155 +1,148 @@
-# ruff: noqa: E402
-"""The policy: log-probabilities and updates, on top of trainer.py."""
+"""The policy: log-probabilities, the loss of packed tokens, the update; the reference model of a KL penalty."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
-from cpu.megatron import install
-
-install()
-
-from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-from algorithms import get_algorithm
-from objective import MAXIMA, SUMS, Known, corrects_all, known_of, learning_rate, policy_loss, update_metrics
+from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of, is_within, truncated_weights
+from config import Config
 from sample import Sample
 from scheduling.balance import Key, flat
 from training import ptx
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.trainer import Trainer, all_reduce, as_sequences
+from training.parallel import VocabParallelEntropy, over_context_parallel, vocab_parallel_logprobs
+from training.trainer import OutputLoss, Trainer, all_reduce, as_sequences
 
-# (slots, logprobs, entropy), each [targets] -> the loss of each target, and this micro-batch's statistics
+LR_DECAY_TO = 0.1  # of the learning rate, at the last step
+MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 1.0}  # of trainer and engine on one token, by --dtype
+# statistics of a micro-batch: sums over its targets, which are reported as means over tokens, and others
+TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
+STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff_max", *ptx.SUMS)
+
+# (slots, logprobs, entropy), each [targets] -> the loss of each target and a micro-batch's statistics, among
+# them `divisor`: what the sum of the loss is divided by
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Actor(Trainer):
-    """One rank's part of the policy. `version` counts the calls of `update`: the weights' number in every sample."""
+    """One rank's part of the policy. `version` counts the calls of `update`: the weights' number in a sample."""
 
     title = "actor"
 
-    def __init__(self, config, model_dir: str):
-        """As a Trainer. ValueError if there is no such algorithm, too."""
-        self.algorithm = get_algorithm(config.algorithm)
+    def __init__(self, config: Config, model_dir: str):
+        """As a Trainer. ValueError if --algorithm can't be used, too."""
+        self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         super().__init__(config, model_dir)
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
-        """Train on this data-parallel rank's samples, which come packed: mini-batches of micro-batches. Collective over all ranks.
+        """Train on this data-parallel rank's samples: mini-batches of micro-batches (collective, all ranks).
 
-        Every mini-batch is one optimizer step, for which all ranks bring the same number of micro-batches; one may be empty. Each
-        sample needs `advantages`. Returns metrics that are the same on every rank; the table in the README says what they mean.
-        An optimizer step whose loss or gradient isn't finite is skipped and counted. ValueError if the trainer and the engine disagree
-        about log-probabilities.
+        Every mini-batch is one optimizer step. Each sample needs `advantages`. Returns metrics that are the
+        same on every rank (docs/metrics.md). A step whose loss or gradient isn't finite is skipped and
+        counted. ValueError if trainer and engine disagree about log-probabilities.
         """
-        assert self.awake, "the actor sleeps: wake it before update"
-        usable = set(range(self.version + 1)) if self.config.partial_rollout else {self.version}
-        for sample in flat(mini_batches):
-            assert sample.advantages is not None, "a sample without advantages cannot be trained on"
-            assert set(sample.versions) <= usable, f"a sample of weights {sample.versions} meets weights {self.version}"
-        lr = learning_rate(self.version, self.config)
+        self._check_samples(flat(mini_batches))
+        lr = learning_rate(self.version, self.config, self.algorithm.critic_warmup)
         proximal = self._proximal_logprobs(mini_batches)
-        steps = [
-            self._policy_step(micro_batches, proximal, lr, number)
-            for number, micro_batches in enumerate(mini_batches)
-        ]
+        steps = []
+        for number, micro_batches in enumerate(mini_batches):
+            samples = flat([micro_batches])
+            targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
+            loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
+            texts, loss = self._add_texts(number, targets, loss)
+            packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
+            steps.append(self.learn(packed, self._output_loss(loss), STATS, lr, check))
         self.version += 1
-        return update_metrics(steps, lr) | ptx.metrics(steps)
+        return update_metrics(steps, lr)
+
+    def _check_samples(self, samples: list[Sample]) -> None:
+        assert self.awake, "the actor sleeps: wake it before update"
+        oldest = 0 if self.config.continues_answers else self.version
+        for sample in samples:
+            assert sample.advantages is not None, "a sample without advantages cannot be trained on"
+            fits = all(oldest <= version <= self.version for version in sample.versions)
+            assert fits, f"a sample of weights {sample.versions} meets weights {self.version}"
+
+    def _check_engine(self, stats: dict[str, float]) -> None:
+        """ValueError if on some token that the step's weights wrote trainer and engine are too far apart."""
+        difference, most = stats["engine_logprob_diff_max"], MAX_LOGPROB_DIFF[self.config.dtype]
+        if difference > most:
+            raise ValueError(
+                f"the trainer's log-probabilities differ from the engine's by up to {difference:.2e}, "
+                f"more than {most:.2e}, which is what --dtype {self.config.dtype} may make"
+            )
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step, of the samples with stale tokens, or if all are corrected of all.
+        """Log-probabilities at the start of the step of samples with stale tokens, or of all if all are corrected.
 
-        Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel group, which has the
-        same samples, so that its ranks agree on whether to run; the other groups take no part.
+        Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel
+        group, whose ranks have the same samples and so agree on whether to run; other groups take no part.
         """
-        samples, all_of_them = flat(mini_batches), corrects_all(self.config)
-        wanted = [s for s in samples if all_of_them or min(s.versions, default=self.version) < self.version]
+        samples, every = flat(mini_batches), self.algorithm.corrects_mismatch
+        wanted = [s for s in samples if every or min(s.versions, default=self.version) < self.version]
         if len(mini_batches) == 1 or not wanted:
             return {}
-        return {(sample.prompt_id, sample.index): row for sample, row in zip(wanted, self.logprobs(wanted), strict=True)}
+        rows = zip(wanted, self.logprobs(wanted), strict=True)
+        return {(sample.prompt_id, sample.index): row for sample, row in rows}
 
-    def _policy_step(
-        self, micro_batches: list[list[Sample]], proximal: dict[Key, list[float]], lr: float, number: int
-    ) -> dict[str, float]:
-        """Optimizer step `number` of an update, on one mini-batch. Returns sums and extremes over all ranks and the gradient norm."""
-        config, packed = self.config, as_sequences(micro_batches)
-        mean = (self.algorithm.mean, config.max_new_tokens)
-        known = known_of(flat([micro_batches]), self.version, proximal, *mean, self.device)
-        token_loss = partial(policy_loss, known, self.algorithm, config, over_context_parallel if config.cp > 1 else lambda sums: sums)
-        texts, token_loss = self._add_texts(number, known, token_loss)
-        loss = partial(_sum_loss, config.temperature, token_loss, entropy_trains=config.entropy_coef > 0)
-        sums, maxima = self._reduce(self._forward_backward(packed + texts, loss), SUMS + ptx.SUMS, MAXIMA)
-        is_finite = math.isfinite(sums["loss"] + sums["ptx"])  # the sum over all ranks, so they agree
-        facts = {"micro_batches": float(len(packed)), "seconds": self._own_seconds}
-        least, most = all_reduce(facts, dist.ReduceOp.MIN), all_reduce(facts, dist.ReduceOp.MAX)
-        assert least["micro_batches"] == most["micro_batches"], "ranks have different numbers of micro-batches"
-        if number == 0 and is_finite and not maxima["engine_logprob_diff_max"] <= self.config.max_logprob_diff:
-            raise ValueError(
-                f"the trainer's log-probabilities differ from the engine's by up to {maxima['engine_logprob_diff_max']:.2e}, "
-                f"more than --max-logprob-diff {self.config.max_logprob_diff:.2e}"
-            )
-        grad_norm = self._optimizer_step(lr) if sums["tokens"] > 0 and is_finite else 0.0
-        skipped = {"not_finite": float(not (is_finite and math.isfinite(grad_norm)))}
-        if skipped["not_finite"]:  # the metrics of a skipped step: nothing that isn't a number
-            finite = [{name: value if math.isfinite(value) else 0.0 for name, value in part.items()} for part in (sums, maxima)]
-            sums, maxima, grad_norm = *finite, 0.0
-        extremes = {"micro_batches": most["micro_batches"], "slowest": most["seconds"], "fastest": least["seconds"]}
-        return {**sums, **maxima, **extremes, **skipped, "grad_norm": grad_norm}
+    def _add_texts(
+        self, number: int, targets: PackedTargets, loss: TokenLoss
+    ) -> tuple[list[list[Sequence]], TokenLoss]:
+        """This rank's micro-batches of texts for optimizer step `number`, and the loss with them: see ptx.py.
 
-    def _add_texts(self, number: int, known: Known, token_loss: TokenLoss) -> tuple[list[list[Sequence]], TokenLoss]:
-        """This rank's micro-batches of texts for an optimizer step, and the loss with them: see pretraining.py.
-
-        All ranks bring the same number of micro-batches. Collective over all ranks, if there are texts.
+        Collective over all ranks, if there are texts.
         """
         if not self.texts:
-            return [], token_loss
-        config, step = self.config, self.version * self.config.updates_per_step + number
-        mine = ptx.choose(self.texts, step, config.ptx_batch, config.seed, self.dp_rank, self.dp_size)
-        packed = [[mine[index] for index in chosen] for chosen in self._pack(mine)] if mine else []
-        most = int(all_reduce({"micro_batches": float(len(packed))}, dist.ReduceOp.MAX)["micro_batches"])
-        # every data-parallel rank's own counts as often as its model-parallel group has ranks: only their ratio matters
-        counts = {"divisor": known.divisors.sum().item(), "tokens": float(sum(len(response) for _, response in mine))}
+            return [], loss
+        step, size = self.version * self.config.updates_per_step + number, self.algorithm.ptx_batch
+        mine = ptx.choose(self.texts, step, size, self.config.seed, self.dp_rank, self.dp_size)
+        # each data-parallel rank counts as often as its model-parallel group has ranks: only the ratio matters
+        counts = {"divisor": targets.divisors.sum().item(), "tokens": float(sum(len(r) for _, r in mine))}
         total = all_reduce(counts, dist.ReduceOp.SUM)
-        first = len(known.divisors)
-        loss = ptx.add_texts(token_loss, first, total["divisor"], total["tokens"], config.ptx_coef)
-        return packed + [[]] * (most - len(packed)), loss
+        first, coefficient = len(targets.divisors), self.algorithm.ptx_coef
+        loss = ptx.add_texts(loss, first, total["divisor"], total["tokens"], coefficient)
+        return [[mine[index] for index in chosen] for chosen in self.pack(mine)], loss
 
-    def supervised(self, sequences: list[Sequence], lr: float) -> float:
-        """One optimizer step of cross-entropy on the response tokens of (prompt, response) pairs. Collective over all ranks.
+    def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
+        """`token_loss` of the targets of a micro-batch."""
 
-        Returns the loss before the step in nats: the mean over the response tokens of all ranks.
-        """
-        assert self.awake, "the actor sleeps: wake it before supervised"
+        def output_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            chosen = batch.slots != NO_TARGET
+            logits = target_logits(batch, logits, self.config.temperature)
+            has_gradient = self.algorithm.entropy_coef > 0
+            entropy = VocabParallelEntropy.apply(logits if has_gradient else logits.detach())
+            logprobs = vocab_parallel_logprobs(logits, batch.targets[chosen])
+            loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
+            return loss.sum(), stats.pop("divisor").int(), stats
 
-        def cross_entropy(slots, logprobs, entropy):
-            return -logprobs, {"loss": -logprobs.detach().sum()}
-
-        packed = [[sequences[index] for index in chosen] for chosen in self._pack(sequences)]
-        sums, _ = self._reduce(self._forward_backward(packed, partial(_sum_loss, 1.0, cross_entropy)), SUMS, MAXIMA)
-        assert math.isfinite(self._optimizer_step(lr)), "the gradient isn't finite"
-        return sums["loss"] / sums["tokens"]
+        return output_loss
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
-        """Log-probability of every response token under the current weights. Collective over the model-parallel group."""
-        packed = self._pack([(sample.prompt, sample.response) for sample in samples])
+        """Of every response token under the current weights (collective over the model-parallel group)."""
+        packed = self.pack([(sample.prompt, sample.response) for sample in samples])
         rows = self.packed_logprobs([[samples[index] for index in chosen] for chosen in packed])
         row_of = dict(zip(flat([packed]), rows, strict=True))
         return [row_of[index] for index in range(len(samples))]
 
     def packed_logprobs(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
-        """The same of samples that come packed, in their order. Collective over the model-parallel group."""
-        return self._read_tokens(micro_batches, partial(target_logprobs, self.config.temperature))
+        """The same of samples that come packed, in their order."""
+
+        def read(batch: MicroBatch, logits: Tensor) -> Tensor:
+            return target_logprobs(batch, logits, self.config.temperature)
+
+        return self.read_tokens(micro_batches, read)
 
 
-def _target_logits(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
+def target_logits(batch: MicroBatch, logits: Tensor, temperature: float) -> Tensor:
     """Of a micro-batch's targets: [targets, vocab / tp], a copy in float32.
 
     log_softmax(logits / temperature) is also what SGLang reports, so that the two can be compared.
@@ -157,54 +150,197 @@ def _target_logits(temperature: float, batch: MicroBatch, logits: Tensor) -> Ten
     return logits[0, batch.slots != NO_TARGET].float() / temperature
 
 
-def target_logprobs(temperature: float, batch: MicroBatch, logits: Tensor) -> Tensor:
-    """Log-probabilities of the targets: [targets]. Collective over the tensor-parallel group."""
-    return -vocab_parallel_cross_entropy(_target_logits(temperature, batch, logits), batch.targets[batch.slots != NO_TARGET])
+def target_logprobs(batch: MicroBatch, logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the targets: [targets] (collective over the tensor-parallel group)."""
+    targets = batch.targets[batch.slots != NO_TARGET]
+    return vocab_parallel_logprobs(target_logits(batch, logits, temperature), targets)
 
 
-def _sum_loss(
-    temperature: float, token_loss: TokenLoss, batch: MicroBatch, logits: Tensor, entropy_trains: bool = False
-) -> tuple[Tensor, Tensor, dict]:
-    """What Megatron's schedule asks of a loss: its sum, what the sum over all ranks is divided by, and the statistics to return.
+def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """-log p(token), the mean over all targets, whichever ranks hold them: an OutputLoss without statistics.
 
-    That divisor is the statistic `normaliser`, if there is one, else the number of targets.
+    The convention of TRL's SFTTrainer with completion_only_loss.
+    Source: InstructGPT (arXiv 2203.02155), section 3.5.
     """
-    chosen = batch.slots != NO_TARGET
-    logits = _target_logits(temperature, batch, logits)
-    entropy = VocabParallelEntropy.apply(logits if entropy_trains else logits.detach())
-    logprobs = -vocab_parallel_cross_entropy(logits, batch.targets[chosen])  # overwrites logits
-    loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
-    tokens = chosen.sum()
-    stats = {"tokens": tokens, "normaliser": tokens} | stats
-    return loss.sum(), stats["normaliser"].int(), stats
+    logprobs = target_logprobs(batch, logits)
+    return -logprobs.sum(), torch.tensor(len(logprobs), dtype=torch.int32, device=logprobs.device), {}
 
 
-def over_context_parallel(sums: Tensor) -> Tensor:
-    """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
-    return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
+# ---------------------------------------------------------------- the loss of packed tokens
 
 
-class VocabParallelEntropy(torch.autograd.Function):
-    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group, but not back.
+@dataclass
+class PackedTargets:
+    """What is known of a mini-batch's response tokens before its forward pass. [slots]: see packing.MicroBatch."""
 
-    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum; and dH/dl = -p * (log(p) + H).
+    engine_logprobs: Tensor  # [slots], under the weights that wrote the token
+    advantages: Tensor
+    stale: Tensor  # whether older weights than the step's wrote it
+    proximal_logprobs: Tensor | None  # under the weights at the start of the step; None: those that train
+    weights: Tensor  # of each token's loss in the sum, and
+    divisors: Tensor  # what it adds to that by which the sum is divided: see algorithms.MEANS
+    sequence: Tensor  # the answer that a token belongs to, by its number in the mini-batch
+    lengths: Tensor  # [answers]
+    reference_logprobs: Tensor | None  # None: there is no reference model
+
+
+def pack_targets(
+    samples: list[Sample], version: int, proximal: dict[Key, list[float]], algorithm: Algorithm, device: torch.device
+) -> PackedTargets:
+    """The columns of a mini-batch's samples, in their order. proximal: as from `_proximal_logprobs`."""
+
+    def column(rows: list[list], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype, device=device)
+
+    means = [MEANS[algorithm.mean](len(sample.response), algorithm.max_new_tokens) for sample in samples]
+    old = [proximal.get((sample.prompt_id, sample.index), sample.logprobs) for sample in samples]
+    reference = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    lengths = [len(sample.response) for sample in samples]
+    return PackedTargets(
+        engine_logprobs=column([sample.logprobs for sample in samples]),
+        advantages=column([sample.advantages for sample in samples]),
+        stale=column([[written < version for written in s.versions] for s in samples], torch.bool),
+        proximal_logprobs=column(old) if proximal else None,
+        weights=column([weights for weights, _ in means]),
+        divisors=column([divisors for _, divisors in means], torch.int64),
+        sequence=column([[number] * length for number, length in enumerate(lengths)], torch.int64),
+        lengths=column([lengths or [0]]),
+        reference_logprobs=column(reference) if reference else None,
+    )
+
+
+def policy_loss(
+    targets: PackedTargets,
+    algorithm: Algorithm,
+    total: Callable[[Tensor], Tensor],
+    slots: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs.
+
+    A target that the step's own weights wrote has its ratio to the engine's log-probabilities. One that older
+    weights wrote has it to those at the start of the step, times an importance weight; `tis_cap` and
+    `icepop_bound` have all targets do so. A masked target gives no gradient.
+    """
+    engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
+    log_ratio = logprobs.detach() - engine_logprobs
+    old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
+    logprobs = logprobs.where(kept, logprobs.detach())  # no gradient of a masked one in an answer's ratio, either
+    inputs = (logprobs, old_logprobs, targets.advantages[slots], targets.sequence[slots], targets.lengths, total)
+    loss, clipped = algorithm.loss(LossInputs(*inputs), algorithm)
+    loss, stats = weights * loss, {"divisor": targets.divisors[slots].sum(), "tokens": torch.tensor(len(slots))}
+    if targets.reference_logprobs is not None:
+        reference_kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs - targets.reference_logprobs[slots])
+        stats["reference_kl"] = reference_kl.detach().sum()
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coef * reference_kl
+    if algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * entropy
+    loss = (targets.weights[slots] * loss).where(kept, 0.0)
+    return loss, stats | {
+        "policy_loss": loss.detach().sum(),
+        "entropy": entropy.detach().sum(),
+        "kl": -log_ratio.sum(),  # the k1 estimator of KL(those that wrote || those that train)
+        "clip_frac": clipped.sum(),
+        "masked_frac": (~kept).sum(),
+        "stale_token_frac": stale.sum(),
+        "stale_weight": weights[stale].sum(),
+        "engine_logprob_diff_max": largest(log_ratio[~stale].abs()),
+    }
+
+
+def importance_weights(
+    targets: PackedTargets, algorithm: Algorithm, slots: Tensor, logprobs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each target the log-probability that its ratio is to, its importance weight, whether it is kept."""
+    engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
+    proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs[slots]
+    weights = truncated_weights(proximal, engine_logprobs, algorithm.behavior_weight_cap)
+    if not algorithm.corrects_mismatch:
+        return proximal.where(stale, engine_logprobs), weights.where(stale, 1.0), torch.ones_like(stale)
+    most, bound = algorithm.tis_cap or math.inf, algorithm.icepop_bound or math.inf
+    kept = stale | is_within(proximal, engine_logprobs, bound)
+    weights = weights.where(stale, truncated_weights(proximal, engine_logprobs, most))
+    return proximal, weights.where(kept, 0.0), kept  # one that isn't kept may be infinite
+
+
+def largest(values: Tensor) -> Tensor:
+    """The maximum, 0 of nothing; infinity stands for NaN, which a maximum over ranks could lose."""
+    if not values.numel():
+        return values.new_zeros(())
+    return torch.nan_to_num(values, nan=math.inf, posinf=math.inf).max()
+
+
+def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
+    """Of update `version`: linear from 0 over `lr_warmup_steps`, then linear to LR_DECAY_TO at the last of `steps`.
+
+    Before that it is 0 for `warmup` updates, in which a critic learns alone: AdamW leaves the weights as they
+    are.
+    """
+    version, steps = version - warmup, config.steps - warmup
+    if version < 0:
+        return 0.0
+    if version < config.lr_warmup_steps:
+        return config.lr * (version + 1) / config.lr_warmup_steps
+    progress = (version - config.lr_warmup_steps + 1) / max(1, steps - config.lr_warmup_steps)
+    return config.lr * (1 - min(progress, 1.0) * (1 - LR_DECAY_TO))
+
+
+def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
+    """Of one update's optimizer steps: means over tokens, and means and sums over steps."""
+    total = {name: sum(step[name] for step in steps) for name in steps[0]}
+    stale = total["stale_token_frac"]
+    metrics = {name: total[name] / max(total["tokens"], 1.0) for name in TOKEN_MEANS}
+    # skipped: steps that had no token to train on, or whose loss or gradient wasn't finite, which alone not_finite counts
+    metrics |= {name: total[name] for name in ("tokens", "micro_batches", "skipped", "not_finite")}
+    metrics |= {
+        "loss": total["policy_loss"] / max(total["divisor"], 1.0),
+        "lr": lr,
+        "grad_norm": total["grad_norm"] / len(steps),
+        "engine_logprob_diff_max": steps[0]["engine_logprob_diff_max"],
+        "seconds_spread": (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"],
+        "stale_weight_mean": total["stale_weight"] / stale if stale else 1.0,
+    }
+    return {f"train/{name}": value for name, value in metrics.items()} | ptx.metrics(steps)
+
+
+# ---------------------------------------------------------------- the reference model of a KL penalty
+
+
+class Reference:
+    """The weights that `actor` has now, for good: to be made before a checkpoint is restored.
+
+    They lie on the host, this rank's shards alone, and change places with the policy's for a pass.
     """
 
-    @staticmethod
-    def forward(ctx, logits: Tensor) -> Tensor:
-        group = mpu.get_tensor_model_parallel_group()
-        maximum = logits.amax(-1, keepdim=True)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-        shifted = logits - maximum
-        weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-        dist.all_reduce(sums, group=group)
-        entropy = sums[0].log() - sums[1] / sums[0]
-        ctx.save_for_backward(shifted, sums[0].log(), entropy)
-        return entropy
+    def __init__(self, actor: Actor):
+        self._actor = actor
+        self._host = [parameter.detach().to("cpu", copy=True) for parameter in actor.gpt.parameters()]
 
-    @staticmethod
-    def backward(ctx, slope: Tensor) -> Tensor:
-        shifted, log_z, entropy = (saved if saved.ndim == 2 else saved[:, None] for saved in ctx.saved_tensors)
-        logprobs = shifted - log_z
-        return -slope[:, None] * logprobs.exp() * (logprobs + entropy)
+    def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
+        """Fill `reference_logprobs` of samples that come packed (collective over the model-parallel group).
+
+        The actor must be awake. In the micro-batches that will be trained on, so that equal weights give
+        equal bits.
+        """
+        self._swap()
+        try:
+            rows = self._actor.packed_logprobs(list(chain(*mini_batches)))
+        finally:
+            self._swap()
+        for sample, row in zip(flat(mini_batches), rows, strict=True):
+            sample.reference_logprobs = row
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """The device's weights and the host's change places, tensor by tensor, bit for bit; its own inverse.
+
+        The optimizer takes no part: its own weights, in float32 views of the device's, are back before it
+        looks.
+        """
+        assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
+        for parameter, host in zip(self._actor.gpt.parameters(), self._host, strict=True):
+            on_device = parameter.to("cpu", copy=True)
+            parameter.copy_(host)
+            host.copy_(on_device)

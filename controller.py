@@ -151,7 +151,7 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
     for critic in c.placement.critics:
         await c.world.run(critic.compute_values, mini_batches)
     mine = samples if c.placement.actor.is_head else []  # the others of its model-parallel group hold the same
-    parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm, c.config.max_new_tokens))
+    parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
     metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
     algorithms.set_advantages(samples, parts, c.algorithm, multiplier)

@@ -1,7 +1,8 @@
-"""Rewards and costs from rules: Python functions of one answer, mixed with the judges of genrm.py by weights.
+"""Every reward and cost of an answer: by judges, and by rules, which are Python functions of one answer.
 
-A rule is `reward(sample) -> float`, a row of `RULES` or a function in the user's own file, which runs because the user named it. It
-sees a `TextSample`. It may be `async`, to ask a server of its own: other answers are written and judged meanwhile.
+A rule is `reward(sample) -> float`: a row of `RULES`, or a function in the user's own file, which runs
+because the user named it. It may be `async`, to ask a server of its own: other answers are written and judged
+meanwhile. How long it waits and how often it asks again is its own affair.
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
 
-from genrm import BACKOFF_S, LONGEST_BACKOFF_S, weigh
+from config import Config
+from genrm import Judge, Judgement, formats_of
 from sample import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from engines.pool import Pool
+
+
+Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
 
 @dataclass
@@ -28,185 +41,192 @@ class TextSample(Sample):
     """A Sample as a rule sees it. To be read only: its lists are the run's own. It has no reward yet."""
 
     text: str = ""  # of the response
-    answer: str | None = None  # the final answer in it, as the first judge's format reads it; None: it has none or was cut off
+    answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
 
 
-Function = Callable[[TextSample], float | Awaitable[float]]
+# ---------------------------------------------------------------- rules
 
 
-# ---------------------------------------------------------------- rules that are there: (what stands behind the colon) -> function
+def exact_match(sample: TextSample) -> float:
+    """`right`: 1 if the final answer is the answer key, else 0."""
+    if sample.answer_key is None:
+        raise ValueError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
+    return float(sample.answer == sample.answer_key)
 
 
-def right(argument: str) -> Function:
-    """`right`: 1 if the final answer is the answer key, else 0. ValueError for a prompt without one."""
-    if argument:
-        raise ValueError("it takes nothing behind a colon")
-
-    def equals_key(sample: TextSample) -> float:
-        if sample.answer_key is None:
-            raise ValueError(f"no `answer` beside the prompt {sample.question[:60]!r}: there is nothing to compare with")
-        return float(sample.answer == sample.answer_key)
-
-    return equals_key
-
-
-def length(argument: str) -> Function:
+def length(sample: TextSample, tokens: str) -> float:
     """`length:40`: tokens of the answer over 40."""
-    tokens = int(argument)
-    if tokens < 1:
-        raise ValueError("a number above 0 is needed")
-    return lambda sample: len(sample.response) / tokens
+    return len(sample.response) / int(tokens)
 
 
-def forbidden(argument: str) -> Function:
+def forbidden(sample: TextSample, text: str) -> float:
     """`forbidden:7`: 1 if the answer's text has a 7 (any text will do), else 0."""
-    if not argument:
-        raise ValueError("the text that is forbidden is needed")
-    return lambda sample: float(argument in sample.text)
+    return float(text in sample.text)
 
 
-RULES = {"right": right, "length": length, "forbidden": forbidden}
-DEFAULTS = {"--rule": "reward", "--cost-rule": "cost"}  # the function that is meant if the user names only the file
+RULES = {  # how a rule is spelled -> its function, which takes the groups of the pattern, too
+    r"right": exact_match,
+    r"length:(?P<tokens>[1-9]\d*)": length,
+    r"forbidden:(?P<text>.+)": forbidden,
+}
+OPTIONS = {"reward": "--rule", "cost": "--cost-rule"}
 
 
-# ---------------------------------------------------------------- how a rule is named, and called
+class UserCode(NamedTuple):
+    """A context for the user's code: an error in it becomes one line that names the rule, file and line."""
+
+    title: str  # of the rule, as it was named: --rule my.py:score
+    file: str = ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
+        if isinstance(error, Exception):
+            lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == self.file]
+            where = f" ({self.file}:{lines[-1]})" if lines else ""
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{self.title}{where}: {what}") from None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One rule: where it was named, as messages have it (`--rule my.py:score`), and its function."""
+class Rule(NamedTuple):
+    """A function of one answer, and whether its number is part of the "reward" or the "cost"."""
 
-    title: str
-    function: Function
-    file: str = ""  # the user's, to say which line of it is at fault
+    key: str
+    function: Callable[[TextSample], float | Awaitable[float]]
+    code: UserCode
 
-    def read(self, value) -> float:
-        """A result as a number. Raises ValueError if it is none, or not finite."""
+    async def ask(self, sample: TextSample) -> Judgement:
+        """Raises ValueError for an error in the function, and for a result that isn't a finite number."""
+        with self.code:
+            value = self.function(sample)
+            if inspect.isawaitable(value):
+                value = await value
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{self.title} returned {value!r}: a finite number is needed")
-        return float(value)
-
-    def at_fault(self, error: BaseException) -> ValueError:
-        """One line for an exception of the user's code: file, line, what."""
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if self.file and frame.filename == self.file]
-        where = f" ({self.file}:{lines[-1]})" if lines else ""
-        return ValueError(f"{self.title}{where}: {type(error).__name__}: {' '.join(str(error).split())}")
+            raise ValueError(f"{self.code.title} returned {value!r}: a finite number is needed")
+        return Judgement(f"{self.code.title}: {float(value)}", float(value))
 
 
-def load(option: str, spec: str) -> Rule:
-    """The rule `right`, `length:40`, `my.py` (its function `reward`, or `cost` for --cost-rule) or `my.py:name`.
+def load(key: str, spec: str) -> Rule:
+    """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
 
     Runs the file. Raises ValueError in one line for what can't be used.
     """
-    title = f"{option} {spec}"
-    name, _, argument = spec.partition(":")
-    if name in RULES:
-        try:
-            return Rule(title, RULES[name](argument))
-        except ValueError as error:
-            raise ValueError(f"{title}: {error}") from None
-    path, _, name = (spec, "", DEFAULTS[option]) if spec.endswith(".py") else spec.rpartition(":")
+    title = f"{OPTIONS[key]} {spec}"
+    for pattern, function in RULES.items():
+        if match := re.fullmatch(pattern, spec, re.DOTALL):
+            return Rule(key, partial(function, **match.groupdict()), UserCode(title))
+    path, _, name = (spec, "", key) if spec.endswith(".py") else spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise ValueError(f"{title}: no such file, nor one of the rules {', '.join(RULES)}; expected FILE.py or FILE.py:name")
-    rule = Rule(title, lambda sample: 0.0, str(Path(path).resolve()))
-    found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", rule.file)
+        raise ValueError(f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7")
+    code = UserCode(title, str(Path(path).resolve()))
+    found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    try:
+    with code:
         found.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ValueError(f"{title} ({path}:{error.lineno}): SyntaxError: {error.msg}") from None
-    except Exception as error:  # whatever the user's code may raise: it is his, and this is where it is told
-        raise rule.at_fault(error) from None
-    function = vars(module).get(name)
-    if not callable(function):
+    if not callable(function := vars(module).get(name)):
         raise ValueError(f"{title}: {path} has no function {name}(sample)")
-    return Rule(title, function, rule.file)
+    return Rule(key, function, code)
 
 
-class Rules:
-    """All rules of a run, none by default, and their part in a sample's reward. The cost rules' numbers are added to its cost."""
+# ---------------------------------------------------------------- the list
 
-    def __init__(
-        self, rewards: tuple[Rule, ...] = (), costs: tuple[Rule, ...] = (), weights: tuple[float, ...] = (), judges: bool = True,
-        read: Callable[[Sample], tuple[str, str | None]] = lambda sample: ("", None), retries: int = 2, timeout_s: float = math.inf,
-        most_failures: int = 64,
-    ):  # fmt: skip
-        """weights: of the judges together, if there are any, then of each of `rewards`. read: a sample's text and final answer.
 
-        most_failures: stop when a rule couldn't be asked so many times and never could.
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Rounded: 0.1 + 0.2 is not 0.3 in floats, and equal rewards must not seem to have variance."""
+    return round(sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights), 9)
+
+
+class Rewards:
+    """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs."""
+
+    def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
+        self.judges, self.rules, self._decode = judges, rules, decode
+        self._format = formats_of(config)[0]
+        self._keys = [source.key for source in (*judges, *rules)]
+        self._weights = config.reward_weights or (1.0,) * self._keys.count("reward")
+        self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}  # of this step, by what is asked of whom
+
+    def reset(self) -> None:
+        """New step: engines may have changed, so all is asked for anew."""
+        assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
+        self._tasks.clear()
+        for judge in self.judges:
+            judge.latencies.clear()
+
+    async def score(self, sample: Sample, pool: Pool) -> None:
+        """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
+
+        The reward is the weighted mean, the cost the sum; the verdict says if the judges' mean is above 0.5.
+        A sample that one of them has no number for keeps None: the mean of the rest has another scale.
         """
-        self.rewards, self.costs, self.judges, self.weights = rewards, costs, judges, weights
-        self._read, self._retries, self._timeout_s, self._most_failures = read, retries, timeout_s, most_failures
-        self._answered, self._given_up = Counter(), Counter()  # by rule, since the run's start
-        self._calls: set[asyncio.Task] = set()
-
-    async def ask(self, sample: Sample) -> list[float | None]:
-        """What each rule says of a finished answer, then each cost rule; None of one that couldn't be asked."""
-        if not self.rewards + self.costs:
-            return []
-        text, answer = self._read(sample)
-        seen = TextSample(**vars(sample) | {"text": text, "answer": answer})
-        calls = [asyncio.create_task(self._ask(rule, seen)) for rule in self.rewards + self.costs]
-        self._calls.update(calls)
-        for call in calls:
-            call.add_done_callback(self._calls.discard)
-        return await asyncio.gather(*calls)
-
-    def mix(self, sample: Sample, said: list[float | None]) -> None:
-        """Fill `reward` and `cost` of a judged sample from what `ask` returned, at once with the judges' reward.
-
-        The reward is the weighted mean. A sample that one of them has nothing to say of has none: it is dropped, not scored 0.
-        """
-        count = len(self.rewards)
-        if self.rewards:
-            rewards = [sample.reward] * self.judges + said[:count]
-            sample.reward = weigh(rewards, self.weights or (1.0,) * len(rewards))
-        if self.costs and None not in said[count:]:
-            sample.cost = math.fsum([sample.cost or 0.0, *said[count:]])  # the judges' is there already
-        lines = [f"{rule.title}: {value}" for rule, value in zip(self.rewards + self.costs, said, strict=True)]
-        sample.critique = "\n".join(filter(None, (sample.critique, *lines)))
-        if None in said or sample.reward is None:
-            sample.reward = sample.cost = sample.verdict = None
+        # shielded: another sample may wait for the same judgement, and must not lose it with this one
+        judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
+        sample.critique = self._joined([judgement.critique for judgement in judgements])
+        if any(judgement.value is None for judgement in judgements):
+            return
+        values = [(key, judgement.value) for key, judgement in zip(self._keys, judgements, strict=True)]
+        rewards, costs = ([value for of, value in values if of == key] for key in ("reward", "cost"))
+        judged = [value for key, value in values[: len(self.judges)] if key == "reward"]
+        sample.verdict = fmean(judged) > 0.5 if judged else None
+        sample.reward = weighted_mean(rewards, self._weights)
+        sample.cost = math.fsum(costs) if costs else None
 
     async def cancel(self) -> None:
-        """Cancel every call that isn't finished, and return when none runs. Samples that wait for one get CancelledError."""
-        for task in (calls := list(self._calls)):
-            task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        """Cancel all that isn't finished, and return when none runs. Who waits for it gets CancelledError.
 
-    async def _ask(self, rule: Rule, sample: TextSample) -> float | None:
-        """One rule's word, asked 1 + retries times while it can't be reached: it raises ConnectionError or TimeoutError, or is late.
-
-        Raises ValueError for any other exception, which is an error of the rule's.
+        For groups that are given up. What was cancelled isn't a failure, and who asks for it later asks anew.
         """
-        for attempt in range(1 + self._retries):
-            try:
-                value = rule.function(sample)
-                if inspect.isawaitable(value):
-                    value = await asyncio.wait_for(value, None if math.isinf(self._timeout_s) else self._timeout_s)
-            except (ConnectionError, TimeoutError):
-                if attempt < self._retries:
-                    await asyncio.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
-                continue
-            except Exception as error:  # whatever the user's code may raise: it is his, and this is where it is told
-                raise rule.at_fault(error) from None
-            self._answered[rule] += 1
-            return rule.read(value)
-        self._given_up[rule] += 1
-        if not self._answered[rule] and self._given_up[rule] >= self._most_failures:
-            count = self._given_up[rule]
-            raise ValueError(f"{rule.title} couldn't be asked about any of the first {count} answers (--max-judge-failures)")
-        return None
+        running = {key: task for key, task in self._tasks.items() if not task.done()}
+        for key, task in running.items():
+            del self._tasks[key]
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    def final_answer(self, sample: Sample) -> str | None:
+        """The answer in a response, as the first judge reads it; None when it has none or was cut off."""
+        return self._format.answer_of(self._decode(sample.response), sample.finish)
+
+    def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
+        """The task of each judge and rule: the one that runs or has run already, else a new one."""
+        text = self._decode(sample.response)
+        seen = TextSample(**vars(sample), text=text, answer=self._format.answer_of(text, sample.finish))
+        asks = {(rule, sample.prompt_id, sample.index): partial(rule.ask, seen) for rule in self.rules}
+        pairs = [(judge, sample.question, judge.format.shown(text, sample.finish)) for judge in self.judges]
+        asks = {pair: partial(pair[0].ask, *pair[1:], pool) for pair in pairs} | asks
+        new = {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in self._tasks}
+        self._tasks |= new
+        return [self._tasks[key] for key in asks]
+
+    def _joined(self, critiques: list[str]) -> str:
+        """One text, in which several judges are told apart by their numbers."""
+        if (count := len(self.judges)) > 1:
+            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
+        return "\n".join(filter(None, critiques))
+
+    # ---- facts
+
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds of each critique of this step."""
+        return [seconds for judge in self.judges for seconds in judge.latencies]
+
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Of each judge since the run's start: answers without a verdict, and verdicts (for check_judges)."""
+        return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]
+
+    def state(self) -> dict[str, list[int]]:
+        """What a checkpoint keeps."""
+        return dict(zip(("failed", "parsed"), self.counts(), strict=True))
+
+    def load_state(self, state: dict[str, list[int]]) -> None:
+        """Continue where `state` was taken."""
+        for judge, failed, parsed in zip(self.judges, state["failed"], state["parsed"], strict=True):
+            judge.failed, judge.parsed = failed, parsed
 
 
-def build(config, judge, decode: Callable[[list[int]], str]) -> Rules:
-    """The rules that the settings name. Runs their files. ValueError as from `load`."""
-    rewards, costs = (
-        tuple(map(partial(load, option), specs)) for option, specs in (("--rule", config.rule), ("--cost-rule", config.cost_rule))
-    )
-
-    def read(sample: Sample) -> tuple[str, str | None]:
-        return decode(sample.response), judge.final_answer(sample)
-
-    how = (config.judge_retries, config.judge_timeout_s, config.max_judge_failures)
-    return Rules(rewards, costs, config.reward_weights, config.judges > 0, read, *how)
+def build(config: Config, judge_tokenizers: list[Tokenizer], decode: Decode) -> Rewards:
+    """The judges and rules that the settings name. ValueError as from `load` and `formats_of`."""
+    judges = [Judge(config, number, tokenizer) for number, tokenizer in enumerate(judge_tokenizers)]
+    rules = [load("reward", spec) for spec in config.rule] + [load("cost", spec) for spec in config.cost_rule]
+    return Rewards(config, judges, rules, decode)

@@ -244,7 +244,7 @@ def partition(step: RolloutStep) -> None:
     chosen, requeued = set(sampler.chosen()), set(sampler.requeued())
     for prompt_id, group in step.groups.items():
         if prompt_id in chosen:
-            set_baseline(group, c.algorithm, c.config.max_new_tokens)
+            set_baseline(group, c.algorithm)
             for sample in group:
                 (batch.dropped if sample.reward is None or sample.greedy else batch.kept).append(sample)
         else:

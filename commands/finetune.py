@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,17 +24,15 @@ from torch import Tensor
 
 import data
 import resume
-from actor import Actor, over_context_parallel, target_logprobs
+from actor import Actor, Reference, cross_entropy_loss, learning_rate, over_context_parallel, target_logprobs
 from critic import Critic, target_values
-from objective import learning_rate
-from reference import Reference
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-SUMS = ("loss", "count", "accuracy", "margin", "chosen", "rejected")  # all but `count` are divided by it in the end
+SUMS = ("accuracy", "margin", "chosen", "rejected")  # divided by the number of pairs in the end
 
 
 # ---------------------------------------------------------------- rows of a file
@@ -135,17 +132,8 @@ def room(example: Example, cp: int) -> int:
 
 
 def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """-log p(token), the mean over the answers' tokens of the whole batch, whichever ranks hold them.
-
-    The convention of TRL's SFTTrainer with completion_only_loss. Source: InstructGPT (arXiv 2203.02155), section 3.5.
-    """
-
-    def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        total = -target_logprobs(1.0, batch, logits).sum()
-        count = (batch.slots != NO_TARGET).sum()
-        return total, count.int(), {"loss": total.detach(), "count": count}
-
-    return loss
+    """The mean over the answers' tokens of the whole batch."""
+    return cross_entropy_loss
 
 
 def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
@@ -162,7 +150,7 @@ def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 
     The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4, equation 7.
     """
-    return pair_loss(samples, partial(target_logprobs, 1.0), trainer.config.dpo_beta, trainer)
+    return pair_loss(samples, target_logprobs, trainer.config.dpo_beta, trainer)
 
 
 def pair_loss(samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor], scale: float, trainer: Trainer) -> OutputLoss:
@@ -175,19 +163,18 @@ def pair_loss(samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor
     answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
     known = [x for sample in samples for x in sample.reference_logprobs or [0.0] * len(sample.response)]
     reference = torch.tensor(known, dtype=torch.float32, device=trainer.device)  # [slots]
-    total = over_context_parallel if trainer.config.cp > 1 else lambda sums: sums
 
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
         values = read(batch, output) - reference[slots]  # [targets]; before they are summed: equal weights give 0, not nearly 0
         both = torch.stack([values, torch.ones_like(values)], -1)
-        sums, targets = total(values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)).unbind(-1)  # [answers]
+        sums, targets = over_context_parallel(values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)).unbind(-1)  # [answers]
         here = targets[::2] > 0  # pairs of this micro-batch
         chosen, rejected = (scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
         losses, count = -F.logsigmoid(margin), here.sum()
-        facts = {"loss": losses, "accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
-        return losses.sum(), count.int(), {name: fact.detach().sum() for name, fact in facts.items()} | {"count": count}
+        facts = {"accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
+        return losses.sum(), count.int(), {name: fact.detach().sum() for name, fact in facts.items()}
 
     return loss
 
@@ -227,7 +214,7 @@ class Learner:
         """Learn a batch, the same on every rank; returns its metrics from before (collective)."""
         lr, trainer = learning_rate(self.trainer.version, self.config), self.trainer
         (micro_batches,) = self.appraised(examples)
-        facts = trainer.learn(as_sequences(micro_batches), self.task.loss(flat([micro_batches]), trainer), SUMS, "count", lr)
+        facts = trainer.learn(as_sequences(micro_batches), self.task.loss(flat([micro_batches]), trainer), SUMS, lr)
         trainer.version += 1
         return self.means(facts) | {name: facts[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
 
@@ -241,11 +228,11 @@ class Learner:
         mini_batches = share(examples, self.trainer)
         if any(sample.reference_logprobs is None for sample in flat(mini_batches)):  # the model-parallel group has the same samples
             for reference in self.references:
-                reference.appraise(mini_batches)
+                reference.compute_ref_logprobs(mini_batches)
         return mini_batches
 
     def means(self, sums: dict[str, float]) -> dict[str, float]:
-        return {name: sums[name] / max(sums["count"], 1.0) for name in self.task.metrics}
+        return {name: sums[name] / max(sums["divisor"], 1.0) for name in self.task.metrics}
 
 
 def share(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:

@@ -1,8 +1,8 @@
-# ruff: noqa: E402
-"""One Megatron-Core model that is trained: what the policy (actor.py) and the value models (critic.py) have in common.
+"""One Megatron-Core model that is trained: what the policy (actor.py) and the value models (critic.py) share.
 
-Tensor, pipeline, context and sequence parallelism are Megatron's, by the sizes in the config; data parallelism is its
-DistributedDataParallel (DDP) with the DistributedOptimizer, which shards torch's AdamW over the data-parallel ranks.
+Tensor, pipeline, context and sequence parallelism are Megatron's, by the sizes in the config; data
+parallelism is its DistributedDataParallel (DDP) with the DistributedOptimizer, which shards torch's AdamW
+over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -17,45 +17,52 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from cpu.megatron import install
-
-install()
-
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
+from config import Config
 from sample import Sample
 from scheduling.balance import flat, pack, packed_length
 from training import model as models
 from training import sharded_checkpoint
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 
-# (micro-batch, what the model made of it: [1, T, ...]) -> the sum of the loss, the number of tokens, statistics
+ADAM_BETAS = (0.9, 0.95)
+CLIP_GRAD = 1.0  # largest norm of the gradient
+
+# (micro-batch, what the model made of it: [1, T, ...]) -> the sum of the loss, what the sum over all micro-batches and
+# ranks is divided by (int32), statistics. A name that ends with _max is of a maximum, others are of sums.
 OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class Trainer:
     """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group are always given the same samples.
 
-    Attributes: `title` in messages; `version` counts the updates; `dp_rank` of `dp_size` says which share of the samples
-    this rank trains on; `is_head` marks the one rank of its model-parallel group that talks to engines; `cost(tokens)` is the work
-    of a sequence. All trainers of a process share the process groups, so their sizes are the same.
+    Attributes: `title` in messages; `version` counts the updates; `dp_rank` of `dp_size` says which share of
+    the samples this rank trains on; `is_head` marks the one rank of its model-parallel group that talks to
+    engines; `cost(tokens)` is the work of a sequence. All trainers of a process share the process groups, so
+    their sizes are the same.
     """
 
     title = "model"
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
-    def __init__(self, config, model_dir: str):
-        """Load the Hugging Face directory `model_dir` (collective over all ranks, after torch.distributed is initialised).
+    def __init__(self, config: Config, model_dir: str):
+        """Load the Hugging Face directory `model_dir` (collective over all ranks, with torch.distributed initialised).
 
-        ValueError if the directory or the parallel sizes cannot be used.
+        ValueError if the directory or the parallel sizes can't be used.
         """
         self.config, self.model_dir = config, model_dir
         group_size = config.tp * config.pp * config.cp
@@ -76,42 +83,42 @@ class Trainer:
         self._build(hf)
 
     def _build(self, hf: dict) -> None:
-        config, bf16 = self.config, self.config.dtype == "bfloat16"
-        model_config = models.transformer_config(hf, config)
+        model_config = models.transformer_config(hf, self.config)
         self.gpt = self._load_model(hf, model_config)
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True)
-        wrapped = Float16Module(model_config, self.gpt) if bf16 else self.gpt
+        wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True
+        )
         self.ddp = DistributedDataParallel(model_config, ddp_config, wrapped)
         model_config.finalize_model_grads_func = self._finalize_model_grads
         self._build_optimizer(model_config)
 
-    def _load_model(self, hf: dict, model_config):
-        """The model on this rank's device, with the weights of `model_dir`. Collective over the pipeline group."""
+    def _load_model(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
+        """The model on this rank's device, with the weights of `model_dir` (collective over the pipeline group)."""
         gpt = models.build_model(hf, model_config).to(self.device)
         models.load_weights(gpt, models.HFWeights(self.model_dir))
         return gpt
 
-    def _build_optimizer(self, model_config) -> None:
-        config = self.config
+    def _build_optimizer(self, model_config: TransformerConfig) -> None:
         optimizer_config = OptimizerConfig(
             optimizer="adam",
-            lr=config.lr,  # every step sets it
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            clip_grad=config.clip_grad,
+            lr=self.config.lr,  # every step sets it
+            weight_decay=self.config.weight_decay,
+            adam_beta1=ADAM_BETAS[0],
+            adam_beta2=ADAM_BETAS[1],
+            clip_grad=CLIP_GRAD,
             use_distributed_optimizer=self.shards_optimizer,
-            bf16=config.dtype == "bfloat16",
+            bf16=self.config.dtype == "bfloat16",
             params_dtype=model_config.params_dtype,
         )
         self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
         model_config.grad_scale_func = self.optimizer.scale_loss
 
     def close(self) -> None:
-        """Destroy the model, and the process groups of all trainers, so that others can be built. Collective over all ranks.
+        """Destroy the model and the process groups of all trainers, so that others can be built (collective).
 
-        DDP's hooks hold the model and C++ holds the hooks, where the collector doesn't see the cycle: they are cut here. Megatron
-        only forgets its groups; each is a pair of threads that wake up all the time.
+        DDP's hooks hold the model and C++ holds the hooks, where the collector doesn't see the cycle: they
+        are cut here. Megatron only forgets its groups; each is a pair of threads that wake up all the time.
         """
         for node in self.ddp.grad_accs:
             node.register_hook(print).hooks_dict_ref().clear()
@@ -120,12 +127,12 @@ class Trainer:
                 dist.destroy_process_group(group)
             mpu.destroy_model_parallel()
 
-    # ------------------------------------------------------------------------------------------------------ wake and sleep
+    # ---------------------------------------------------------------- wake and sleep
 
     def sleep(self) -> None:
-        """Give the device's memory back: weights and optimizer state go to the host, gradients are freed. Not collective.
+        """Give the device's memory back: weights and optimizer state go to the host, gradients are freed.
 
-        On CPU there is nothing to give back to, and only `awake` changes.
+        On CPU there is nothing to give back to, and only `awake` changes. Not collective.
         """
         assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
@@ -133,8 +140,9 @@ class Trainer:
             self.ddp.offload_grad_buffers()
             for buffer in self.ddp.buffers:
                 buffer.offload_to_cpu(move_params=True, move_grads=False)
-            if self.config.dtype == "bfloat16":  # with float32 the optimizer's parameters are views of the weight buffer,
-                self.optimizer.offload_to_cpu()  # and moving them would cut that tie, so its state stays on the device
+            # with float32 the optimizer's parameters are views of the weight buffer, and moving them would cut that tie
+            if self.config.dtype == "bfloat16":
+                self.optimizer.offload_to_cpu()
             torch.cuda.empty_cache()
             self._asleep_bytes = before - torch.cuda.memory_allocated()
         self.awake = False
@@ -151,10 +159,52 @@ class Trainer:
                 self.optimizer.restore_from_cpu()
         self.awake = True
 
-    # -------------------------------------------------------------------------------------------------------------- passes
+    # ---------------------------------------------------------------- passes and the optimizer step
 
-    def _read_tokens(self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Tensor], Tensor]) -> list[list[float]]:
-        """A number for every response token, as `read` takes them from the model's output for a micro-batch's targets: [targets].
+    def learn(
+        self,
+        packed: list[list[Sequence]],
+        output_loss: OutputLoss,
+        names: Iterable[str],
+        lr: float,
+        check: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on this data-parallel rank's micro-batches of sequences (collective over all ranks).
+
+        check: given the statistics before the weights move, if the loss is finite; it may raise, on all ranks
+        alike. A rank with fewer micro-batches than others takes part with empty ones. A step without a target
+        (divisor 0), or whose loss or gradient isn't finite, leaves weights and optimizer as they are. Returns
+        the statistics `names` over all ranks, `loss` and `divisor` (as an OutputLoss gives them),
+        `micro_batches`, `slowest_s` and `fastest_s` (the ranks' own work), `grad_norm` before clipping,
+        `not_finite` and `skipped`: 1 or 0. What isn't finite is reported as 0.
+        """
+        assert self.awake, f"the {self.title} sleeps: wake it before it learns"
+        count = int(all_reduce({"most": len(packed)}, dist.ReduceOp.MAX)["most"])
+        passes = self._forward_backward(packed + [[]] * (count - len(packed)), output_loss)
+        stats = self._reduce(passes, names)
+        is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
+        if check and is_finite:
+            check(stats)
+        learns = is_finite and stats["divisor"] > 0
+        grad_norm = self._optimizer_step(lr) if learns else 0.0
+        not_finite = not (is_finite and math.isfinite(grad_norm))
+        seconds = {"slowest_s": self._own_seconds, "fastest_s": -self._own_seconds}
+        seconds = all_reduce(seconds, dist.ReduceOp.MAX)
+        stats |= {"micro_batches": float(count), "slowest_s": seconds["slowest_s"], "fastest_s": -seconds["fastest_s"]}
+        stats |= {"grad_norm": grad_norm, "not_finite": float(not_finite), "skipped": float(not learns or not_finite)}
+        return {name: value if math.isfinite(value) else 0.0 for name, value in stats.items()}
+
+    def measure(
+        self, packed: list[list[Sequence]], output_loss: OutputLoss, names: Iterable[str]
+    ) -> dict[str, float]:
+        """The statistics alone, `loss` and `divisor` too, of any number of micro-batches above 0 (collective)."""
+        assert self.awake, f"the {self.title} sleeps: wake it before a pass"
+        return self._reduce(self._forward_backward(packed, output_loss, forward_only=True), names)
+
+    def read_tokens(
+        self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Tensor], Tensor]
+    ) -> list[list[float]]:
+        """A number for every response token, as `read` takes them from the model's output: [targets] of a micro-batch.
 
         A row a sample, in the order given. Collective over the model-parallel group.
         """
@@ -171,29 +221,34 @@ class Trainer:
             dist.all_reduce(result, group=group)  # each rank filled in what it computed and left zeros elsewhere
         return [row.tolist() for row in result.split(lengths)]
 
-    def _pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """This rank's own micro-batches, where the work of ranks need not be equal. ValueError as from `pack`."""
+    def pack(self, sequences: list[Sequence]) -> list[list[int]]:
+        """This rank's own micro-batches, where the work of ranks need not be equal. ValueError as from balance.pack."""
         lengths = [packed_length(len(prompt) + len(response), self.config.cp) for prompt, response in sequences]
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
     def _forward_backward(
         self, packed: list[list[Sequence]], output_loss: OutputLoss, forward_only: bool = False
     ) -> list[dict[str, Tensor]]:
-        """Run Megatron's schedule over micro-batches. Leaves the gradient of the mean loss of all ranks' targets in DDP.
+        """Run Megatron's schedule over micro-batches. Leaves the gradient of the mean loss over all ranks in DDP.
 
-        Returns the statistics of each micro-batch, and nothing on other than the last pipeline stage. Collective over all ranks
-        (the model-parallel group with `forward_only`).
+        Returns the statistics of each micro-batch, and nothing on other than the last pipeline stage.
+        Collective over all ranks (the model-parallel group with `forward_only`).
         """
         config, self._started = self.config, time.perf_counter()
         cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
         micro_batches = make_micro_batches(packed, config.cp, cp_rank, tp_with_sp)
 
-        def forward_step(remaining: Iterator[MicroBatch], model):
+        def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):
             batch = next(remaining).to(self.device)
             cu_seqlens = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
             starts = PackedSeqParams("thd", **cu_seqlens, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
-            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=starts)  # [1, T, vocab / tp], or [1, T, 1]
-            return output, partial(output_loss, batch)
+            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=starts)
+
+            def with_stats(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                loss, divisor, stats = output_loss(batch, output)
+                return loss, divisor, stats | {"loss": loss.detach(), "divisor": divisor}
+
+            return output, with_stats  # output: [1, T, vocab / tp], or [1, T, 1]
 
         self.ddp.zero_grad_buffer()
         with torch.set_grad_enabled(not forward_only):
@@ -202,17 +257,30 @@ class Trainer:
                 data_iterator=iter(micro_batches),
                 model=self.ddp,
                 num_microbatches=len(micro_batches),
-                seq_length=config.max_tokens_per_micro_batch,  # not used: stages tell each other the real length
+                seq_length=config.max_tokens_per_micro_batch,  # not used: stages send each other the real length
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
 
     def _finalize_model_grads(self, *args, **kwargs) -> None:
-        """Megatron's own, which sums the gradients over ranks, after taking the time: what is waited for there is not own work."""
+        """Megatron's own, which sums the gradients over ranks, after the time of this rank's own work is taken."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the kernels have only been queued
         self._own_seconds = time.perf_counter() - self._started
         finalize_model_grads(*args, **kwargs)
+
+    def _reduce(self, passes: list[dict[str, Tensor]], names: Iterable[str]) -> dict[str, float]:
+        """Sums, and maxima of names that end with _max, of micro-batches' statistics over all ranks (collective)."""
+        names = ("loss", "divisor", *names)
+        sums = {name: 0.0 for name in names if not name.endswith("_max")}
+        maxima = {name: 0.0 for name in names if name.endswith("_max")}
+        for stats in passes:
+            for name, value in stats.items():
+                if name in maxima:
+                    maxima[name] = max(maxima[name], value.item())
+                elif mpu.get_tensor_model_parallel_rank() == 0:  # the other tensor-parallel ranks hold copies
+                    sums[name] += value.item()
+        return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
 
     def _optimizer_step(self, lr: float) -> float:
         """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks.
@@ -229,69 +297,35 @@ class Trainer:
             self.optimizer.step()
         return grad_norm
 
-    def learn(
-        self, packed: list[list[Sequence]], output_loss: OutputLoss, summed: Iterable[str], counted: str, lr: float
-    ) -> dict[str, float]:
-        """One optimizer step on this data-parallel rank's micro-batches, in number the same on all ranks. Collective over all ranks.
-
-        Returns the statistics `summed`, "loss" and `counted` among them, over all ranks, the gradient's norm before clipping,
-        `not_finite`: 1 if loss or gradient isn't, and `skipped`: 1 if nothing was learnt, for that or because `counted` is 0. What
-        isn't finite is told as 0.
-        """
-        assert self.awake, f"the {self.title} sleeps: wake it before it learns"
-        sums, _ = self._reduce(self._forward_backward(packed, output_loss), summed, ())
-        is_finite, is_empty = math.isfinite(sums["loss"]), sums[counted] == 0  # the sums over all ranks, so they agree
-        grad_norm = self._optimizer_step(lr) if is_finite and not is_empty else 0.0
-        not_finite = not (is_finite and math.isfinite(grad_norm))
-        facts = sums | {"grad_norm": grad_norm, "not_finite": float(not_finite), "skipped": float(not_finite or is_empty)}
-        return {name: value if math.isfinite(value) else 0.0 for name, value in facts.items()}
-
-    def measure(self, packed: list[list[Sequence]], output_loss: OutputLoss, summed: Iterable[str]) -> dict[str, float]:
-        """The statistics alone, of any number of micro-batches above 0. Collective over all ranks."""
-        assert self.awake, f"the {self.title} sleeps: wake it before a pass"
-        return self._reduce(self._forward_backward(packed, output_loss, forward_only=True), summed, ())[0]
-
-    def _reduce(
-        self, stats: list[dict[str, Tensor]], summed: Iterable[str], largest: Iterable[str]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima of the micro-batches' statistics over all ranks (collective)."""
-        sums, maxima = dict.fromkeys(summed, 0.0), dict.fromkeys(largest, 0.0)
-        for stat in stats:
-            for name, value in stat.items():
-                if name in maxima:
-                    maxima[name] = max(maxima[name], value.item())
-                elif mpu.get_tensor_model_parallel_rank() == 0:  # the other tensor-parallel ranks hold copies
-                    sums[name] += value.item()
-        return all_reduce(sums, dist.ReduceOp.SUM), all_reduce(maxima, dist.ReduceOp.MAX)
-
-    # -------------------------------------------------------------------------------------------------------- weights, state
+    # ---------------------------------------------------------------- weights, state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model under its Hugging Face name, on every rank. Collective over the model-parallel group.
+        """Every tensor of the model under its Hugging Face name, on every rank (collective over the model-parallel group).
 
         The tensors may be views of the live weights: use or copy them before the next update.
         """
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return models.named_weights(self.gpt)
 
-    def export(self, path: str) -> None:
-        """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were. Collective over all ranks."""
+    def export(self, path: str | Path) -> None:
+        """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
         dist.barrier()
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """A copy of the model's tensors on the one rank that writes them, nothing on the others. Collective over all ranks."""
+        """A copy of the model's tensors on the one rank that writes them, nothing on the others (collective)."""
         weights = self.named_weights() if self.dp_rank == 0 else ()
         return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_head}
 
-    def write_hf(self, weights: dict[str, Tensor], path: str) -> None:
+    def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
         from safetensors.torch import save_file
 
         Path(path).mkdir(parents=True, exist_ok=True)
         for file in Path(self.model_dir).iterdir():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin") and not file.name.endswith(".index.json"):
+            is_weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".index.json")
+            if file.is_file() and not is_weights:
                 shutil.copy(file, path)
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
         Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
@@ -302,12 +336,12 @@ class Trainer:
         return hf | {"dtype": self.config.dtype}
 
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-        """What writes the model and its optimizer as they are now, and what completes it: see shards.py. Collective over all ranks."""
+        """What writes model and optimizer as they are now, and what completes it: see sharded_checkpoint.py (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a save"
         return sharded_checkpoint.take(self, folder)
 
     def restore(self, folder: Path) -> None:
-        """Take over what a snapshot wrote, on any number of ranks. Collective over all ranks."""
+        """Load what a snapshot wrote, on any number of ranks (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a load"
         sharded_checkpoint.load(self, folder)
 

@@ -1,0 +1,55 @@
+"""What a rank that holds a part of the vocabulary, or of a sequence, computes together with the others."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+__all__ = ["gather_from_sequence_parallel_region"]
+
+
+def over_context_parallel(sums: Tensor) -> Tensor:
+    """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
+    if mpu.get_context_parallel_world_size() == 1:
+        return sums
+    return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
+
+
+def vocab_parallel_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """[rows]: log softmax(logits)[target] of each row; logits [rows, vocab / tp], which it overwrites.
+
+    Collective over the tensor-parallel group.
+    """
+    return -vocab_parallel_cross_entropy(logits, targets)
+
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group.
+
+    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum; dH/dl = -p *
+    (log(p) + H). The backward pass is not collective.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        group = mpu.get_tensor_model_parallel_group()
+        maximum = logits.amax(-1, keepdim=True)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        shifted = logits - maximum
+        weights = shifted.exp()
+        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
+        dist.all_reduce(sums, group=group)
+        entropy = sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(shifted, sums[0].log(), entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        shifted, log_z, entropy = (x if x.ndim == 2 else x[:, None] for x in ctx.saved_tensors)
+        logprobs = shifted - log_z
+        return -slope[:, None] * logprobs.exp() * (logprobs + entropy)
