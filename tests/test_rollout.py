@@ -16,9 +16,9 @@ from sample import Sample
 from scheduling.dynamic_sampling import MOST_CUTS, Draws
 
 
-def served_by(jobs, step):
+def served_by(controllers, step):
     """What a step came to on every rank."""
-    return [job.report.steps[step][1] for job in jobs]
+    return [c.report.steps[step][1] for c in controllers]
 
 
 def groups_of(served):
@@ -48,57 +48,57 @@ def at_random_paces(seed):
 # ---------------------------------------------------------------- nothing is lost
 
 
-def check_prompts(jobs):
+def check_prompts(controllers):
     """Every draw was trained on, filtered, or waits in the buffer: exactly one of them, and no controller disagrees."""
     done = Counter()
-    for step in range(jobs[0].config.steps):
+    for step in range(controllers[0].config.steps):
         fates = Counter()
-        for served in served_by(jobs, step):
+        for served in served_by(controllers, step):
             ended = groups_of(served)
             fates += Counter([draw for groups in ended.values() for draw in groups])
             done += Counter([*ended["kept"], *ended["filtered"]])
         assert set(fates.values()) <= {1}, "a prompt was served twice in one step"
-        assert len({tuple(job.report.buffers[step]) for job in jobs}) == 1
-    assert done + Counter(jobs[0].prompts.buffer) == Counter(range(jobs[0].prompts.cursor))
+        assert len({tuple(c.report.buffers[step]) for c in controllers}) == 1
+    assert done + Counter(controllers[0].prompts.buffer) == Counter(range(controllers[0].prompts.cursor))
 
 
-def check_tokens(jobs):
+def check_tokens(controllers):
     """Tokens written are tokens trained on, filtered or held, or else thrown away with what comes again."""
     written = trained = filtered = thrown = 0
-    for step in range(jobs[0].config.steps):
-        for served in served_by(jobs, step):
+    for step in range(controllers[0].config.steps):
+        for served in served_by(controllers, step):
             written += served.tokens
             trained += tokens_of([served.kept])
             filtered += tokens_of([served.dropped, *served.filtered])
             thrown += tokens_of(served.carried)
-    held = sum(tokens_of(job.groups._written.values()) for job in jobs)
-    last = sum(tokens_of(served.carried) for served in served_by(jobs, jobs[0].config.steps - 1))
-    if jobs[0].config.partial_rollout:
+    held = sum(tokens_of(c.groups._written.values()) for c in controllers)
+    last = sum(tokens_of(served.carried) for served in served_by(controllers, controllers[0].config.steps - 1))
+    if controllers[0].config.partial_rollout:
         assert written == trained + filtered + held
     else:
         assert held == 0 and written == trained + filtered + thrown >= last
 
 
-def check_continued(jobs):
+def check_continued(controllers):
     """What a prompt's answers had when it was cut off is how they begin when it is served again, by the controller that holds it."""
     begun = {}
-    for step in range(jobs[0].config.steps):
-        for rank, served in enumerate(served_by(jobs, step)):
+    for step in range(controllers[0].config.steps):
+        for rank, served in enumerate(served_by(controllers, step)):
             for group in (group for groups in groups_of(served).values() for group in groups.values()):
                 for sample in group:
                     holder, *before = begun.pop((sample.prompt_id, sample.index), (rank, [], [], []))
                     now = (sample.response, sample.logprobs, sample.versions)
                     assert holder == rank and all(new[: len(old)] == old for old, new in zip(before, now, strict=True))
-                    assert before[0] or set(sample.versions) <= {*range(step, jobs[0].config.steps)}
-        for rank, job in enumerate(jobs):
-            begun |= {key: (rank, *facts) for key, facts in job.report.carried[step].items()}
+                    assert before[0] or set(sample.versions) <= {*range(step, controllers[0].config.steps)}
+        for rank, c in enumerate(controllers):
+            begun |= {key: (rank, *facts) for key, facts in c.report.carried[step].items()}
 
 
-def check_come_first(jobs):
+def check_come_first(controllers):
     """What waited in the buffer is dealt first in the next step."""
-    for step in range(jobs[0].config.steps - 1):
-        served = [draw for each in served_by(jobs, step + 1) for groups in groups_of(each).values() for draw in groups]
-        first = jobs[0].report.buffers[step][: jobs[0].config.prompts_per_step]
+    for step in range(controllers[0].config.steps - 1):
+        served = [draw for each in served_by(controllers, step + 1) for groups in groups_of(each).values() for draw in groups]
+        first = controllers[0].report.buffers[step][: controllers[0].config.prompts_per_step]
         assert set(first) <= set(served)
 
 
@@ -116,15 +116,15 @@ def check_come_first(jobs):
 def test_nothing_is_lost(mode, size, tp, over_dispatch, partial_rollout, refills, meet_every_s, seed):
     """No prompt, no token, whatever is cut off; and a sleeping engine is never asked (the fakes assert it)."""
     assume(size % tp == 0 and (size > 1 or mode != "partial"))
-    jobs, _ = simulate(
+    controllers, _ = simulate(
         mode, size, tp=tp, over_dispatch=over_dispatch, partial_rollout=partial_rollout, max_refill_waves=refills,
         meet_every_s=meet_every_s, steps=5, rebalance=mode == "partial", prepare=at_random_paces(seed),
     )  # fmt: skip
-    check_prompts(jobs)
-    check_tokens(jobs)
-    check_come_first(jobs)
+    check_prompts(controllers)
+    check_tokens(controllers)
+    check_come_first(controllers)
     if partial_rollout:
-        check_continued(jobs)
+        check_continued(controllers)
 
 
 def test_a_judgement_is_not_begun_once_the_step_is_closed():
@@ -148,13 +148,13 @@ def test_a_judgement_is_not_begun_once_the_step_is_closed():
 @pytest.mark.parametrize("partial_rollout", [True, False])
 def test_a_cut_off_prompt_comes_first(partial_rollout):
     """With what was written for it, or with empty samples; which weights wrote each token is known."""
-    jobs, _ = simulate("partial", 4, over_dispatch=4.0, partial_rollout=partial_rollout, steps=6, eval_every=100)
-    check_come_first(jobs)
-    versions = [set(s.versions) for step in range(6) for each in served_by(jobs, step) for s in each.kept]
+    controllers, _ = simulate("partial", 4, over_dispatch=4.0, partial_rollout=partial_rollout, steps=6, eval_every=100)
+    check_come_first(controllers)
+    versions = [set(s.versions) for step in range(6) for each in served_by(controllers, step) for s in each.kept]
     assert any(len(wrote) > 1 for wrote in versions) == partial_rollout
-    resumed = [s for job in jobs for step in range(6) for s in job.report.steps[step][1].kept if s.versions[0] < step]
+    resumed = [s for c in controllers for step in range(6) for s in c.report.steps[step][1].kept if s.versions[0] < step]
     assert bool(resumed) == partial_rollout
-    assert any(job.report.carried[step] for job in jobs for step in range(6))
+    assert any(c.report.carried[step] for c in controllers for step in range(6))
 
 
 # ---------------------------------------------------------------- the tail
@@ -178,9 +178,9 @@ def to_text(tokens):
     return "".join(map(chr, tokens))
 
 
-def serving_seconds(jobs, step):
+def serving_seconds(controllers, step):
     """Of each rank."""
-    return [s.end - s.start for job in jobs for s in job.report.steps[step][3] if s.name == "serve"]
+    return [s.end - s.start for c in controllers for s in c.report.steps[step][3] if s.name == "serve"]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def serving_seconds(jobs, step):
 )
 def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
     """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for 8 do not. Worked out by hand."""
-    jobs, _ = simulate(mode, size, write=one_in_ten, verdict=parity, over_dispatch=over_dispatch, steps=1, eval_every=100)
-    assert all(seconds - 1e-9 <= taken <= seconds + 2 * jobs[0].config.meet_every_s for taken in serving_seconds(jobs, 0))
-    kept = {s.prompt_id for served in served_by(jobs, 0) for s in served.kept}
-    assert len(kept) == 8 and (7 in kept) == (over_dispatch == 1) and (7 in jobs[0].prompts.buffer) == (over_dispatch > 1)
+    controllers, _ = simulate(mode, size, write=one_in_ten, verdict=parity, over_dispatch=over_dispatch, steps=1, eval_every=100)
+    assert all(seconds - 1e-9 <= taken <= seconds + 2 * controllers[0].config.meet_every_s for taken in serving_seconds(controllers, 0))
+    kept = {s.prompt_id for served in served_by(controllers, 0) for s in served.kept}
+    assert len(kept) == 8 and (7 in kept) == (over_dispatch == 1) and (7 in controllers[0].prompts.buffer) == (over_dispatch > 1)
 
 
 @pytest.mark.parametrize("mode,size", [("partial", 2), ("full", 2), ("partial", 4)])
@@ -209,12 +209,12 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
 def test_the_longest_prompt_is_trained_on_in_the_end(mode, size, partial_rollout):
     """Cut off in every step, it is waited for after MOST_CUTS of them; what was written is continued, or it begins anew."""
     settings = dict(over_dispatch=1.25, partial_rollout=partial_rollout, steps=MOST_CUTS + 1, eval_every=100)
-    jobs, _ = simulate(mode, size, write=one_in_ten, verdict=parity, **settings)
-    steps = [step for step in range(MOST_CUTS + 1) for served in served_by(jobs, step) for s in served.kept if s.prompt_id == 7]
+    controllers, _ = simulate(mode, size, write=one_in_ten, verdict=parity, **settings)
+    steps = [step for step in range(MOST_CUTS + 1) for served in served_by(controllers, step) for s in served.kept if s.prompt_id == 7]
     assert steps == [MOST_CUTS] * 4
-    whole = [s for served in served_by(jobs, MOST_CUTS) for s in served.kept if s.prompt_id == 7]
+    whole = [s for served in served_by(controllers, MOST_CUTS) for s in served.kept if s.prompt_id == 7]
     assert all(len(s.response) == 100 and (len(set(s.versions)) > 1) == partial_rollout for s in whole)
-    check_tokens(jobs)
+    check_tokens(controllers)
 
 
 @settings(max_examples=20, deadline=None)
@@ -228,8 +228,8 @@ def test_the_default_batch_does_not_depend_on_timing(seed, layout, rebalance):
     ]
     for step in range(4):
         first, second = (
-            sorted((s.prompt_id, s.index, to_text(s.response), s.reward) for each in served_by(jobs, step) for s in each.kept)
-            for jobs in runs
+            sorted((s.prompt_id, s.index, to_text(s.response), s.reward) for each in served_by(controllers, step) for s in each.kept)
+            for controllers in runs
         )
         assert first == second and len({prompt_id for prompt_id, *_ in first}) == 8
 
@@ -249,9 +249,9 @@ def only(role, rank, **changes):
     return prepare
 
 
-def requests(jobs, role):
+def requests(controllers, role):
     """Requests that each engine got, by rank."""
-    pools = [{"rollout": job.rollout, "genrm": job.genrm}[role] for job in jobs]
+    pools = [{"rollout": c.rollout, "genrm": c.genrm}[role] for c in controllers]
     return {engine.rank: engine.server.requests for engine in pools[0].all_engines}
 
 
@@ -269,12 +269,12 @@ def test_a_slow_engine_gets_fewer_requests():
 @pytest.mark.parametrize("mode,size,rank", [("full", 2, 1), ("partial", 4, 0), ("auto", 4, 1)])
 def test_an_engine_that_hangs_is_cut_off(mode, size, rank):
     """Its groups are written elsewhere after request_timeout_s, and it is asked no more until the plan changes."""
-    jobs, _ = simulate(mode, size, steps=3, eval_every=100, prepare=only("rollout", rank, pace=1e9, is_deaf=True))
-    check_prompts(jobs)
-    assert max(serving_seconds(jobs, 0)) < 50.0 + 5
+    controllers, _ = simulate(mode, size, steps=3, eval_every=100, prepare=only("rollout", rank, pace=1e9, is_deaf=True))
+    check_prompts(controllers)
+    assert max(serving_seconds(controllers, 0)) < 50.0 + 5
     if mode == "full":
-        assert max(serving_seconds(jobs, 1)) < 5
-        first_step = [sent for engine in jobs[0].rollout.all_engines if engine.rank == rank for sent, _ in engine.server.asked]
+        assert max(serving_seconds(controllers, 1)) < 5
+        first_step = [sent for engine in controllers[0].rollout.all_engines if engine.rank == rank for sent, _ in engine.server.asked]
         assert max(first_step) < 50
 
 
@@ -299,12 +299,12 @@ def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
         tokens = answer.tokens[: int(part * len(answer.tokens))]
         return Answer(index, tokens, answer.logprobs[: len(tokens)], "abort", [])
 
-    jobs, _ = simulate(mode, size, steps=2, eval_every=100, write=abort_once)
-    check_prompts(jobs)
-    check_tokens(jobs)
+    controllers, _ = simulate(mode, size, steps=2, eval_every=100, write=abort_once)
+    check_prompts(controllers)
+    check_tokens(controllers)
     for step in range(2):
-        assert sum(len(served.kept) for served in served_by(jobs, step)) == 8 * 4 and sum(s.aborted for s in served_by(jobs, step))
-        assert all(s.finish == "stop" for served in served_by(jobs, step) for s in served.kept)
+        assert sum(len(served.kept) for served in served_by(controllers, step)) == 8 * 4 and sum(s.aborted for s in served_by(controllers, step))
+        assert all(s.finish == "stop" for served in served_by(controllers, step) for s in served.kept)
 
 
 # ---------------------------------------------------------------- bad judges, and prompts that teach nothing
@@ -323,23 +323,23 @@ def test_garbage_of_a_judge_is_dropped(mode, size):
         unreadable = random.Random(to_text(prompt)).random() < 0.05
         return Answer(0, [ord("?")], [-0.1], "stop", []) if unreadable else write_verdict(prompt, index, sampling)
 
-    jobs, _ = simulate(mode, size, write=varied, verdict=garbage, steps=6, max_judge_failures=1000)
-    check_prompts(jobs)
-    check_tokens(jobs)
-    dropped = [s for step in range(6) for served in served_by(jobs, step) for s in served.dropped]
-    kept = [s for step in range(6) for served in served_by(jobs, step) for s in served.kept]
+    controllers, _ = simulate(mode, size, write=varied, verdict=garbage, steps=6, max_judge_failures=1000)
+    check_prompts(controllers)
+    check_tokens(controllers)
+    dropped = [s for step in range(6) for served in served_by(controllers, step) for s in served.dropped]
+    kept = [s for step in range(6) for served in served_by(controllers, step) for s in served.kept]
     assert dropped and all(s.reward is None for s in dropped) and not any(s.reward is None for s in kept)
-    assert sum(sum(job.judge.failed) for job in jobs) > 0
+    assert sum(sum(c.judge.failed) for c in controllers) > 0
 
 
 @pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
 def test_a_judge_that_hangs_costs_its_samples_not_the_run(mode, size):
     """One of two judges' engines hangs: its calls go to the other once they were late, and every answer has its reward."""
     settings = dict(steps=2, eval_every=100, rollout_ranks=0 if mode == "full" else 2)
-    jobs, _ = simulate(mode, size, **settings, prepare=only("genrm", size - 1, pace=1e9, is_deaf=True))
-    check_prompts(jobs)
-    samples = [s for step in range(2) for served in served_by(jobs, step) for s in served.kept + served.dropped]
-    assert samples and all(s.reward is not None for s in samples) and max(serving_seconds(jobs, 0)) < 2 * 20.0 + 10
+    controllers, _ = simulate(mode, size, **settings, prepare=only("genrm", size - 1, pace=1e9, is_deaf=True))
+    check_prompts(controllers)
+    samples = [s for step in range(2) for served in served_by(controllers, step) for s in served.kept + served.dropped]
+    assert samples and all(s.reward is not None for s in samples) and max(serving_seconds(controllers, 0)) < 2 * 20.0 + 10
 
 
 def test_judges_that_all_hang_stop_the_run():
@@ -358,19 +358,19 @@ def always_right(prompt, index, sampling):
 @pytest.mark.parametrize("over_dispatch", [1.0, 2.0])
 def test_prompts_that_teach_nothing_do_not_hang_the_run(mode, size, over_dispatch):
     """No group ever has two rewards: waves end, the batch is empty, groups_per_kept stays at most 10, and the run goes on."""
-    jobs, _ = simulate(mode, size, write=always_right, over_dispatch=over_dispatch, steps=12)
-    check_prompts(jobs)
-    for job in jobs:
-        assert job.actor.version == 12 and 5 < job.state.groups_per_kept <= 10 and job.state.empty_steps == 12
+    controllers, _ = simulate(mode, size, write=always_right, over_dispatch=over_dispatch, steps=12)
+    check_prompts(controllers)
+    for c in controllers:
+        assert c.placement.actor.version == 12 and 5 < c.state.groups_per_kept <= 10 and c.state.empty_steps == 12
     for step in range(12):
-        served = served_by(jobs, step)
+        served = served_by(controllers, step)
         assert not any(each.kept for each in served) and all(each.lacking == 8 and each.waves == 4 for each in served)
 
 
 @pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
 def test_enough_empty_steps_stop_every_rank(mode, size):
     """After --max-empty-steps in a row, with the setting's name; every rank has done as many steps."""
-    jobs = []
+    controllers = []
     with pytest.raises(ValueError, match="--max-empty-steps 3: no prompt of so many steps"):
-        simulate(mode, size, write=always_right, max_empty_steps=3, steps=12, jobs=jobs)
-    assert [len(job.report.steps) for job in jobs] == [3] * size
+        simulate(mode, size, write=always_right, max_empty_steps=3, steps=12, controllers=controllers)
+    assert [len(c.report.steps) for c in controllers] == [3] * size
