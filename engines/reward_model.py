@@ -1,55 +1,41 @@
-"""Scoring: an SGLang server that holds a scalar reward model, which writes nothing and says one number of what it is shown."""
+"""Scalar reward model: an SGLang server that writes nothing and says one number of what it is shown."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 
-from engines import server
-from engines.engine import Answer, Engine
+from engines.engine import Answer, Engine, Request
 
 HEAD, BIAS = "score.weight", "score.bias"
 
 
 class ScoringEngine(Engine):
-    """A handle on a server of a Hugging Face directory ...ForSequenceClassification of one number, as `run.py rm` writes it.
+    """A handle on a server of a Hugging Face directory ...ForSequenceClassification of one number.
 
     `generate` yields an Answer without tokens for each prompt: its `score` is the number at the prompt's last token.
     """
 
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
 
-    async def ready(self, deadline_s: float = 300.0):
-        """As an Engine's. Raises ValueError, too, if the model has no scalar head."""
-        is_owner = self._process is not None
-        if is_owner and self._shapes.get(HEAD, [0])[0] != 1:
-            raise ValueError(f"the {self.name} serves no scalar reward model: its directory has no {HEAD} of one row")
-        await super().ready(deadline_s)
-        if is_owner:
-            await self._clear_bias()
-
-    async def _clear_bias(self):
-        """SGLang's heads of Qwen models have a bias, which stays at random: the directory has none. Other models ignore it."""
+    async def ready(self, deadline_s: float) -> None:
+        """As an Engine's. ValueError, too, if the model has no scalar head."""
         import torch
 
-        bucket = [(BIAS, torch.zeros(1))]
-        await self._post("/begin_weight_update")
-        try:
-            await self._post(
-                "/update_weights_from_tensor", serialized_named_tensors=[server.serialize_bucket(bucket)] * self._tp,
-                load_format="flattened_bucket", flush_cache=True,
-            )
-        finally:
-            await self._post("/end_weight_update")
+        if self._shapes.get(HEAD, [0])[0] != 1:
+            raise ValueError(f"the {self.name} serves no scalar reward model: its directory has no {HEAD} of one row")
+        await super().ready(deadline_s)
+        # SGLang's heads of Qwen models have a bias, which stays at random: the directory has none
+        await self._push([(BIAS, torch.zeros(1))])
 
-    async def _stream(self, prompts, rules, indices: tuple[int, ...], sent: float) -> AsyncIterator[Answer]:
-        """One request for the numbers of all prompts that are owed."""
-        if not indices:
-            return
-        async with self._http().post(self.url + "/classify", json={"input_ids": [prompts[index] for index in indices]}) as response:
-            await self._check(response, "/classify")
-            replies, end = await response.json(), asyncio.get_running_loop().time()
+    async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
+        """The numbers of all prompts, in one request. Raises like an Engine's."""
+        assert self.awake, f"a request reached the {self.name} while it sleeps"
+        clock = asyncio.get_running_loop().time
+        sent, body = clock(), {"input_ids": [request.prompt for request in requests]}
+        async with self._open("POST", "/classify", body) as response:
+            replies, end = await response.json(), clock()
         self._events += 1
-        for index, reply in zip(indices, replies, strict=True):
+        for index, reply in enumerate(replies):
             (score,) = reply["embedding"]
-            yield Answer(index, [], [], "stop", [], 0, sent, end, end, score)
+            yield Answer(index, [], [], "stop", [], 0, sent, end, end, score, self.rank)
