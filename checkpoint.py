@@ -27,11 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.pool import RoleLoad
+
 from runtime.atomic_files import MANIFEST, PARTIAL, canonical, digest, put_away, steps_in, sync_folder, write_whole
-from runtime.background_writer import ForkedWriter
+from runtime.background_writer import BackgroundWriter
 from sample import Sample
-from scheduling.rebalance import Load
+from scheduling.rebalance import RequestStats as RoleLoad, StepStats as Load
 
 FORMAT = 1  # of the JSON files
 TRACKER, COMMON = "latest.json", "common.json"
@@ -169,7 +169,7 @@ class Checkpoints:
     newest: step of the newest checkpoint of this run that is complete; None before the first. writer: how `work` is run.
     """
 
-    def __init__(self, config, world, out: Path, newest: int | None = None, writer=ForkedWriter):
+    def __init__(self, config, world, out: Path, newest: int | None = None, writer=BackgroundWriter):
         self.config, self.world, self.newest = config, world, newest
         self.folder = out / "checkpoints"
         self._start_writer = writer

@@ -17,6 +17,7 @@ from algorithms import algorithm_of
 from config import Config
 from sample import Sample
 from scheduling.balance import flat
+from training import hf_weights
 from training import model as models
 from training.packing import NO_TARGET, MicroBatch
 from training.parallel import gather_from_sequence_parallel_region
@@ -62,9 +63,9 @@ class Critic(Trainer):
         if gpt.post_process:
             gpt.output_layer = ValueHead(model_config)
         gpt = gpt.to(self.device)
-        weights = models.HFWeights(self.model_dir, "--critic")
+        weights = hf_weights.HFWeights(self.model_dir, "--critic")
         weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])  # it stands in the output layer's place
-        models.load_weights(gpt, weights)
+        hf_weights.load_weights(gpt, weights)
         return gpt
 
     def compute_values(self, mini_batches: list[list[list[Sample]]]) -> None:
@@ -104,13 +105,13 @@ class Critic(Trainer):
         return super()._hf_config(hf) | label | {"architectures": [architecture]}
 
 
-def head_of(weights: models.HFWeights, hidden_size: int) -> Tensor:
+def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
     """The value head [1, hidden] of a directory, zeros if it has none. ValueError for one that isn't one number's."""
     if HEAD not in weights.file_of:
         return torch.zeros(1, hidden_size)
     head = weights[HEAD]
     if list(head.shape) != [1, hidden_size] or "score.bias" in weights.file_of:
-        where = f"{weights.setting} {weights.model_dir}"
+        where = weights.where
         raise ValueError(f"{where}: {HEAD} isn't the head of a value model, [1, {hidden_size}] without a bias")
     return head
 

@@ -1,9 +1,7 @@
-"""Prompts: from a JSONL or Parquet file or from the built-in addition task; dealt by one global cursor; some
-held out for evaluation.
+"""Prompts and tokens: rows of a file and their order, the cursor over prompts, text and chat turns as tokens.
 
-Every controller holds the same `Prompts` and takes the same decisions on it, so that a draw number alone says
-which prompt is meant: no prompt text ever travels between controllers, and which prompts make up a step
-doesn't depend on the number of ranks.
+Every controller holds the same `Prompts` and decides the same, so a prompt_id alone says which prompt is
+meant: no text travels between controllers, and a step's prompts don't depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,29 +10,33 @@ import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from sample import Sample
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+Row = TypeVar("Row")
+Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenized. `question` is what the judge reads; `answer_key` is for measuring and for rules, no judge sees it."""
-
     tokens: list[int]
-    question: str
-    answer_key: str | None
+    question: str  # what the judge reads
+    answer_key: str | None  # for the accuracy and for rules; no judge sees it
 
 
 class Source(Protocol):
-    """Where prompts come from: `training(draw)` for draw = 0, 1, 2, ... without end, and `held_out`, which training never draws."""
+    """Where prompts come from: `training` for prompt_id 0, 1, 2, ... without end, and others held out."""
 
     held_out: list[Prompt]
 
-    def training(self, draw: int) -> Prompt: ...
+    def training(self, prompt_id: int) -> Prompt: ...
 
 
 class Prompts:
@@ -105,116 +107,65 @@ class Prompts:
         self.groups = {group[0].prompt_id: group for group in groups if self.owners.get(group[0].prompt_id) == rank}
 
 
-# ---------------------------------------------------------------- the built-in task
+class Shuffled(Generic[Row]):
+    """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides."""
 
-DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
-HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
+    def __init__(self, rows: Sequence[Row], seed: int, held_out: int = 0, name: str = "epoch"):
+        order = _shuffled(len(rows), f"held out {seed}")
+        aside = min(held_out, len(rows) // 10)
+        self.held_out = [rows[i] for i in order[:aside]]
+        self.rows = [rows[i] for i in sorted(order[aside:])]  # the others
+        self._name, self._orders = f"{name} {seed}", {}
 
-
-def random_problem(rng: random.Random) -> tuple[int, int]:
-    """Two summands of 1 to 6 digits; six in ten have the same length."""
-    longer = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
-    shorter = longer if rng.random() < 0.6 else rng.randint(1, longer)
-    a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in (longer, shorter))
-    return (a, b) if rng.random() < 0.5 else (b, a)
-
-
-def distinct_problems(count: int) -> list[tuple[int, int]]:
-    """Problems of which no two are the same sum, either way round."""
-    rng, found = random.Random("held out"), {}
-    while len(found) < count:
-        a, b = random_problem(rng)
-        found.setdefault((min(a, b), max(a, b)), (a, b))
-    return list(found.values())
+    def training(self, number: int) -> Row:
+        """Row `number`, counted through the epochs."""
+        epoch, position = divmod(number, len(self.rows))
+        if epoch not in self._orders:  # a requeued prompt may be of the epoch before
+            kept = {other: order for other, order in self._orders.items() if other == epoch - 1}
+            self._orders = kept | {epoch: _shuffled(len(self.rows), f"{self._name} {epoch}")}
+        return self.rows[self._orders[epoch][position]]
 
 
-HELD_OUT_PROBLEMS = distinct_problems(HELD_OUT)
-_HELD_OUT_SUMS = frozenset((min(problem), max(problem)) for problem in HELD_OUT_PROBLEMS)
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
-def training_problem(rng: random.Random) -> tuple[int, int]:
-    """A problem that isn't held out, nor its twin b + a."""
-    while True:
-        a, b = random_problem(rng)
-        if (min(a, b), max(a, b)) not in _HELD_OUT_SUMS:
-            return a, b
+# ---------------------------------------------------------------- rows of a file
 
 
-class Addition:
-    """`57+68=`, to be answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`."""
+def read_prompts(path: Path, encode: Callable[[Text], list[int]], max_tokens: int) -> list[Prompt]:
+    """Of rows with `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`.
 
-    def __init__(self, seed: int, encode: Callable[[str], list[int]]):
-        self._seed, self._encode = seed, encode
-        self.held_out = [self._prompt(problem) for problem in HELD_OUT_PROBLEMS]
-
-    def training(self, draw: int) -> Prompt:
-        """Problem number `draw` of this seed."""
-        return self._prompt(training_problem(random.Random(f"problem {self._seed} {draw}")))
-
-    def _prompt(self, problem: tuple[int, int]) -> Prompt:
-        a, b = problem
-        question = f"{a}+{b}="
-        return Prompt(self._encode(question), question, str(a + b))
-
-
-# ---------------------------------------------------------------- a user's own file
-
-
-class PromptFile:
-    """Rows of a JSONL or Parquet file, in a new seeded order every epoch.
-
-    A row has `messages` (chat turns, rendered with the model's own chat template) or `prompt` (plain text, or
-    chat turns), and may have `answer`. A seeded choice of `held_out` rows, at most a tenth, is set aside for
-    evaluation. Raises ValueError naming file and line for what can't be used; `max_prompt_tokens` is the room
-    that the context leaves.
+    max_tokens: what the context leaves. ValueError with file and line for a row that can't be used.
     """
-
-    def __init__(self, path: Path, encode: Callable[[str | list[dict]], list[int]], seed: int, held_out: int, max_prompt_tokens: int):
-        rows = read_rows(path)
-        prompts = []
-        for line, row in rows:
-            tokens = encode(_prompt_of(row, f"{path}:{line}"))
-            if len(tokens) > max_prompt_tokens:
-                raise ValueError(
-                    f"{path}:{line}: the prompt has {len(tokens)} tokens, but --max-model-len less --max-new-tokens leaves room for "
-                    f"{max_prompt_tokens}"
-                )
-            answer = row.get("answer")
-            prompts.append(Prompt(tokens, _question_of(row), None if answer is None else str(answer).strip()))
-        self.prompts = prompts  # all of them, in the file's order
-        order = list(range(len(prompts)))
-        random.Random(f"held out {seed}").shuffle(order)
-        aside = min(held_out, len(prompts) // 10)
-        self.held_out = [prompts[i] for i in order[:aside]]
-        self._training = [prompts[i] for i in sorted(order[aside:])]
-        self._seed, self._orders = seed, {}
-
-    def training(self, draw: int) -> Prompt:
-        """Row number `draw`, counted through the epochs."""
-        epoch, position = divmod(draw, len(self._training))
-        if epoch not in self._orders:
-            order = list(range(len(self._training)))
-            random.Random(f"epoch {self._seed} {epoch}").shuffle(order)
-            self._orders = {kept: self._orders[kept] for kept in self._orders if kept == epoch - 1} | {epoch: order}
-        return self._training[self._orders[epoch][position]]
+    prompts = []
+    for line, row in read_rows(path):
+        prompt, answer = row.get("messages") or row.get("prompt"), row.get("answer")
+        if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
+            turns = "a list of {role, content}, both text"
+            raise ValueError(f"{path}:{line}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
+        tokens = encode(prompt)
+        if len(tokens) > max_tokens:
+            room = f"--max-model-len less --max-new-tokens leaves room for {max_tokens}"
+            raise ValueError(f"{path}:{line}: the prompt has {len(tokens)} tokens, but {room}")
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
+        prompts.append(Prompt(tokens, question, None if answer is None else str(answer).strip()))
+    return prompts
 
 
 def read_rows(path: Path) -> list[tuple[int, dict]]:
-    """(line or row number from 1, row) of a .jsonl/.json (one object a line) or .parquet file, through the
-    `datasets` library.
+    """(line or row number from 1, row) of a .jsonl/.json (one object a line) or .parquet file.
 
-    Raises ValueError naming the file, and the line of the first row that isn't a JSON object.
+    ValueError with the file, and the line of the first row that isn't a JSON object.
     """
     if not path.is_file():
         raise ValueError(f"--data {path}: no such file")
-    if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    elif path.suffix in (".jsonl", ".json"):
-        # read line by line, not through datasets.load_dataset: its errors don't say which line is at fault
-        lines = enumerate(path.read_bytes().splitlines(), 1)
-        rows = [(number, _json_row(line, f"{path}:{number}")) for number, line in lines if line.strip()]
-    else:
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise ValueError(f"--data {path}: expected a .jsonl, .json or .parquet file")
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     if not rows:
         raise ValueError(f"--data {path}: the file holds no row")
     return rows
@@ -231,85 +182,110 @@ def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
         raise ValueError(f"--data {path}: not a Parquet file that can be read") from None
 
 
-def _json_row(line: bytes, where: str) -> dict:
-    try:
-        row = json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object with `messages` or `prompt`, found {type(row).__name__}")
-    return row
+def _json_rows(path: Path) -> list[tuple[int, dict]]:
+    rows = []  # read line by line: the errors of datasets.load_dataset don't say which line is at fault
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise ValueError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
+            rows.append((number, row))
+    return rows
 
 
-def _prompt_of(row: dict, where: str) -> str | list[dict]:
-    prompt = row.get("messages") or row.get("prompt")
-    if prompt and (isinstance(prompt, str) or is_chat(prompt)):
-        return prompt
-    raise ValueError(f"{where}: needs `messages` (a list of {{role, content}}, both text) or `prompt` (text, or such a list)")
-
-
-def is_chat(prompt) -> bool:
+def is_chat(turns) -> bool:
     """Whether it is a list of chat turns."""
-    return isinstance(prompt, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in prompt
+    return isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
     )
-
-
-def _question_of(row: dict) -> str:
-    prompt = row.get("messages") or row["prompt"]
-    return prompt if isinstance(prompt, str) else next((t["content"] for t in reversed(prompt) if t["role"] == "user"), "")
 
 
 # ---------------------------------------------------------------- tokens
 
 
-def load_tokenizer(model_dir: str, trust_remote_code: bool = False):
-    """The tokenizer of a model directory, whose own code runs only if it is trusted.
-
-    Raises ValueError naming the directory when it has none that loads.
-    """
+def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Tokenizer:
+    """ValueError naming the directory if none loads from it. Its own code runs only if it is trusted."""
     from transformers import AutoTokenizer
 
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json beside it
+        return AutoTokenizer.from_pretrained(model_dir, **options)
+    except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json
         reason = str(error).splitlines()[0]
         raise ValueError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 
 
-def encode(tokenizer, prompt: str | list[dict]) -> list[int]:
-    """Token ids of a prompt: chat turns through the chat template, plain text as it is."""
+def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
+    """A space in whatever spells out a special token, so that it is read as text: `< |im_end|>`.
+
+    For what people, models and datasets wrote: else it could end its turn of a chat and begin another.
+    """
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    broken = {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
+    while found := [name for name in broken if name in text and name not in broken[name]]:
+        for name in found:
+            text = text.replace(name, broken[name])
+    return text
+
+
+def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False) -> list[int]:
+    """Token ids of a prompt: chat turns through the chat template, plain text as it is.
+
+    is_complete: of chat turns whose last is an answer. ValueError for chat turns without a template.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has no chat template, which prompts of chat turns need")
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        needed = "no chat template, which prompts of chat turns need"
+        raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
+    turns = []
+    for turn in prompt:  # the template alone makes special tokens
+        texts = {name: text for name, text in turn.items() if isinstance(text, str)}
+        turns.append(turn | {name: break_special_tokens(tokenizer, text) for name, text in texts.items()})
+    settings = {"add_generation_prompt": not is_complete, "return_dict": True}
+    return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
 
 
-def encode_exchange(tokenizer, turns: list[dict]) -> list[int]:
-    """Token ids of a question and its answer, with what ends it: as `run.py rm` has them. Plain text without a chat template."""
+def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, and of the response to it with what ends it: both text, or both chat turns.
+
+    ValueError if the chat template doesn't render them one behind the other.
+    """
+    start = encode(tokenizer, prompt)
+    if isinstance(prompt, str):  # encoded apart: a token across the border would be none of a prompt's
+        return start, [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    both = encode(tokenizer, prompt + response, is_complete=True)
+    if both[: len(start)] != start or both == start:
+        raise ValueError("the chat template doesn't render the turns as a prompt and an answer behind it")
+    return start, both[len(start) :]
+
+
+def encode_exchange(tokenizer: Tokenizer, turns: list[dict]) -> list[int]:
+    """Token ids of a question and its answer with what ends it, as `run.py rm` learns from them."""
     if tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        return encode(tokenizer, turns, is_complete=True)
     question, answer = (turn["content"] for turn in turns)
-    return [*encode(tokenizer, question), *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    start, end = encode_pair(tokenizer, question, break_special_tokens(tokenizer, answer))
+    return start + end
 
 
-def decode(tokenizer, tokens: list[int]) -> str:
+def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """Text of token ids, without special tokens."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def stop_tokens(model_dir: str, tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end-of-sequence token and those that the model's generation settings name."""
+def stop_tokens(model_dir: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's end of sequence and those of generation_config.json."""
     from transformers import GenerationConfig
 
-    stop = {tokenizer.eos_token_id}
+    named = None
     if (Path(model_dir) / "generation_config.json").is_file():
         named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-        stop |= set(named if isinstance(named, list) else [named])
-    stop.discard(None)
+    stop = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
     if not stop:
         raise ValueError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
     return tuple(sorted(stop))

@@ -101,7 +101,7 @@ async def measure(given, folder: Path) -> list[dict]:
     from actor import Actor
     from checkpoint import Checkpoints
     from config import Config
-    from runtime.background_writer import ForkedWriter
+    from runtime.background_writer import BackgroundWriter
 
     config = Config(save_every=1, keep=1, steps=10**6, updates_per_step=1)
     world = run.join_ranks(config)
@@ -109,7 +109,7 @@ async def measure(given, folder: Path) -> list[dict]:
     actor.supervised([([1] * 8, [2] * 8)], 1e-4)
     job, rows = job_of(config, world, actor), []
     for repeat in range(given.repeats + 1):
-        for name, writer in (("forked", ForkedWriter), ("synchronous", InTheRank)):
+        for name, writer in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
             row = await one_save(Checkpoints(config, world, folder, writer=writer), job)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
                 rows.append({"name": name} | row)

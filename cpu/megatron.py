@@ -1,15 +1,17 @@
 """Run the real megatron.core on a machine without CUDA, and repair its distributed optimizer.
 
-Megatron-Core 0.16.1 is plain PyTorch once its optional kernels (Transformer Engine, Apex) are absent, except that its source
-says "cuda" by name: `torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`. `install()` adds an import hook that
-rewrites these names while megatron.core, and only megatron.core, is being imported:
+Megatron-Core 0.16.1 is plain PyTorch once its optional kernels (Transformer Engine, Apex) are absent, except
+that its source says "cuda" by name: `torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`.
+`install()` adds an import hook that rewrites these names while megatron.core, and only megatron.core, is
+being imported:
 
     torch.cuda                             -> CpuDevice, the small namespace below
     "cuda", "torch.cuda.FloatTensor"       -> "cpu", "torch.FloatTensor"
     x.cuda(...)                            -> x.cpu()        the tensor itself, on CPU
     x.pin_memory(), pin_memory=True        -> x.clone(), pin_memory=False
 
-The choice not taken is to patch torch itself: that is shorter, but then every other library sees a CUDA that is not there.
+The choice not taken is to patch torch itself: that is shorter, but then every other library sees a CUDA that
+is not there.
 """
 
 import ast
@@ -29,11 +31,11 @@ WARNINGS = (  # about optional packages and about old calls inside Megatron: not
     r"Could not import flask",
     r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
-CPU_WARNINGS = (r"When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",)
+CPU_WARNINGS = (r"When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
 class CpuDevice:
-    """What megatron.core sees in place of `torch.cuda`: only the names that training and checkpointing touch."""
+    """What megatron.core sees in place of `torch.cuda`: the names that training and checkpointing touch."""
 
     FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
     Stream, Event = torch.Stream, torch.Event  # named in annotations and default arguments, never made here
@@ -42,7 +44,7 @@ class CpuDevice:
     current_device = staticmethod(lambda: torch.device("cpu"))
     set_device = synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
-    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})  # by what current_device returns
+    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})  # by current_device
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
@@ -65,10 +67,10 @@ class _Rewrite(ast.NodeTransformer):
         if node.module != "torch.cuda":
             return node
         device = ast.Name("_CpuDevice", ast.Load())
-        lines = [
-            ast.Assign([ast.Name(alias.asname or alias.name, ast.Store())], ast.Attribute(device, alias.name, ast.Load()))
-            for alias in node.names
-        ]
+        lines = []
+        for alias in node.names:
+            name = ast.Name(alias.asname or alias.name, ast.Store())
+            lines.append(ast.Assign([name], ast.Attribute(device, alias.name, ast.Load())))
         return [ast.copy_location(line, node) for line in lines]
 
     def visit_Call(self, node):
@@ -76,7 +78,7 @@ class _Rewrite(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             node.func.attr, node.args, node.keywords = "cpu", [], []
         elif isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory":
-            node.func.attr = "clone"  # a copy, not the tensor: callers free the source's storage on the next line
+            node.func.attr = "clone"  # a copy: callers free the source's storage on the next line
         return node
 
     def visit_keyword(self, node):
@@ -88,8 +90,9 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Constant(self, node):
         if node.value in ("cuda", "cuda:0"):
             return ast.copy_location(ast.Constant("cpu"), node)
-        if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
-            return ast.copy_location(ast.Constant(node.value.replace("torch.cuda.", "torch.")), node)
+        text = node.value if isinstance(node.value, str) else ""
+        if text.startswith("torch.cuda.") and text.endswith("Tensor"):
+            return ast.copy_location(ast.Constant(text.replace("torch.cuda.", "torch.")), node)
         return node
 
 
@@ -117,17 +120,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make megatron.core importable here, and quiet. Call it before the first megatron import; calling it again does nothing.
+    """Make megatron.core importable here, and quiet, before its first import. Calling it again does nothing.
 
-    With CUDA the import hook is left out. The optimizer's repair below is about torch's own AdamW and not about the device, so
-    it happens wherever Apex and Transformer Engine are both absent.
+    With CUDA the import hook is left out. The optimizer's repair below is about torch's own AdamW and not
+    about the device, so it happens wherever Apex and Transformer Engine are both absent.
     """
     on_cpu = not torch.cuda.is_available()
     for message in WARNINGS + CPU_WARNINGS * on_cpu:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # it announces that it is off
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # it says that it is off
     if on_cpu and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        assert "megatron.core" not in sys.modules, "install() must run before the first import of megatron.core"
+        assert "megatron.core" not in sys.modules, "install() must run before megatron.core is imported"
         sys.meta_path.insert(0, _Finder())
     from megatron.core.optimizer import distrib_optimizer
 
@@ -135,8 +138,8 @@ def install() -> None:
         repair(distrib_optimizer.DistributedOptimizer)
 
 
-# Three bugs of Megatron-Core 0.16.1's DistributedOptimizer around torch.optim.AdamW, all in its checkpoints. Each of the
-# functions below replaces the method of its name; the test of each fails with the original method in its place.
+# Three bugs of Megatron-Core 0.16.1's DistributedOptimizer around torch.optim.AdamW, all in its checkpoints.
+# Each function below replaces the method of its name; its test fails with the original method in its place.
 
 original = {}  # the methods that were replaced, by name
 
@@ -148,7 +151,7 @@ def repair(optimizer_class: type) -> None:
 
 
 def state_dict(self):
-    """AdamW makes its state at the first step, and the original asserts that every parameter has a step count already."""
+    """AdamW makes its state at the first step; the original asserts that there are step counts before it."""
     for group in self.optimizer.param_groups:
         for param in group["params"]:
             if not self.optimizer.state[param]:  # what AdamW itself would make
@@ -158,7 +161,7 @@ def state_dict(self):
 
 
 def load_state_dict(self, state):
-    """The original gives all parameters one and the same step tensor, so that every later step would count once per parameter.
+    """The original gives all parameters one step tensor, so that later steps would count once a parameter.
 
     Adam's bias correction would then be wrong after a resume, and nothing would say so.
     """

@@ -208,7 +208,8 @@ class Engine:
         """
         missing = set(self._shapes)
         await self._push(self._checked(named_weights, missing), weight_version=str(version))
-        if missing -= {"lm_head.weight"}:  # tied to the embedding
+        missing -= {"lm_head.weight"}  # tied to the embedding
+        if missing:
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
         served = (await self._get("/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"

@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 NICENESS = 10  # the engines go first
 
 
-class ForkedWriter:
+class BackgroundWriter:
     """A process forked from this rank, in which everything stays as it is now while the rank goes on; `work` runs in it.
 
     fork copies no memory but what one of the two changes while both live. It dies with the rank, whatever kills that.

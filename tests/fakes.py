@@ -1,6 +1,7 @@
 """Fakes for the controllers' outside: many ranks in one process on a virtual clock. They live in tests only.
 
-The clock jumps to the next event when every task waits, so a step of minutes takes milliseconds, and a deadlock is an error at once.
+The clock jumps to the next event when every task waits, so a step of minutes takes milliseconds, and a
+deadlock is an error at once.
 """
 
 import asyncio
@@ -9,23 +10,19 @@ import random
 import selectors
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import controller
-import genrm
 import placement
 import rewards
-from algorithms import get_algorithm
+from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
 from config import Config
 from data import Prompt, Prompts
-from engines.engine import Answer, Sampling, seed_of
+from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.pool import Pool
-from engines.server import EngineLost
 from reporting.timeline import Timeline
-from runtime.background_writer import ForkedWriter
+from runtime.background_writer import BackgroundWriter
 from scheduling.balance import flat
-from scheduling.dynamic_sampling import Groups
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a server that hangs is found out
@@ -113,17 +110,19 @@ class Device:
             self.holders.discard(holder)
 
 
-class FakeServer(SimpleNamespace):
+class FakeServer:
     """What all handles on one engine share: the server, and those that take its place.
 
-    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it hears no abort.
-    starts: how many more times it can be started. drops: replies that will be lost on their way.
+    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it
+    hears no abort. starts: how many more times it can be started. drops: replies that will be lost on their
+    way.
     """
 
     def __init__(self, device, role, rank):
-        super().__init__(device=device, role=role, rank=rank, version=None, awake=True, pace=SECONDS_PER_TOKEN, swap_s=0.1)
+        self.device, self.role, self.rank, self.version, self.awake = device, role, rank, None, True
+        self.pace, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 0.1, False
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
-        self.is_deaf, self.runs, self.hangs, self.starts, self.drops = False, True, False, 10**6, 0
+        self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
     def die(self):
@@ -155,84 +154,67 @@ class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
     def __init__(self, role, rank, device, write, capacity=16, model=0):
-        self.role, self.rank, self.capacity, self.awake, self.up = role, rank, capacity, True, True
+        self.role, self.rank, self.capacity, self.awake, self.model = role, rank, capacity, True, model
         self.server = FakeServer(device, role, rank)
-        self._write = write
-        self.on_request, self.outstanding, self.model = None, 0, model
-        self.name = f"{role} engine of rank {rank}"
+        self._write, self.name = write, f"{role} engine of rank {rank}"
 
     def handle(self):
         other = FakeEngine(self.role, self.rank, self.server.device, self._write, self.capacity, self.model)
         other.server = self.server
         return other
 
-    async def generate(self, prompts, sampling, rooms=None, seeds=None, greedy=None):
-        """Each prompt's answer after `server.pace` seconds a token; a prompt that ends in the beginning of its answer is continued."""
-        if not self.server.runs:
-            await self._try_again()
-        assert self.awake and self.server.awake, f"a request came to the {self.role} engine of rank {self.rank} while it slept"
-        assert self.role == "genrm" or self.server.version is not None, "asked before it was pushed weights"
-        clock = asyncio.get_running_loop().time
-        start, version = clock(), self.server.version
-        self.server.requests += 1
-        self.server.asked.append((start, version))
-        self.server.seeds += seeds
-        aborted = asyncio.get_running_loop().create_future()
-        self.server.aborts.append(aborted)
-        rooms, pace = rooms or [sampling.max_new_tokens] * len(prompts), self.server.pace
-        how = [replace(sampling, temperature=0.0) if is_greedy else sampling for is_greedy in greedy or [False] * len(prompts)]
-        answers = [
-            replace(within(self._write(prompt, number_of(prompt, seed, index), how[index]), rooms[index]), index=index)
-            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-        answers.sort(key=lambda answer: len(answer.tokens))
-        owed = [len(prompts[a.index]) + len(a.tokens) for a in answers]
-        self.outstanding += sum(owed)
-        try:
-            for answer in answers:
-                due = start + pace * len(answer.tokens)
-                await self._until(due, aborted)
-                if self.server.drops:
-                    self.server.drops -= 1
-                    raise EngineLost("the connection broke again and again")
-                tokens, finish = answer.tokens, answer.finish
-                if aborted.done() and (so_far := int((clock() - start) / pace)) < len(tokens):
-                    tokens, finish = tokens[:so_far], "abort"
-                self.outstanding -= owed.pop(0)
-                versions = [version] * len(tokens)
-                cut = Answer(answer.index, tokens, answer.logprobs[: len(tokens)], finish, versions, 0, start, start, clock())
-                if self.on_request:
-                    self.on_request(self, len(prompts[answer.index]), cut)
-                yield cut
-        finally:
-            self.outstanding -= sum(owed)
-            self.server.aborts.remove(aborted)
+    async def generate(self, requests):
+        """Each answer in one part after `server.pace` seconds a token, or what there is of it when it is
+        aborted.
 
-    async def _try_again(self):
-        """The connection broke: opened again after 1 s and then 5 s, unless the engine is known to be down by then."""
-        for delay_s in (1.0, 5.0):
-            await asyncio.sleep(delay_s)
-            assert not self.up or not self.server.runs, "a new server was asked before all knew that the old one was down"
-            if not self.up:
-                break
-        raise EngineLost("the connection broke")
+        A prompt that ends in the beginning of its answer is continued.
+        """
+        server, clock = self.server, asyncio.get_running_loop().time
+        if not server.runs:
+            raise EngineLost("the connection was refused")
+        assert server.awake, f"a request came to the {self.name} while it slept"
+        assert self.role == "genrm" or server.version is not None, "asked before it was pushed weights"
+        start, version, aborted = clock(), server.version, asyncio.get_running_loop().create_future()
+        server.requests += 1
+        server.asked.append((start, version))
+        server.seeds += [request.seed for request in requests]
+        server.aborts.append(aborted)
+        answers = [self._answer_to(request, index) for index, request in enumerate(requests)]
+        try:
+            for answer in sorted(answers, key=lambda answer: len(answer.tokens)):
+                await self._until(start + server.pace * len(answer.tokens), aborted)
+                if server.drops:
+                    server.drops -= 1
+                    raise EngineLost("the connection broke")
+                tokens, finish = answer.tokens, answer.finish
+                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < len(tokens):
+                    tokens, finish = tokens[:so_far], "abort"
+                logprobs, versions = answer.logprobs[: len(tokens)], [version] * len(tokens)
+                times = dict(sent=start, first_token=start, end=clock())
+                yield Answer(answer.index, tokens, logprobs, finish, versions, **times, rank=self.rank)
+        finally:
+            server.aborts.remove(aborted)
+
+    def _answer_to(self, request, index):
+        number = number_of(request.prompt, request.seed, index)
+        answer = self._write(request.prompt, number, request.sampling)
+        return replace(within(answer, request.sampling.max_new_tokens), index=index)
 
     async def _until(self, due, aborted):
-        """Wait until an answer is due, or aborted. Nothing comes of a server that hangs, until it is killed, which breaks it."""
+        """Wait until an answer is due, or aborted. Nothing comes of a server that hangs; one that dies breaks off."""
         clock, server = asyncio.get_running_loop().time, self.server
         while True:
             changed = asyncio.ensure_future(server.changed.wait())
-            timeout = None if server.hangs else due - clock()
+            waiting = [changed] if server.hangs or server.is_deaf else [changed, aborted]
+            timeout = None if server.hangs else max(0.0, due - clock())
             try:
-                done, _ = await asyncio.wait([aborted, changed], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
             if not server.runs:
-                await self._try_again()
+                raise EngineLost("the connection broke")
             if not server.hangs and changed not in done:
                 return
-            if server.hangs:
-                aborted = asyncio.get_running_loop().create_future()  # it hears no abort
 
     async def abort(self):
         await self.server.answer()
@@ -287,14 +269,11 @@ class FakeEngine:
         self.awake = False
         self.server.die()
 
-    def log_tail(self):
-        return "; the end of its log"
-
 
 def number_of(prompt, seed, index):
     """Which answer of its group a seed stands for: a request may be for what another engine still owed."""
-    draw = int(to_text(prompt).split("+")[0])
-    return next((number for number in range(8) if seed == seed_of(0, draw, number)), index)
+    prompt_id = int(to_text(prompt).split("+")[0])
+    return next((number for number in range(8) if seed == seed_of(0, prompt_id, number)), index)
 
 
 def within(answer, room):
@@ -377,11 +356,11 @@ class FakeCritic(FakeTrainer):
         self.name, self.log = name, []
         super().__init__(f"{name} critic", *place)
 
-    async def appraise(self, mini_batches):
+    async def compute_values(self, mini_batches):
         assert self.awake, "asked while asleep"
-        self.log.append("appraise")
+        self.log.append("values")
         for sample in flat(mini_batches):
-            assert sample.advantages is None, "appraised after the advantages were made"
+            assert sample.advantages is None, "asked after the advantages were made"
             sample.values[self.name] = [token / 200 for token in sample.response]
 
     async def update(self, mini_batches):
@@ -401,31 +380,35 @@ class FakeReference:
     def __init__(self, actor):
         self.actor, self.log = actor, []
 
-    async def appraise(self, mini_batches):
+    async def compute_ref_logprobs(self, mini_batches):
         assert self.actor.awake, "asked while the actor sleeps"
-        self.log.append("appraise")
+        self.log.append("reference")
         for sample in flat(mini_batches):
-            assert sample.advantages is None, "appraised after the advantages were made"
+            assert sample.advantages is None, "asked after the advantages were made"
             sample.reference_logprobs = [token / 200 for token in sample.response]
 
 
 class FakeCheckpoints:
     """Counts saves, and looks whether the actor is awake and nothing is in flight."""
 
+    newest = None
+
     def __init__(self):
         self.saved = []
 
-    async def save(self, job):
+    async def save(self, c):
         pass
 
-    async def finish(self, job, wait=False):
+    async def finish(self, c, wait=False):
         pass
 
-    async def save_now(self, job):
-        await job.world.barrier()
-        assert job.actor.awake and not job.rollout.awake and not job.genrm.awake, "saved while an engine was awake"
-        assert all(critic.awake for critic in job.critics), "saved while a critic slept"
-        self.saved.append((job.state.step, job.prompts.cursor, list(job.prompts.buffer)))
+    async def save_now(self, c):
+        await c.world.barrier()
+        placement = c.placement
+        assert placement.actor.awake, "saved while the actor slept"
+        assert not placement.rollout.awake and not placement.genrm.awake, "saved while an engine was awake"
+        assert all(critic.awake for critic in placement.critics), "saved while a critic slept"
+        self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
 
 
 class LateWriter:
@@ -444,7 +427,7 @@ class LateWriter:
         pass
 
 
-class AwaitedWriter(ForkedWriter):
+class AwaitedWriter(BackgroundWriter):
     """A real process. The virtual clock stands still while it writes, or a busy machine's would be late by hours."""
 
     def result(self):
@@ -454,11 +437,11 @@ class AwaitedWriter(ForkedWriter):
 
 
 class FakeReport:
-    """Keeps what each step came to; `carried` and `buffers` as they were at its end, for they change later."""
+    """Keeps what each step came to; `carried` and `requeued` as they were at its end, for they change later."""
 
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
-        self.carried, self.buffers, self.cursors, self.restarts = [], [], [], []
+        self.carried, self.requeued, self.cursors, self.restarts = [], [], [], []
 
     def note(self, text):
         self.notes.append(text)
@@ -470,14 +453,15 @@ class FakeReport:
     def accuracy(self, step, value, now):
         self.accuracies[step] = value
 
-    async def step(self, step, served, samples, stats, job):
-        held = [sample for group in served.carried for sample in group]
-        self.carried.append({(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held})
-        self.buffers.append(list(job.prompts.buffer))
-        self.cursors.append(job.prompts.cursor)
-        self.restarts.append(stats.get("faults/engine_restarts", 0.0))
-        self.marks += job.timeline.marks
-        self.steps.append((step, served, samples, job.timeline.take()))
+    async def step(self, c, step, batch, samples, stats):
+        held = [sample for group in batch.carried for sample in group]
+        facts = {(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held}
+        self.carried.append(facts)
+        self.requeued.append(list(c.prompts.requeued))
+        self.cursors.append(c.prompts.cursor)
+        self.restarts.append(stats["faults/engine_restarts"])
+        self.marks += c.timeline.marks
+        self.steps.append((step, batch, samples, c.timeline.take()))
 
 
 class FakeSource:
@@ -508,77 +492,122 @@ def write_verdict(prompt, index, sampling):
     return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
 
 
-def simulate(
-    mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None, prepare_job=None, jobs=None,
-    out=Path(), resumed=None, loop=controller.train, events=(), writer=LateWriter, look=lambda servers, jobs: None, **settings,
-):
-    """Run the real controllers on fakes, by default the whole `loop`; returns every rank's job and the log of device hand-overs.
+class FakeTokenizer:
+    """A token is a character."""
 
-    prepare: called with all servers, prepare_job with each job, before the controllers start. A list given as `jobs` is filled, for
-    those who want to see what became of a run that failed. With `save_every`, checkpoints go to `out`; `resumed` is one to go on from.
-    events: (seconds, function(servers, jobs)), called when it is time. look: called likewise whenever nothing can run but later.
-    """
-    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, max_judge_failures=5, judge=("JUDGE",))
-    if "cost" in get_algorithm(settings.get("algorithm", "grpo")).signals:
+    eos_token_id, chat_template, all_special_tokens = 0, None, ()
+    name_or_path = "FAKE"
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, tokens, **_):
+        return to_text(tokens)
+
+
+def fake_config(mode="partial", **settings):
+    """The settings of a simulated run."""
+    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, save_every=0)
+    defaults |= dict(max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100, timeout_s=100.0)
+    defaults |= dict(judge_format=("addition",))
+    name, *_ = settings.get("algorithm", ("grpo",))
+    if "cost" in ALGORITHMS[name].signals:
         defaults["cost_rule"] = ("length:50",)
-    config = SimpleNamespace(**vars(Config()) | defaults | dict(request_timeout_s=50.0, save_every=0) | settings)
-    config.judges, config.judge_format = len(config.judge), ("addition",) * max(1, len(config.judge))
+    return Config(**defaults | settings)
+
+
+def simulate(
+    mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None,
+    prepare_controller=None, controllers=None, out=Path(), resumed=None, loop=controller.train, events=(),
+    writer=LateWriter, look=lambda servers, controllers: None, **settings,
+):  # fmt: skip
+    """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
+
+    prepare: called with all servers, prepare_controller with each controller, before they start. A list given
+    as `controllers` is filled, for those who want to see what became of a run that failed. With `save_every`,
+    checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
+    controllers)), called when it is time. look: called likewise whenever nothing can run but later.
+    """
+    config = fake_config(mode, **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
-    hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
-    servers = []
-    for role, rank in hosts:
-        model = placement.judge_of(rank, config.genrm_tp, len(config.judge)) if role == "genrm" else 0
-        servers.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
+    engines = fake_engines(config, plans, devices, write, verdict)
     if prepare:
-        prepare(servers)
-    jobs = [] if jobs is None else jobs
-    states = [server.server for server in servers]
-    clock = VirtualClock(lambda: look(states, jobs))
+        prepare(engines)
+    controllers = [] if controllers is None else controllers
+    servers = [engine.server for engine in engines]
+    clock = VirtualClock(lambda: look(servers, controllers))
     for rank in range(size):
         world = world_class(rank, size, meetings)
-        timeline = Timeline(rank, clock.time)
-        handles = [server if server.rank == rank else server.handle() for server in servers]
-        pools = [Pool([h for h in handles if h.role == role], world, timeline) for role in ("rollout", "genrm")]
-        encode = lambda text: [ord(c) for c in text]  # noqa: E731
-        judge_model = genrm.JudgeModel(genrm.FORMATS["addition"], encode, to_text, Sampling(0.0, 100), 1000)
-        judge = genrm.Judge([judge_model] * config.judges, to_text, genrm.Calls(timeout_s=20.0), genrm.FORMATS["addition"])
-        rules = rewards.build(config, judge, to_text)
-        sampling, actor = Sampling(1.0, 100), FakeActor(rank, size, devices[rank], tp, config.partial_rollout)
-        prompts, report = Prompts(FakeSource()), FakeReport()
-        algorithm = get_algorithm(config.algorithm)
-        groups = Groups(prompts, config.answers_per_prompt, config.partial_rollout, algorithm.greedy)
-        critics = [FakeCritic(name, rank, size, devices[rank], tp) for name in algorithm.critics]
-        reference = [FakeReference(actor)] if config.kl_coef else []
-        roles = (actor, *pools, judge)
-        checkpoints = Checkpoints(config, world, out, writer=writer) if config.save_every else FakeCheckpoints()
-        outside = (prompts, groups, sampling, Sampling(0.0, 100), timeline, report, checkpoints)
-        job = controller.Job(config, world, plans, plans[0], *roles, *outside, reference=reference, critics=critics, rules=rules)
-        jobs.append(job)
-        if prepare_job:
-            prepare_job(job)
-
+        handles = [engine if engine.rank == rank else engine.handle() for engine in engines]
+        c = fake_controller(config, plans, world, handles, devices[rank], clock, out, writer, tp)
+        controllers.append(c)
+        if prepare_controller:
+            prepare_controller(c)
     for seconds, event in events:
-        clock.call_at(seconds, event, states, jobs)
+        clock.call_at(seconds, event, servers, controllers)
 
-    async def one_rank(job):
+    async def one_rank(c):
         if resumed:
-            await restore(job, resumed)
-        await loop(job)
+            await restore(c, resumed)
+        await loop(c)
 
     async def all_ranks():
-        await asyncio.gather(*(one_rank(job) for job in jobs))
+        await asyncio.gather(*(one_rank(c) for c in controllers))
 
     try:
         clock.run_until_complete(all_ranks())
     finally:
-        left = asyncio.all_tasks(clock)  # engines are watched to the end; and what is left of a run that failed
-        for task in left:
-            task.cancel()
-        if left:
-            clock.run_until_complete(asyncio.wait(left))
-        clock.close()
-    return jobs, log
+        end_all(clock)
+    return controllers, log
+
+
+def fake_engines(config, plans, devices, write, verdict):
+    """One for each role and lead of any plan."""
+    hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
+    engines = []
+    for role, rank in hosts:
+        judges = max(1, len(config.judge_models))
+        model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
+        engines.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
+    return engines
+
+
+def fake_controller(config, plans, world, handles, device, clock, out, writer, tp):
+    """The real controller of one rank on fakes."""
+    timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
+    of = {role: [handle for handle in handles if handle.role == role] for role in ("rollout", "genrm")}
+    pools = {role: Pool(engines, world, timeline, config) for role, engines in of.items()}
+    actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
+    critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
+    tokenizers = [FakeTokenizer()] * len(config.judge_models)
+    sampling = Sampling(1.0, config.max_new_tokens)
+    saving = config.save_every > 0
+    checkpoints = Checkpoints(config, world, out, writer=writer) if saving else FakeCheckpoints()
+    return controller.Controller(
+        config=config,
+        algorithm=algorithm,
+        world=world,
+        placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
+        rewards=rewards.build(config, tokenizers, to_text),
+        prompts=Prompts(FakeSource(), config.answers_per_prompt, config.continues_answers, algorithm.greedy),
+        sampling=sampling,
+        greedy=replace(sampling, temperature=0.0),
+        timeline=timeline,
+        report=FakeReport(),
+        checkpoints=checkpoints,
+        references=[FakeReference(actor)] if algorithm.kl_coef else [],
+    )
+
+
+def end_all(clock):
+    """Engines are watched to the end; and what is left of a run that failed."""
+    left = asyncio.all_tasks(clock)
+    for task in left:
+        task.cancel()
+    if left:
+        clock.run_until_complete(asyncio.wait(left))
+    clock.close()
 
 
 def to_text(tokens):

@@ -28,7 +28,7 @@ from controller import State
 from data import Prompts
 from engines.pool import RoleLoad
 from runtime import atomic_files
-from runtime.background_writer import ForkedWriter
+from runtime.background_writer import BackgroundWriter
 from sample import Sample
 from scheduling.dynamic_sampling import Groups
 from scheduling.rebalance import Load
@@ -297,7 +297,7 @@ def wait_for(condition, seconds=10.0):
         time.sleep(0.01)
 
 
-def ended(writer: ForkedWriter):
+def ended(writer: BackgroundWriter):
     wait_for(writer.result)
     writer.close()
     return writer.result()
@@ -306,7 +306,7 @@ def ended(writer: ForkedWriter):
 def test_a_writer_sees_what_was_there_when_it_was_forked():
     """However long the rank goes on; and a result that is larger than a pipe comes back whole."""
     value = bytearray(200_000)
-    writer = ForkedWriter(lambda: (time.sleep(0.2), bytes(value))[1])
+    writer = BackgroundWriter(lambda: (time.sleep(0.2), bytes(value))[1])
     assert writer.result() is None
     value[:] = b"x" * len(value)
     assert ended(writer) == (bytes(200_000), "")
@@ -314,15 +314,15 @@ def test_a_writer_sees_what_was_there_when_it_was_forked():
 
 def test_a_writer_is_nice_and_hears_no_signal_of_the_terminal():
     """It is in a group of its own, and its signals don't reach the rank's event loop."""
-    writer = ForkedWriter(lambda: (os.nice(0), os.getpgid(0) == os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
+    writer = BackgroundWriter(lambda: (os.nice(0), os.getpgid(0) == os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
     assert ended(writer) == ((min(os.nice(0) + 10, 19), True, True), "")
 
 
 def test_how_a_writer_fails():
     """An error, and a death: both are told."""
-    assert ended(ForkedWriter(lambda: Path("/nowhere/file").write_text("x")))[1].startswith("FileNotFoundError: [Errno 2]")
-    assert ended(ForkedWriter(lambda: os.kill(os.getpid(), signal.SIGKILL)))[1] == "the process that writes ended with status -9"
-    writer = ForkedWriter(lambda: time.sleep(100))
+    assert ended(BackgroundWriter(lambda: Path("/nowhere/file").write_text("x")))[1].startswith("FileNotFoundError: [Errno 2]")
+    assert ended(BackgroundWriter(lambda: os.kill(os.getpid(), signal.SIGKILL)))[1] == "the process that writes ended with status -9"
+    writer = BackgroundWriter(lambda: time.sleep(100))
     start = time.monotonic()
     writer.close()
     assert time.monotonic() - start < 5
@@ -331,8 +331,8 @@ def test_how_a_writer_fails():
 def test_a_writer_dies_with_its_rank(tmp_path):
     """Although nobody tells it to."""
     program = (
-        "import os, sys, time; sys.path.insert(0, sys.argv[1]); from forked import ForkedWriter; from pathlib import Path\n"
-        "writer = ForkedWriter(lambda: (Path(sys.argv[2]).write_text(str(os.getpid())), time.sleep(100)))\n"
+        "import os, sys, time; sys.path.insert(0, sys.argv[1]); from forked import BackgroundWriter; from pathlib import Path\n"
+        "writer = BackgroundWriter(lambda: (Path(sys.argv[2]).write_text(str(os.getpid())), time.sleep(100)))\n"
         "time.sleep(100)"
     )
     rank = subprocess.Popen([sys.executable, "-c", program, str(ROOT), str(tmp_path / "pid")])

@@ -1,8 +1,8 @@
-"""Micro-batches: ragged sequences packed end to end, with next-token targets. Pure torch, no Megatron; balance.py says what goes in."""
+"""Micro-batches: sequences packed end to end, with next-token targets. balance.py says what goes in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ Sequence = tuple[list[int], list[int]]  # the tokens of a prompt and of the resp
 
 @dataclass
 class MicroBatch:
-    """Some sequences end to end, as one context-parallel rank sees them: T = their padded lengths summed, over cp.
+    """Sequences end to end, as one context-parallel rank sees them: T = the sum of padded lengths / cp.
 
-    `slots` ties the packed tokens to what is known about each response token (old log-probabilities, advantages): slot i is
-    the i-th of all the response tokens of all micro-batches, in the order they were given. Nothing else needs to be packed.
+    `slots` ties the packed tokens to what is known about each response token (old log-probabilities,
+    advantages): slot i is the i-th of all the response tokens of all micro-batches, in the order they were
+    given. Nothing else needs to be packed.
     """
 
     tokens: Tensor  # [1, T]
@@ -27,20 +28,23 @@ class MicroBatch:
     slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
     starts: Tensor  # [sequences + 1], int32, where each sequence starts (before the context-parallel split)
     longest: int  # the longest padded sequence
-    attention_mask: Tensor | None  # [T, cp * T], True where a query sees a key; None without context parallelism
+    attention_mask: Tensor | None  # [T, cp * T], True where a query sees a key; None if cp is 1
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = {name: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        return MicroBatch(**moved)
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
-def make_micro_batches(packed: list[list[Sequence]], cp: int, cp_rank: int, tp_with_sp: int) -> list[MicroBatch]:
+def make_micro_batches(
+    packed: list[list[Sequence]], cp: int, cp_rank: int, tp_with_sp: int
+) -> list[MicroBatch]:
     """Micro-batches of (prompt, response) pairs, whose response tokens are the targets.
 
-    A sequence is padded to a multiple of 2 * cp, so that each context-parallel rank gets two equal pieces of it (see `zigzag`).
-    `tp_with_sp` is the tensor-parallel size under sequence parallelism, else 1: it must divide the tokens of a micro-batch, whose
-    last sequence is padded for that, over the budget if need be. An empty micro-batch is a token without a target: a rank that has
-    nothing to train on takes part in the passes all the same.
+    A sequence is padded to a multiple of 2 * cp, so that each context-parallel rank gets two equal pieces of
+    it (see `zigzag`). `tp_with_sp` is the tensor-parallel size under sequence parallelism, else 1: it must
+    divide the tokens of a micro-batch, whose last sequence is padded for that, over the budget if need be. An
+    empty micro-batch is a token without a target: a rank that has nothing to train on takes part in the
+    passes, too.
     """
     micro_batches, slot = [], 0
     for sequences in packed:
@@ -49,24 +53,27 @@ def make_micro_batches(packed: list[list[Sequence]], cp: int, cp_rank: int, tp_w
         tokens, targets, slots = [], [], []
         for (prompt, response), length in zip(sequences or [([0], [])], padded, strict=True):
             assert prompt, "a sequence needs a prompt token to predict the first response token from"
-            whole = prompt + response
-            padding = length - len(whole) + 1
-            tokens += whole[:-1] + [0] * padding
-            targets += whole[1:] + [0] * padding
-            slots += [NO_TARGET] * (len(prompt) - 1) + list(range(slot, slot + len(response))) + [NO_TARGET] * padding
+            sequence = prompt + response
+            padding = length - len(sequence) + 1
+            tokens += sequence[:-1] + [0] * padding
+            targets += sequence[1:] + [0] * padding
+            slots += [NO_TARGET] * (len(prompt) - 1) + list(range(slot, slot + len(response)))
+            slots += [NO_TARGET] * padding
             slot += len(response)
-        micro_batches.append(_split(tokens, targets, slots, padded, cp, cp_rank))
+        micro_batches.append(_split(torch.tensor([tokens, targets, slots]), padded, cp, cp_rank))
     return micro_batches
 
 
-def _split(tokens: list[int], targets: list[int], slots: list[int], lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:
-    """The context-parallel rank's part. The targets were shifted before this, so that a piece's last token has the right one."""
-    columns = torch.tensor([tokens, targets, slots])
+def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:
+    """The context-parallel rank's part of tokens, targets and slots: [3, T].
+
+    The targets were shifted before this, so that a piece's last token has the right one.
+    """
     mask = None
     if cp > 1:
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         mine = zigzag(lengths, cp, cp_rank)
-        keys = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])  # the order in which an all-gather returns them
+        keys = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])  # as an all-gather returns them
         mask = (sequence[mine][:, None] == sequence[keys]) & (mine[:, None] >= keys)
         columns = columns[:, mine]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -74,9 +81,10 @@ def _split(tokens: list[int], targets: list[int], slots: list[int], lengths: lis
 
 
 def zigzag(lengths: list[int], cp: int, rank: int) -> Tensor:
-    """Which packed tokens a context-parallel rank holds: of each sequence's 2 * cp pieces, number `rank` and its mirror image.
+    """A context-parallel rank's packed tokens: of each sequence's 2 * cp pieces, `rank` and its mirror image.
 
-    An early piece has few keys to see and a late one many, so that every rank gets the same work (Megatron's convention).
+    An early piece has few keys to see and a late one many: so every rank gets the same work (Megatron's
+    convention).
     """
     pieces, start = [], 0
     for length in lengths:

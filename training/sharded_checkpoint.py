@@ -1,8 +1,8 @@
-# ruff: noqa: E402
-"""A trainer's part of a checkpoint, in Megatron-Core's own format: any other number of ranks, --tp or --pp can load it.
+"""A trainer's part of a checkpoint, in Megatron-Core's format, for any number of ranks, --tp, --pp to load.
 
-A save comes in three parts, so that training waits for the first alone. `take` (all ranks) plans who writes what. What it returns to
-write is called in a process forked from each rank, whose memory stays as it was; what it returns to complete, on rank 0 in the end.
+A save comes in three parts, so that training waits for the first alone. `plan_save` (all ranks) plans who
+writes what. What it returns to write is called in a process forked from each rank, whose memory stays as it
+was; what it returns to complete, on rank 0 in the end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from cpu.megatron import install
-
-install()
-
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -28,7 +23,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.base import (
+    StrategyAction,
+    get_default_strategy,
+    register_default_strategy,
+)
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -43,12 +42,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # the default type is broken in Megatron-Core 0.16.1
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # Megatron-Core 0.16.1's default is broken
 BACKEND = ("torch_dist", 1)  # name and version of the format
-KNOWN = {  # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
+ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
     "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch": ("Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool"),
@@ -58,7 +57,7 @@ KNOWN = {  # what the pickle `.metadata` may name: descriptions of tensors, and 
 
 
 def template(trainer) -> dict:
-    """What a checkpoint holds of a trainer, as Megatron's sharded tensors, to load into. Collective over all ranks."""
+    """What a checkpoint holds of a trainer, as Megatron's sharded tensors (collective over all ranks)."""
     model = trainer.gpt.sharded_state_dict(metadata=metadata())
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
     return {"version": trainer.version, "model": model, "optimizer": optimizer}
@@ -66,16 +65,18 @@ def template(trainer) -> dict:
 
 def metadata() -> dict:
     """How Megatron shards: replicas are counted over all ranks that hold the same weights."""
-    return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
-# ---------------------------------------------------------------------------------------------------------------- saving
+# ---------------------------------------------------------------- saving
 
 
 class CommonLater(TorchCommonSaveStrategy):
     """Keeps the part that isn't sharded for the process that writes.
 
-    Megatron's own writes it on rank 0 at once, between two collectives: with a full disk the other ranks would wait for it in vain.
+    Megatron's own writes it on rank 0 at once, between two collectives: with a full disk the other ranks
+    would wait for it in vain.
     """
 
     def save_common(self, common_state_dict, checkpoint_dir) -> None:
@@ -113,8 +114,8 @@ class Planner(MCoreSavePlanner):
 class PlanOnly(TorchDistSaveShardedStrategy):
     """Megatron's planning of a save, and none of its writing.
 
-    Its asynchronous writer clones what it writes before it forks, starts a manager process that outlives a killed rank, and takes
-    exit code 1 for success; its last steps write on rank 0 between collectives.
+    Its asynchronous writer clones what it writes before it forks, starts a manager process that outlives a
+    killed rank, and takes exit code 1 for success; its last steps write on rank 0 between collectives.
     """
 
     def __init__(self, rectangles: dict):
@@ -122,30 +123,33 @@ class PlanOnly(TorchDistSaveShardedStrategy):
         self.planner = Planner(rectangles)
 
     def async_save(self, sharded_state_dict, checkpoint_dir) -> AsyncRequest:
-        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        main_only = self.keep_only_main_replica
+        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, main_only)
         for part in itertools.chain(*sharded.values()):
             if isinstance(part, ShardedTensor):
                 part.data = part.data.to("cpu")  # itself on CPU; a forked process can't read a GPU
-        self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)  # 0: no CUDA streams in the forked process
+        self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)  # 0: no CUDA streams in the fork
         state = mcore_to_pyt_state_dict(sharded, False)
         (_, self.metadata, _), *_ = save_state_dict_async_plan(state, self.writer, planner=self.planner)
         return AsyncRequest(None, (), [])
 
 
-def take(trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-    """Plan a save of the trainer into `folder`, which exists and is empty. Collective over all ranks; nothing is written or copied yet.
+def plan_save(trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+    """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
-    Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`, which rank 0 calls with
-    every rank's.
+    Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`,
+    which rank 0 calls with every rank's.
     """
     model = trainer.gpt.sharded_state_dict(metadata=metadata())
     common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(trainer, model))
     state = {"version": trainer.version, "model": model, "optimizer": trainer.optimizer.state_dict()}
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
-    default = get_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1)
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)  # `save` takes no other by argument
-    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(SHARDING))
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, default)
+    which = (StrategyAction.SAVE_COMMON, "torch", 1)
+    default = get_default_strategy(*which)
+    register_default_strategy(*which, common)  # `save` has no argument for it
+    content = dict(SHARDING)
+    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=content)
+    register_default_strategy(*which, default)
     writer, metadata_of_all = strategy.writer, strategy.metadata
     planned, writer.planned = writer.planned, None
 
@@ -162,13 +166,15 @@ def take(trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list
 
 
 def optimizer_rectangles(trainer, model_state: dict) -> dict[MetadataIndex, tuple[torch.Size, Tensor]]:
-    """The optimizer's state that this rank holds, where it lies, by the names and shapes of Megatron's `fully_reshardable`.
+    """This rank's part of the optimizer's state, where it lies, by Megatron's names of `fully_reshardable`.
 
-    Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall. The optimizer shards
-    flat: a rank holds a stretch of a matrix, which is up to three rectangles of it. Readers take any rectangles.
+    Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall.
+    The optimizer shards flat: a rank holds a stretch of a matrix, which is up to three rectangles of it.
+    Readers take any rectangles.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
-    mine = [shard for shard in nested_values(described) if not any(shard.replica_id[:-1])]  # the last: the data-parallel rank
+    # the last of replica_id is the data-parallel rank
+    mine = [shard for shard in nested_values(described) if not any(shard.replica_id[:-1])]
     found = {}
     for optimizer in trainer.optimizer.chained_optimizers:
         optimizer.state_dict()  # makes the state of an optimizer that hasn't made a step
@@ -186,10 +192,12 @@ def optimizer_rectangles(trainer, model_state: dict) -> dict[MetadataIndex, tupl
 
 
 def stretches_of(optimizer) -> dict[Tensor, range]:
-    """Of each parameter of which this rank holds the optimizer's state: the stretch of the flattened parameter that it holds."""
-    buckets = [bucket for buffer in optimizer.gbuf_ranges for buckets in buffer.values() for bucket in buckets]
-    held = [(param, ranges["param"]) for bucket in buckets for param, ranges in bucket["param_map"].items()]
-    return {param: range(stretch.start, stretch.end) for param, stretch in held}
+    """Of the flattened parameters: the stretch of which this rank holds the optimizer's state."""
+    held = {}
+    for buffer in optimizer.gbuf_ranges:
+        for bucket in itertools.chain(*buffer.values()):
+            held |= {param: ranges["param"] for param, ranges in bucket["param_map"].items()}
+    return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
 
 
 def cut(part: ShardedTensor, first: int, stretch: range):
@@ -197,41 +205,46 @@ def cut(part: ShardedTensor, first: int, stretch: range):
 
     Yields (where it is in the whole tensor, where it is in the stretch).
     """
-    assert len(part.local_shape) <= 2, f"{part.key} has more than two axes"
-    ahead, columns = part.prepend_axis_num, part.local_shape[1] if len(part.local_shape) == 2 else 1
-    for row, column, rows, wide in rectangles(max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel()), columns):
-        inner, sizes = ((row, column), (rows, wide)) if len(part.local_shape) == 2 else ((row,), (rows,))
-        offsets = [*part.global_offset[:ahead], *(o + i for o, i in zip(part.global_offset[ahead:], inner, strict=True))]
+    axes, ahead = len(part.local_shape), part.prepend_axis_num
+    assert axes <= 2, f"{part.key} has more than two axes"
+    columns = part.local_shape[1] if axes == 2 else 1
+    start, end = max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel())
+    for row, column, rows, width in rectangles(start, end, columns):
+        inner = zip(part.global_offset[ahead:], (row, column)[:axes], strict=True)
+        offsets = torch.Size([*part.global_offset[:ahead], *(outer + own for outer, own in inner)])
+        sizes = torch.Size((1,) * ahead + (rows, width)[:axes])
         at = first + row * columns + column - stretch.start
-        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size((1,) * ahead + sizes)), slice(at, at + rows * wide)
+        yield ChunkStorageMetadata(offsets, sizes), slice(at, at + rows * width)
 
 
 def rectangles(start: int, end: int, columns: int):
-    """The stretch [start, end) of a flattened matrix as at most three rectangles, in order: (row, column, rows, columns)."""
+    """The stretch [start, end) of a flattened matrix as up to three (row, column, rows, columns)."""
     while start < end:
         row, column = divmod(start, columns)
         rest = end - start
-        rows, wide = (1, min(columns - column, rest)) if column or rest < columns else (rest // columns, columns)
-        yield row, column, rows, wide
-        start += rows * wide
+        is_part = column > 0 or rest < columns  # of a row
+        rows, width = (1, min(columns - column, rest)) if is_part else (rest // columns, columns)
+        yield row, column, rows, width
+        start += rows * width
 
 
-# ---------------------------------------------------------------------------------------------------------------- loading
+# ---------------------------------------------------------------- loading
 
 
 class OnlyDescriptions(pickle.Unpickler):
-    """Refuses whatever isn't in KNOWN."""
+    """Refuses whatever isn't in ALLOWED."""
 
     def find_class(self, module: str, name: str):
-        if name not in KNOWN.get(module, ()):
-            raise ValueError(f"a checkpoint's .metadata names {module}.{name}, which has no place there: it was tampered with")
+        if name not in ALLOWED.get(module, ()):
+            what = f"{module}.{name}, which has no place there"
+            raise ValueError(f"a checkpoint's .metadata names {what}: it was tampered with")
         return super().find_class(module, name)
 
 
 def load(trainer, folder: Path) -> None:
-    """Take over what `take` saved on any number of ranks. Collective over all ranks. Nothing in `folder` is ever executed.
+    """Take over what `plan_save` saved on any number of ranks (collective over all ranks).
 
-    ValueError if the folder holds code.
+    Nothing in `folder` is ever executed. ValueError if it holds code.
     """
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()

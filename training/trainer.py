@@ -35,8 +35,8 @@ from torch import Tensor
 from config import Config
 from sample import Sample
 from scheduling.balance import flat, pack, packed_length
+from training import hf_weights, sharded_checkpoint
 from training import model as models
-from training import sharded_checkpoint
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 
 ADAM_BETAS = (0.9, 0.95)
@@ -96,7 +96,7 @@ class Trainer:
     def _load_model(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
         """The model on this rank's device, with the weights of `model_dir` (collective over the pipeline group)."""
         gpt = models.build_model(hf, model_config).to(self.device)
-        models.load_weights(gpt, models.HFWeights(self.model_dir))
+        hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
@@ -305,7 +305,7 @@ class Trainer:
         The tensors may be views of the live weights: use or copy them before the next update.
         """
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
-        return models.named_weights(self.gpt)
+        return hf_weights.named_weights(self.gpt)
 
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were (collective)."""
@@ -338,7 +338,7 @@ class Trainer:
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
         """What writes model and optimizer as they are now, and what completes it: see sharded_checkpoint.py (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a save"
-        return sharded_checkpoint.take(self, folder)
+        return sharded_checkpoint.plan_save(self, folder)
 
     def restore(self, folder: Path) -> None:
         """Load what a snapshot wrote, on any number of ranks (collective)."""

@@ -1,13 +1,14 @@
 """Warm start: makes the demo's two Hugging Face checkpoints, an actor with two habits and a judge, by supervised steps of actor.py.
 
-The actor sees demonstrations of both habits: most blurt the answer out, some show the work. So it can work a sum out but mostly
-doesn't, and reinforcement learning has something to find. The judge starts from the actor and learns to recompute every column and to
-compare it with the claimed digit. Its negatives decide whether the reward can be hacked: answers whose digits are all random (else
-it reads the recomputed digit off the claim), extra or lost digits, slipped carries, and wrong answers of the warm-started actor
-itself, which is made to show its work for half of them: what is left to be fooled with once training has taught it to.
+The actor sees demonstrations of both habits: most blurt the answer out, some show the work. So it can work a
+sum out but mostly doesn't, and reinforcement learning has something to find. The judge starts from the actor
+and learns to recompute every column and to compare it with the claimed digit. Its negatives decide whether
+the reward can be hacked: answers whose digits are all random (else it reads the recomputed digit off the
+claim), extra or lost digits, slipped carries, and wrong answers of the warm-started actor itself, which is
+made to show its work for half of them: what is left to be fooled with once training has taught it to.
 
-Checkpoints are cached under ~/.cache/nanoyatt by seed and recipe. Training begins only if the judge passes the gate on held-out
-problems: few false accepts AND few false rejects.
+Checkpoints are cached under ~/.cache/nanoyatt by seed and recipe. Training begins only if the judge passes
+the gate on held-out problems: few false accepts AND few false rejects.
 """
 
 from __future__ import annotations

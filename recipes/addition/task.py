@@ -1,0 +1,95 @@
+"""The demo's task: `57+68=`, to be answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import genrm
+from data import Prompt
+
+DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
+HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
+
+
+def random_problem(rng: random.Random) -> tuple[int, int]:
+    """Two summands of 1 to 6 digits; six in ten have the same length."""
+    longer = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
+    shorter = longer if rng.random() < 0.6 else rng.randint(1, longer)
+    a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in (longer, shorter))
+    return (a, b) if rng.random() < 0.5 else (b, a)
+
+
+def distinct_problems(count: int) -> list[tuple[int, int]]:
+    """Problems of which no two are the same sum, either way round."""
+    rng, found = random.Random("held out"), {}
+    while len(found) < count:
+        a, b = random_problem(rng)
+        found.setdefault((min(a, b), max(a, b)), (a, b))
+    return list(found.values())
+
+
+HELD_OUT_PROBLEMS = distinct_problems(HELD_OUT)
+_HELD_OUT_SUMS = frozenset((min(problem), max(problem)) for problem in HELD_OUT_PROBLEMS)
+
+
+def training_problem(rng: random.Random) -> tuple[int, int]:
+    """A problem that isn't held out, nor its twin b + a."""
+    while True:
+        a, b = random_problem(rng)
+        if (min(a, b), max(a, b)) not in _HELD_OUT_SUMS:
+            return a, b
+
+
+class Addition:
+    """The problems as a data.Source."""
+
+    def __init__(self, seed: int, encode: Callable[[str], list[int]]):
+        self._seed, self._encode = seed, encode
+        self.held_out = [self._prompt(*problem) for problem in HELD_OUT_PROBLEMS]
+
+    def training(self, prompt_id: int) -> Prompt:
+        """Problem number `prompt_id` of this seed."""
+        return self._prompt(*training_problem(random.Random(f"problem {self._seed} {prompt_id}")))
+
+    def _prompt(self, a: int, b: int) -> Prompt:
+        return Prompt(self._encode(f"{a}+{b}="), f"{a}+{b}=", str(a + b))
+
+
+def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
+    """(digit of a, digit of b, carry in, their sum) from the right, padded with zeros."""
+    carry = 0
+    for position in range(max(len(str(a)), len(str(b)))):
+        x, y = a // 10**position % 10, b // 10**position % 10
+        total = x + y + carry
+        yield x, y, carry, total
+        carry = total // 10
+
+
+def shown_work(a: int, b: int) -> str:
+    """57 + 68 -> `7+8+0=15;5+6+1=12;>125`."""
+    return "".join(f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b)) + f">{a + b}"
+
+
+# ---------------------------------------------------------------- the judge: 57+68=>125? -> 7+8+0=15:5. ... 1:1.Y
+
+
+def addition_answer(text: str) -> str | None:
+    """What follows the last '>', up to 12 characters: `7+8+0=15;5+6+1=12;>125` -> `125`."""
+    return text.rsplit(">", 1)[1][:12] if ">" in text else None
+
+
+def addition_prompt(question: str, answer: str) -> str:
+    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working."""
+    return f"{question}>{answer}?"
+
+
+def addition_parse(text: str) -> bool | None:
+    """Y or N at the very end. A Y after an `x`, a digit that the judge flagged as wrong, is a reject."""
+    if text[-1:] not in ("Y", "N"):
+        return None
+    return text[-1] == "Y" and "x" not in text
+
+
+genrm.FORMATS["addition"] = genrm.Format(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
+genrm.FORMATS["addition_score"] = genrm.Format(addition_answer, genrm.exchange, whole=True, scores=True)

@@ -1,0 +1,164 @@
+"""A model's weights, from and to Hugging Face's names and layout, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+TOP_NAMES = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+
+
+class HFWeights:
+    """The tensors of a directory's safetensors files, by name. ValueErrors name directory and setting.
+
+    own: tensors that are taken in place of the files'.
+    """
+
+    def __init__(self, model_dir: str, setting: str = "--model"):
+        from safetensors import SafetensorError, safe_open
+
+        self.where, self.own, self.file_of = f"{setting} {model_dir}", {}, {}
+        for path in sorted(Path(model_dir).glob("*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as error:  # as of a download that broke off
+                raise ValueError(f"{self.where}: {path.name} is damaged or incomplete: {error}") from None
+            self.file_of |= dict.fromkeys(file.keys(), file)
+        if not self.file_of:
+            raise ValueError(f"{self.where}: no *.safetensors file in it")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.own:
+            return self.own[name]
+        if name not in self.file_of:
+            raise ValueError(f"{self.where}: its safetensors files lack {name}")
+        return self.file_of[name].get_tensor(name)
+
+
+def hf_names(name: str) -> list[str]:
+    """The Hugging Face tensors that Megatron's parameter `name` is made of: one, or those that it fuses."""
+    if name in TOP_NAMES:
+        return [TOP_NAMES[name]]
+    layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
+    prefix, kind = f"model.layers.{layer}.", rest.rsplit(".", 1)[1]  # kind: weight or bias
+    if "linear_qkv" in rest:
+        return [f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv"]
+    if "linear_fc1" in rest:
+        return [f"{prefix}mlp.{part}_proj.{kind}" for part in ("gate", "up")]
+    return [prefix + LAYER_NAMES[rest]]
+
+
+def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
+    """Hugging Face's tensors as Megatron's, which orders q, k, v by group: query heads, key, value."""
+    if "linear_qkv" in name:
+        rest = tensors[0].shape[1:]
+        by_group = [x.reshape(config.num_query_groups, -1, config.kv_channels, *rest) for x in tensors]
+        return torch.cat(by_group, dim=1).reshape(-1, *rest)
+    return torch.cat(tensors)
+
+
+def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]:
+    """The inverse of `fuse`."""
+    if "linear_qkv" in name:
+        rest, groups = tensor.shape[1:], config.num_query_groups
+        queries = config.num_attention_heads // groups  # of a group
+        by_group = tensor.reshape(groups, queries + 2, config.kv_channels, *rest)
+        return [x.reshape(-1, *rest) for x in by_group.split([queries, 1, 1], dim=1)]
+    return list(tensor.chunk(2)) if "linear_fc1" in name else [tensor]
+
+
+def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters, layers numbered over the whole model instead of within the pipeline stage."""
+    offset = get_transformer_layer_offset(model.config)
+    for name, param in model.named_parameters():
+        yield re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + offset), name), param
+
+
+def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
+    """This tensor-parallel rank's part of a full tensor."""
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    if size == 1 or not param.tensor_model_parallel:
+        return full
+    if "linear_fc1" in name:  # gate and up are split each, so that a rank holds matching halves of both
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full.chunk(size, param.partition_dim)[rank]
+
+
+def tp_gather(name: str, param: torch.nn.Parameter) -> Tensor:
+    """The inverse of `tp_shard`. Collective over the tensor-parallel group."""
+    size = mpu.get_tensor_model_parallel_world_size()
+    if size == 1 or not param.tensor_model_parallel:
+        return param.detach()
+    shards = [torch.empty_like(param) for _ in range(size)]
+    dist.all_gather(shards, param.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
+    if "linear_fc1" in name:
+        halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        shards = [half for both in halves for half in both]
+    return torch.cat(shards, param.partition_dim)
+
+
+def full_shape(param: torch.nn.Parameter) -> list[int]:
+    """The shape of the tensor that `tp_gather` returns."""
+    shape = list(param.shape)
+    if param.tensor_model_parallel:
+        shape[param.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
+    return shape
+
+
+def is_tied_copy(model: GPTModel, name: str) -> bool:
+    """True of the last stage's copy of tied embeddings, which Hugging Face does not store."""
+    return name == "output_layer.weight" and model.share_embeddings_and_output_weights
+
+
+@torch.no_grad()
+def load_weights(model: GPTModel, weights: HFWeights) -> None:
+    """Fill this rank's parameters. Not collective."""
+    for name, param in global_parameters(model):
+        names = hf_names("embedding.word_embeddings.weight" if is_tied_copy(model, name) else name)
+        shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
+        if shard.shape != param.shape:
+            raise ValueError(f"{weights.where}: {names[0]} does not have the shape that config.json says")
+        param.copy_(shard)
+
+
+@torch.no_grad()
+def named_weights(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the whole model under its Hugging Face name (collective over the model-parallel group).
+
+    Pipeline stages take turns to broadcast theirs, so that every rank of the group yields every tensor, in
+    the same order. The tensors may be views of the live weights: use or copy them before the next update.
+    """
+    group, stages = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_world_size()
+    mine = {name: param for name, param in global_parameters(model) if not is_tied_copy(model, name)}
+    like = {"dtype": model.config.params_dtype, "device": next(model.parameters()).device}
+    for stage, source in enumerate(dist.get_process_group_ranks(group)):
+        own = stage == mpu.get_pipeline_model_parallel_rank()
+        listing = [[(name, full_shape(param)) for name, param in mine.items()] if own else None]
+        if stages > 1:
+            dist.broadcast_object_list(listing, src=source, group=group)
+        for name, shape in listing[0]:
+            tensor = tp_gather(name, mine[name]) if own else torch.empty(shape, **like)
+            if stages > 1:
+                dist.broadcast(tensor, src=source, group=group)
+            yield from zip(hf_names(name), unfuse(name, tensor, model.config), strict=True)
