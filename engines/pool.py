@@ -179,7 +179,9 @@ class Pool:
                 if not coming.done() and self._progress[engine.rank] == seen:
                     raise TimeoutError
         finally:
-            coming.cancel()
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait([coming])  # a generator can't be closed while something waits in it
         self._progress[engine.rank] += 1
         return coming.result()
 
