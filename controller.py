@@ -237,7 +237,7 @@ async def evaluate(c: Controller, step: int) -> None:
     right = [c.rewards.final_answer(sample) == sample.answer_key for sample in mine]
     counts = await c.world.gather((sum(right), len(right)))
     c.placement.rollout.pop_stats()
-    c.timeline.take()  # evaluation is no part of the step's own figures
+    c.timeline.drain()  # evaluation is no part of the step's own figures
     c.report.accuracy(step, sum(n for n, _ in counts) / sum(n for _, n in counts), c.timeline.now())
 
 

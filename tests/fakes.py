@@ -13,6 +13,7 @@ from pathlib import Path
 
 import controller
 import placement
+import recipes.addition.task  # noqa: F401 (it adds a judge format)
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
@@ -461,7 +462,7 @@ class FakeReport:
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
         self.marks += c.timeline.marks
-        self.steps.append((step, batch, samples, c.timeline.take()))
+        self.steps.append((step, batch, samples, c.timeline.drain()))
 
 
 class FakeSource:
@@ -495,7 +496,7 @@ def write_verdict(prompt, index, sampling):
 class FakeTokenizer:
     """A token is a character."""
 
-    eos_token_id, chat_template, all_special_tokens = 0, None, ()
+    eos_token_id, chat_template, all_special_tokens, added_tokens_decoder = 0, None, (), {}
     name_or_path = "FAKE"
 
     def __call__(self, text, **_):
