@@ -1,4 +1,4 @@
-"""What examples/ shows: each is short enough to be read at a glance, and runs, on fakes and a virtual clock."""
+"""What examples/ shows: each short enough to be read at a glance, and run on fakes and a virtual clock."""
 
 import runpy
 import sys
