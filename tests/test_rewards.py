@@ -546,14 +546,6 @@ def test_resume_is_exact(tmp_path, sizes):
     assert all(after[0][key] == pytest.approx(after[1][key]) for key in after[0])
 
 
-def test_a_checkpoint_of_before_there_was_a_multiplier_can_be_read(tmp_path):
-    simulate("full", 1, steps=2, save_every=2, out=tmp_path)
-    common = tmp_path / "checkpoints" / "step_2" / "common.json"
-    common.write_text(common.read_text().replace('"log_multiplier"', '"something_else"'))
-    again, _ = simulate("full", 1, steps=3, out=tmp_path, resumed=common.parent)
-    assert again[0].state.step == 3 and again[0].state.log_multiplier == 0.0
-
-
 def test_the_kl_comes_off_once_whatever_lambda_is():
     """Off the reward and onto the cost, with l for lambda:
 
