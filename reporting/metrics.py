@@ -117,8 +117,6 @@ class Report:
         metrics = summarize(await self.world.gather(facts))
         metrics |= serving_metrics(c.state.history[-1], self.config) | stats
         metrics |= {
-            "rollout/waves": float(batch.waves),
-            "rollout/lacking_groups": float(batch.missing_groups),
             "rollout/groups_per_kept": c.state.groups_per_kept,
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
@@ -215,7 +213,11 @@ def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans
         "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
     }
     maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES}
-    maxima["rollout/response_len_max"] = float(max((len(s.response) for s in finished), default=0))
+    maxima |= {
+        "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
+        "rollout/waves": float(batch.waves),  # as all other controllers
+        "rollout/lacking_groups": float(batch.missing_groups),
+    }
     actor = c.placement.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
     return Facts(means, sums, maxima, c.rewards.latencies, work)

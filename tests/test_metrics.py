@@ -184,7 +184,10 @@ def test_local_facts_on_a_hand_worked_step():
             "rollout/tokens": 100, "rollout/tokens_trained": 3, "rollout/tokens_filtered": 3,
             "rollout/tokens_carried": 3, "rollout/aborted": 0, "rollout/carried_groups": 1, "genrm/failed": 0,
         },
-        {"time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0, "rollout/response_len_max": 2.0},
+        {
+            "time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0,
+            "rollout/response_len_max": 2.0, "rollout/waves": 2.0,
+        },
         [0.5],
         {1: 10 * (2 * 2 + 3)},
     )  # fmt: skip
