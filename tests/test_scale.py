@@ -62,11 +62,11 @@ def test_nothing_is_held_of_the_step_before():
 
 
 def test_bytes_sent_do_not_grow_with_the_ranks(parallel):
-    """Samples that a controller deals to ranks, with 1 MB of media each, and its facts: as many for the busiest.
+    """Samples that the busiest controller deals to ranks, with 1 MB of media each, and its facts.
 
     What goes over the wire is that but for the samples that stay at home. The facts of all meetings are about
-    1.5 kB and lengthen with the digits of the prompt numbers; the meetings are as many. What a controller hears
-    in them is everyone's facts: that does grow, by about 1.5 kB a rank.
+    1.5 kB and lengthen with the digits of the prompt numbers; the meetings are as many. What a controller
+    hears in them is everyone's facts: that does grow, by about 1.5 kB a rank.
     """
     for figures in parallel.values():
         received = 1.01 * TRAINED * MEDIA_BYTES * figures.steps
