@@ -1,9 +1,9 @@
-"""Ways out of a rank, whose engines are closed by then: a user's error, Ctrl-C, SIGTERM, a launcher that died.
+"""Ways out of a rank with its engines closed: a user's error, Ctrl-C, SIGTERM, a launcher that died.
 
-A user's error is one line, whatever the number of ranks, and status 2. A rank ends itself alone: torchrun ends the
-others with SIGTERM. While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers agree on it,
-save and leave with status 0. A second one, or one before training, cancels all work: status 130 or 143. torchrun
-itself waits 30 s for that, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT, before it kills its ranks.
+A user's error is one line, whatever the number of ranks, and status 2. A rank ends itself alone: torchrun
+ends the others with SIGTERM. While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers
+agree on it, save and leave with status 0. A second one, or one before training, cancels all work: 130 or 143.
+torchrun waits 30 s for that, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT, before it kills its ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def prepare() -> None:
     die_with_parent(signal.SIGTERM)
     for number in SIGNALS:  # until the event loop takes over
         signal.signal(number, lambda number, _: exit_on_signal(number))
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 

@@ -25,7 +25,7 @@ class World:
     controller that waits for the others still serves its event loop. Everything blocking runs on ONE thread:
     collectives keep their order that way.
 
-    Each rank notes its phase and how many collectives it has come to; when one fails, the error names those that
+    Each rank notes its phase and how many collectives it has come to; when one fails, the error names who
     didn't come. notes: a folder for them that all ranks share; None where they share only the process group's
     store (which, in a file, would grow with every note).
     """
