@@ -43,7 +43,8 @@ def interface_of(host: str) -> str:
     """The network interface that has this address. Raises ValueError if none of this machine has."""
     names = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
     if host not in names:
-        raise ValueError(f"--host {host} is not an address of this machine; it has {', '.join(sorted(names))}")
+        known = ", ".join(sorted(names))
+        raise ValueError(f"--host {host} is not an address of this machine; it has {known}")
     return names[host]
 
 
