@@ -89,7 +89,6 @@ async def one_hangs_in_training(world):
     await world.run(update)
 
 
-@pytest.mark.parametrize("notes", [False, True], ids=["store", "folder"])
 LAST_SEEN = [
     (one_hangs, "serve of step 5"),
     (one_dies, "train of step 4"),
@@ -97,6 +96,7 @@ LAST_SEEN = [
 ]
 
 
+@pytest.mark.parametrize("notes", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("program,phase", LAST_SEEN)
 def test_who_did_not_come(tmp_path, program, phase, notes):
     """The error names the rank, and the phase in which it was last seen."""
