@@ -1,4 +1,4 @@
-"""Rendezvous: where the ranks of a run meet. Loopback only, unless the settings name another address.
+"""Rendezvous: how the ranks of a run meet. On loopback only, unless the settings name another address.
 
 The ranks unpickle what other ranks send them, so nobody else may be one. Servers have a key besides.
 """
@@ -9,9 +9,28 @@ import ipaddress
 import os
 import shutil
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
+
+from config import Config
+from runtime.world import World
+
+
+def join(config: Config) -> World:
+    """Join the other ranks (collective). gloo for controllers and CPU, nccl between GPUs. ValueError for --host."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(config.seed)
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        torch.set_num_threads(1)  # ranks and engines share the cores: more threads spin on each other's
+    backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
+    dist.init_process_group(backend, timeout=timeout, **init_method(config.host))
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
+    return World(device, config.timeout_s, private_folder() if is_local() else None)
 
 
 def init_method(host: str) -> dict:

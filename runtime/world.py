@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -143,3 +143,15 @@ class World:
     def close(self) -> None:
         """End the thread. Not collective."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
+    """Await what may meet a user's error on one rank alone: every rank raises that ValueError (collective)."""
+    error = ""
+    try:
+        await work
+    except ValueError as caught:
+        error = str(caught)
+    errors = [error for error in await world.gather(error) if error]
+    if errors:
+        raise ValueError(errors[0])
