@@ -1,18 +1,17 @@
-"""Checkpoints: the whole state of a run, written while engines serve; complete or invisible.
+"""Checkpoints: the whole state of a run, complete or invisible; saved while engines serve, and gone on from.
 
     OUT/checkpoints/step_<n>/                 n steps done
-        manifest.json                         size and SHA-256 of every other file
-        megatron/                             the policy and its optimizer (see shards.py)
-        critic_<name>/                        the same of a critic, where the algorithm has one
+        SHA256SUMS                            of every other file
+        megatron/, critic_<name>/             trainers and optimizers (see training/sharded_checkpoint.py)
         common.json                           what is the same on every controller
-        controllers/rank_<r>.json             what is one controller's own: answers that were cut off, random states, counts
+        controllers/rank_<r>.json             what isn't: answers that were cut off, counts, random states
         hf/, hf_critic_<name>/                on request: Hugging Face directories
-    OUT/checkpoints/step_<n>.partial-<pid>/   one that is being written, or was when the run died; never read
-    OUT/checkpoints/latest.json               {"step": n}: the newest that is complete; 0 when there is none yet
+    OUT/checkpoints/step_<n>.partial-<pid>/   being written, or was when the run died; never read
+    OUT/checkpoints/archived_<n>-<i>/         damaged, or of steps that were done again; never read
 
-A save takes its snapshot while the actor is awake: each rank forks a process, whose memory stays as it was, and goes on. Once all of
-these have ended well, rank 0 alone completes the checkpoint: manifest, rename, tracker, each on the disk before the next. A save that
-fails costs a line, not the run.
+A save takes its snapshot while the actor is awake: each rank forks a process, whose memory stays as it was,
+and goes on. Once all of these have ended well, rank 0 completes the checkpoint: checksums, then the folder's
+name, each on the disk before the next. A save that fails costs a line, not the run.
 """
 
 from __future__ import annotations
@@ -25,132 +24,115 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-
-from runtime.atomic_files import MANIFEST, PARTIAL, canonical, digest, put_away, steps_in, sync_folder, write_whole
+from config import Config, as_text, dashed
+from reporting import timeline
+from runtime import atomic_files
+from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
+from runtime.world import World
 from sample import Sample
-from scheduling.rebalance import RequestStats as RoleLoad, StepStats as Load
+from scheduling.rebalance import RequestStats, Split, StepStats
 
-FORMAT = 1  # of the JSON files
-TRACKER, COMMON = "latest.json", "common.json"
-HF = {"megatron": "hf"}  # the Hugging Face directory beside a trainer's folder; a critic's has its name
+if TYPE_CHECKING:
+    from controller import Controller
+    from training.trainer import Trainer
+
+COMMON = "common.json"
 POLL_S = 0.05
-COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips", "log_multiplier")  # of the State
-COUNTS = ("failed", "parsed")  # of a Judge
+COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips", "log_multiplier")  # of the controller's State
+# settings whose change makes another run of it; of the algorithm, its row
+SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights", "data")
+SAME += ("algorithm", "prompts_per_step", "answers_per_prompt")
+FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
+
+Writers = dict[str, Callable[..., Any]]  # by the folder that each writes
+Part = tuple[dict[str, list], dict[str, str]]  # descriptions of shards by folder; SHA-256 by file
 
 
 # ---------------------------------------------------------------- what is saved
 
 
-def state_of(job) -> tuple[dict, dict]:
-    """The run's state between two steps: what is the same on every controller, and this one's own. JSON, floats exactly.
+def state_of(c: Controller) -> tuple[dict, dict]:
+    """What is the same on every controller between two steps, and this one's own. JSON, floats exactly."""
+    import torch
 
-    Later changes of the job don't change it, so it may be kept through a step that is given up.
-    """
-    state, judge = job.state, job.judge
-    history = [asdict(load) | {"plan": load.plan.split} for load in state.history]
-    common = {"format": FORMAT, "ranks": job.world.size, "config": settings_of(job.config), "split": job.plan.split}
-    common |= {name: vars(state)[name] for name in COUNTERS} | {"history": history}
-    common |= {"prompts": job.prompts.state(), "groups": job.groups.state()}
-    carried = [[dict(vars(sample)) for sample in group] for group in job.groups.carried]
-    own = {"carried": carried, "failed": list(judge.failed), "parsed": list(judge.parsed), "random": random_state()}
-    return common, own
+    common = {"ranks": c.world.size, "config": dict(vars(c.config))}
+    common |= {"prompts": c.prompts.state()} | {name: vars(c.state)[name] for name in COUNTERS}
+    common |= {"split": c.placement.plan.split, "history": [asdict(stats) for stats in c.state.history]}
+    own = {"groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]}
+    return common, own | {"rewards": c.rewards.state(), "random": torch.get_rng_state().tolist()}
 
 
-def trainers_of(job) -> dict[str, Any]:
-    """The models that are trained, by the folder of a checkpoint that holds them."""
-    return {"megatron": job.actor} | {f"critic_{critic.name}": critic for critic in job.critics}
+def trainers_of(c: Controller) -> dict[str, Trainer]:
+    """The models that are trained, by their folder in a checkpoint."""
+    return {"megatron": c.placement.actor} | {f"critic_{each.name}": each for each in c.placement.critics}
 
 
-async def restore(job, folder: Path) -> None:
+async def restore(c: Controller, folder: Path) -> None:
     """Take a checkpoint over, on any number of ranks (collective). Actor and critics must be awake."""
-    for name, trainer in trainers_of(job).items():
-        await job.world.run(trainer.restore, folder / name)
-    restore_controller(job, json.loads((folder / COMMON).read_text()), read_controllers(folder))
+    for name, trainer in trainers_of(c).items():
+        await c.world.run(trainer.restore, folder / name)
+    common = json.loads((folder / COMMON).read_text())
+    paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
+    restore_controller(c, common, [json.loads(path.read_text()) for path in paths])
 
 
-def restore_controller(job, common: dict, controllers: list[dict]) -> None:
-    """Give this controller back what `state_of` returned on all of them, maybe another number. Not collective.
+def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> None:
+    """Give this controller what `state_of` returned on all of them, who may have been more or fewer.
 
-    What was written for a group goes to its new holder. The split falls back to the run's first when it doesn't exist any more, and
-    what was measured on other ranks is forgotten.
+    What was generated for a group goes to its new holder. On another number of ranks, or where a split is gone,
+    the run begins with its first plan, and what was measured is forgotten.
     """
-    state, judge, rank = job.state, job.judge, job.world.rank
-    vars(state).update({name: common[name] for name in COUNTERS if name in common})  # those that came later may not be there
-    job.prompts.load_state(common["prompts"])
-    carried = [[Sample(**sample) for sample in group] for own in controllers for group in own["carried"]]
-    job.groups.load_state(common["groups"], job.actor.dp_size, carried, job.actor.dp_rank if job.actor.is_head else -1)
-    totals = ([sum(counts) for counts in zip(*(own[name] for own in controllers), strict=True)] for name in COUNTS)
-    judge.failed, judge.parsed = ([count * (rank == 0) for count in counts] for counts in totals)  # they are only ever summed
-    plans = {plan.split: plan for plan in job.plans}
-    if common["ranks"] == job.world.size and {common["split"], *(load["plan"] for load in common["history"])} <= plans.keys():
-        job.plan = plans[common["split"]]
-        state.history = [load_from(row, plans) for row in common["history"]]
+    import torch
+
+    state, actor, rank = c.state, c.placement.actor, c.world.rank
+    vars(state).update({name: common[name] for name in COUNTERS})
+    groups = [[Sample(**sample) for sample in group] for own in controllers for group in own["groups"]]
+    c.prompts.load_state(common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1)
+    c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])  # to be summed
+    split, history = Split(*common["split"]), [stats_from(row) for row in common["history"]]
+    plans = {plan.split: plan for plan in c.placement.plans}
+    if common["ranks"] == c.world.size and {split, *(stats.split for stats in history)} <= plans.keys():
+        c.placement.plan, state.history = plans[split], history
     if rank < len(controllers):
-        set_random_state(controllers[rank]["random"])
+        torch.set_rng_state(torch.tensor(controllers[rank]["random"], dtype=torch.uint8))
 
 
-def load_from(row: dict, plans: dict) -> Load:
-    """The inverse of asdict, the plan by its split."""
-    return Load(**row | {"plan": plans[row["plan"]], "rollout": RoleLoad(**row["rollout"]), "genrm": RoleLoad(**row["genrm"])})
-
-
-def read_controllers(folder: Path) -> list[dict]:
-    """What each controller saved as its own, by rank."""
-    paths = folder.glob("controllers/rank_*.json")
-    return [json.loads(path.read_text()) for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("rank_")))]
-
-
-def settings_of(config) -> dict:
-    """Every setting, as JSON gives it back."""
-    return json.loads(json.dumps(vars(config)))
-
-
-def random_state() -> dict[str, str]:
-    """Of this process's torch generators: device -> hexadecimal. Nothing else in a rank draws random numbers."""
-    import torch
-
-    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-    return {device: state.numpy().tobytes().hex() for device, state in states.items()}
-
-
-def set_random_state(states: dict[str, str]) -> None:
-    """The inverse of `random_state`."""
-    import torch
-
-    tensors = {device: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for device, state in states.items()}
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+def stats_from(row: dict) -> StepStats:
+    """The inverse of asdict."""
+    roles = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
+    return StepStats(**row | roles | {"split": Split(*row["split"])})
 
 
 # ---------------------------------------------------------------- how it is saved
 
 
-def write_part(
-    folder: Path, rank: int, state: tuple[dict, dict], write_shards: dict[str, Callable[[], list]], write_hf: dict[str, Callable]
-) -> tuple[dict[str, list], dict[str, list]]:
-    """Write one rank's files; returns the descriptions of its shards, and size and SHA-256 of each file. Runs in the forked process.
-
-    Both by folder; write_hf is empty on ranks that write no Hugging Face directory.
-    """
-    common, own = state
-    mine = [f"controllers/rank_{rank}.json", *(f"{name}/__{rank}_*" for name in write_shards), *(f"{name}/*" for name in write_hf)]
-    mine += [COMMON, *(f"{name}/common.pt" for name in write_shards)] if rank == 0 else []
+def write_part(folder: Path, rank: int, state: tuple[dict, dict], shards: Writers, hf: Writers) -> Part:
+    """Write one rank's files. Runs in the forked process. hf: empty on most ranks."""
+    common, own = ({COMMON: state[0]} if rank == 0 else {}), {f"controllers/rank_{rank}.json": state[1]}
+    mine = [*common, *own, *(f"{name}/__{rank}_*" for name in shards), *(f"{name}/*" for name in hf)]
+    mine += [f"{name}/common.pt" for name in shards if rank == 0]
     try:
-        described = {name: write() for name, write in write_shards.items()}
-        (folder / mine[0]).write_text(canonical(own))
-        if rank == 0:
-            (folder / COMMON).write_text(canonical(common))
-        for name, write in write_hf.items():
+        described = {name: write() for name, write in shards.items()}
+        for name, value in (common | own).items():
+            (folder / name).write_text(json.dumps(value))
+        for name, write in hf.items():
             write(folder / name)
-        return described, {str(path.relative_to(folder)): digest(path) for name in mine for path in folder.glob(name)}
+        return described, sync_and_hash(folder, mine)
     except OSError:  # a disk that is full: the run needs what is left of it
         for path in [path for name in mine for path in folder.glob(name)]:
             path.unlink()
         raise
+
+
+def sync_and_hash(folder: Path, patterns: list[str]) -> dict[str, str]:
+    """Put files of a checkpoint on the disk; returns their SHA-256 by name."""
+    files = [path for pattern in patterns for path in folder.glob(pattern)]
+    for path in files:
+        sync(path)
+    return {str(path.relative_to(folder)): atomic_files.sha256(path) for path in files}
 
 
 @dataclass
@@ -159,133 +141,248 @@ class Saving:
 
     step: int
     folder: Path
-    writer: Any
-    complete_shards: dict[str, Callable[[list[list]], None]]  # by the folder of a trainer
+    writer: BackgroundWriter
+    complete_shards: Writers
 
 
+@dataclass
 class Checkpoints:
     """Saves one run's state under `out`, one checkpoint at a time. Its methods are collective.
 
-    newest: step of the newest checkpoint of this run that is complete; None before the first. writer: how `work` is run.
+    newest: step of the newest complete checkpoint of this run, None before the first.
     """
 
-    def __init__(self, config, world, out: Path, newest: int | None = None, writer=BackgroundWriter):
-        self.config, self.world, self.newest = config, world, newest
-        self.folder = out / "checkpoints"
-        self._start_writer = writer
-        self._saving: Saving | None = None
+    config: Config
+    world: World
+    out: Path
+    newest: int | None = None
+    start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
+    saving: Saving | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Whether a run saves after `step` steps: every --save-every and --save-hf-every, and at the end."""
-        every = [n for n in (self.config.save_every, self.config.save_hf_every) if n]
-        return any(step % n == 0 or step == self.config.steps for n in every)
+    def is_due(self, step: int, *every: int) -> bool:
+        """Whether `step` is one of those every so many (0: never), or the last."""
+        return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
-    async def save(self, job) -> None:
-        """Begin a checkpoint of the job as it is, if one is due; the actor must be awake. Returns when the snapshot is taken."""
-        if not self.is_due(job.state.step):
-            return
-        with job.timeline.span("save"):
-            await self.finish(job, wait=True)
-            await self._begin(job, state_of(job))
+    async def save(self, c: Controller) -> None:
+        """Begin a checkpoint, if one is due. Returns once the snapshot is taken. The actor must be awake."""
+        if self.is_due(c.state.step, self.config.save_every, self.config.save_hf_every):
+            with c.timeline.span("save"):
+                await self.finish(c, wait=True)
+                await self._begin(c)
 
-    async def save_now(self, job, state: tuple[dict, dict] | None = None) -> bool:
-        """Save and wait for it, before the run stops; the actor must be awake. Nothing to do if this step is saved already.
+    async def save_now(self, c: Controller) -> None:
+        """Save and wait for it, before a run with --save-every stops. The actor must be awake."""
+        await self.finish(c, wait=True)
+        if self.newest != c.state.step and self.config.save_every:
+            await self._begin(c)
+            await self.finish(c, wait=True)
 
-        state: what `state_of` returned when the step began, of a job that has gone on since; default: the job as it is. Returns
-        whether the step's checkpoint is there, whole; without --save-every there is none.
-        """
-        await self.finish(job, wait=True)
-        if self.newest != job.state.step and self.config.save_every:
-            await self._begin(job, state or state_of(job))
-            await self.finish(job, wait=True)
-        return self.newest == job.state.step
+    async def finish(self, c: Controller, wait: bool = False) -> None:
+        """Complete what all ranks have written, if they have; `wait` until they have.
 
-    async def finish(self, job, wait: bool = False) -> None:
-        """Complete what all ranks have written, if they have; `wait` until they have. A failure is told, and the run goes on.
-
-        A writer that hangs (its disk does) has failed when it was waited for as long as for a controller.
+        A failure is noted, and the run goes on. A writer that hangs (its disk does) fails after --timeout-s.
         """
         waited_s = 0.0  # counted, not measured: the same on every rank
-        while self._saving:
-            results = await self.world.gather(self._saving.writer.result() and self._saving.writer.result()[1])
-            late = "" if waited_s < self.config.collective_timeout_s or None not in results else f"not written after {waited_s:.0f} s"
-            if any(results) or late or None not in results:  # one failed, or all are done
-                saving, self._saving = self._saving, None
-                await self._end(job, saving, next(filter(None, results), late))
-            elif wait:
+        while self.saving:
+            result = self.saving.writer.result()
+            errors = await self.world.gather(result and result[1])  # None of a rank that still writes
+            error = next(filter(None, errors), "")
+            if not error and None in errors and waited_s >= self.config.timeout_s:
+                error = f"not written after {waited_s:.0f} s"
+            if error or None not in errors:
+                await self._end(c, error)
+            elif not wait:
+                return
+            else:
                 await asyncio.sleep(POLL_S)
                 waited_s += POLL_S
-            else:
-                break
 
-    async def _end(self, job, saving: Saving, error: str) -> None:
-        """Complete a checkpoint that all ranks have written, or give up one that a rank couldn't write."""
+    async def _begin(self, c: Controller) -> None:
+        """Take the snapshot and start to write it."""
+        step, rank, state, trainers = c.state.step, self.world.rank, state_of(c), trainers_of(c)
+        folder_name = await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
+        folder = self.out / "checkpoints" / folder_name
+        _, error = await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
+        if error:
+            return self._give_up(c, step, folder, error)
+        shards, complete_shards = {}, {}
+        for name, trainer in trainers.items():
+            shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
+        work = partial(write_part, folder, rank, state, shards, await self._hf_writers(trainers, step))
+        writer = await self.world.run(self.start_writer, work)  # its thread lives as long as the run
+        self.saving = Saving(step, folder, writer, complete_shards)
+
+    async def _hf_writers(self, trainers: dict[str, Trainer], step: int) -> Writers:
+        """What writes the Hugging Face directories, if they are due. Takes their weights now."""
+        writers = {}
+        for name, trainer in trainers.items() if self.is_due(step, self.config.save_hf_every) else ():
+            if weights := await self.world.run(trainer.whole_weights):
+                writers["hf" if name == "megatron" else f"hf_{name}"] = partial(trainer.write_hf, weights)
+        return writers
+
+    async def _end(self, c: Controller, error: str) -> None:
+        """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
+        saving, self.saving = self.saving, None
         parts = await self.world.gather(None if error else saving.writer.result()[0])
         saving.writer.close()
         await self.world.barrier()  # nobody writes any more
-        if self.world.rank == 0 and not error:
-            error = await self.world.run(reason, self._complete, saving, parts)
-        if error := await self.world.broadcast(error):
-            self._give_up(job, saving.step, saving.folder, error)
-        else:
-            self.newest = saving.step
+        if not error:
+            _, error = await on_rank_0(self.world, complete, saving, parts, self.config.keep)
+        if error:
+            return self._give_up(c, saving.step, saving.folder, error)
+        self.newest = saving.step
 
-    async def _begin(self, job, state: tuple[dict, dict]) -> None:
-        """Take the snapshot and start to write it."""
-        step, rank = state[0]["step"], self.world.rank
-        folder = self.folder / await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
-        trainers, write_shards, complete_shards = trainers_of(job), {}, {}
-        if error := await self.world.broadcast(reason(self._make, folder, trainers) if rank == 0 else ""):
-            return self._give_up(job, step, folder, error)
-        for name, trainer in trainers.items():
-            write_shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
-        work = partial(write_part, folder, rank, state, write_shards, await self._hf_writers(trainers, step))
-        writer = await self.world.run(self._start_writer, work)  # by the thread that lives as long as the run: its end is the process's
-        self._saving = Saving(step, folder, writer, complete_shards)
-
-    async def _hf_writers(self, trainers: dict[str, Any], step: int) -> dict[str, Callable]:
-        """What writes the Hugging Face directories, by folder, if they are due; nothing on most ranks. Takes their weights now."""
-        every = self.config.save_hf_every
-        if not every or (step % every and step != self.config.steps):
-            return {}
-        weights = {name: await self.world.run(trainer.whole_weights) for name, trainer in trainers.items()}
-        return {HF.get(name, f"hf_{name}"): partial(trainers[name].write_hf, of) for name, of in weights.items() if of}
-
-    def _make(self, folder: Path, trainers) -> None:
-        folder.mkdir(parents=True)
-        for name in (*trainers, "controllers"):
-            (folder / name).mkdir()
-        if not (self.folder / TRACKER).exists():
-            write_whole(self.folder / TRACKER, {"step": 0})
-
-    def _complete(self, saving: Saving, parts: list[tuple[dict, dict]]) -> None:
-        """Rank 0: every rank's data is on the disk. In this order, because it may die between any two lines."""
-        manifest = {name: entry for _, files in parts for name, entry in files.items()}
-        for trainer, complete in saving.complete_shards.items():
-            complete([described[trainer] for described, _ in parts])
-            names = (f"{trainer}/.metadata", f"{trainer}/metadata.json")
-            manifest |= {name: digest(saving.folder / name) for name in names}
-        write_whole(saving.folder / MANIFEST, manifest)
-        for name in (*saving.complete_shards, "controllers", "."):
-            sync_folder(saving.folder / name)
-        target = self.folder / f"step_{saving.step}"
-        put_away(target)  # a damaged one, or one that this run has left behind
-        saving.folder.rename(target)
-        write_whole(self.folder / TRACKER, {"step": saving.step})
-        for step in reversed([step for step in steps_in(self.folder) if step < saving.step][self.config.keep - 1 :]):  # oldest first
-            put_away(self.folder / f"step_{step}")
-
-    def _give_up(self, job, step: int, folder: Path, error: str) -> None:
+    def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         if self.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        kept = "no checkpoint yet" if self.newest is None else f"the checkpoint of step {self.newest} stays the newest"
-        job.report.note(f"CHECKPOINT FAILED: step {step} could not be saved: {error}; {kept}, and training goes on")
+        left = "there is none yet" if self.newest is None else f"that of step {self.newest} stays the newest"
+        c.report.note(f"CHECKPOINT FAILED: step {step} could not be saved: {error}; {left}, training goes on")
 
 
-def reason(function, *args) -> str:
-    """Call; returns why the files couldn't be written, empty if they were."""
+def make_folders(folder: Path, *names: str) -> None:
+    """Make the folders of a new checkpoint."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+
+
+def complete(saving: Saving, parts: list[Part], keep: int) -> None:
+    """Every rank's files are on the disk. In this order, because rank 0 may die between any two lines."""
+    folder, checkpoints = saving.folder, saving.folder.parent
+    checksums = {name: checksum for _, files in parts for name, checksum in files.items()}
+    for trainer, complete_shards in saving.complete_shards.items():
+        complete_shards([described[trainer] for described, _ in parts])
+        checksums |= sync_and_hash(folder, [f"{trainer}/.metadata", f"{trainer}/metadata.json"])
+    lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
+    (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
+    for path in (folder / atomic_files.CHECKSUMS, *{(folder / name).parent for name in checksums}):
+        sync(path)
+    atomic_files.remove_atomically(checkpoints / f"step_{saving.step}")  # a damaged one
+    folder.rename(checkpoints / f"step_{saving.step}")
+    sync(checkpoints)
+    older = [step for step in steps_in(checkpoints) if step < saving.step]
+    for step in reversed(older[keep - 1 :]):  # oldest first
+        atomic_files.remove_atomically(checkpoints / f"step_{step}")
+
+
+async def on_rank_0(world: World, function: Callable, *args: Any) -> tuple[Any, str]:
+    """What a function returns on rank 0, or why it can't; the same on every rank (collective)."""
+    value, error = None, ""
+    if world.rank == 0:
+        try:
+            value = await world.run(function, *args)
+        except (OSError, ValueError) as caught:
+            error = str(caught)
+    return await world.broadcast((value, error))
+
+
+# ---------------------------------------------------------------- what an earlier run left
+
+
+class ResumePoint(NamedTuple):
+    """A whole checkpoint that the run goes on from, and where on the run's own clock (s) its record ends."""
+
+    folder: Path
+    step: int
+    ended_s: float = 0.0
+
+
+async def prepare_out(config: Config, world: World, say: Callable[[str], None]) -> ResumePoint | None:
+    """Make --out ready for this run; None for one that starts from nothing (collective).
+
+    Rank 0 decides, moves files and says so. Every rank raises the ValueError for what the user has to decide.
+    """
+    folder = await find_checkpoint(config, world, say)
+    point, error = await on_rank_0(world, make_ready, config, folder, say)
+    if error:
+        raise ValueError(error)
+    return point
+
+
+async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint of --out, or the one that --resume names (collective: each reads a share).
+
+    Raises ValueError if there should be one and none is whole: no run starts from 0 over what it can't read.
+    """
+    resume, checkpoints = config.resume, Path(config.out) / "checkpoints"
+    steps = await world.broadcast(steps_in(checkpoints)) if resume == "auto" else []
+    named = [Path(resume)] if resume not in ("auto", "never") else []
+    if named and step_of(named[0]) is None:
+        choice = "which is called step_<n>; or say auto or never"
+        raise ValueError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
+    for folder in named or [checkpoints / f"step_{step}" for step in steps]:
+        found = await world.gather(await world.run(atomic_files.verify, folder, world.rank, world.size))
+        if not (damage := next(filter(None, found), "")):
+            return folder
+        if named:
+            raise ValueError(f"--resume {folder}: the checkpoint is damaged: {damage}")
+        if world.rank == 0:
+            say(f"DAMAGED CHECKPOINT {folder}: {damage}; the one before is used")
+    if steps:
+        choice = "--resume never moves them aside and starts anew, --resume DIR takes one of your choice"
+        raise ValueError(f"{checkpoints}/: none of its {len(steps)} checkpoints is whole; {choice}")
+    return None
+
+
+def make_ready(config: Config, folder: Path | None, say: Callable[[str], None]) -> ResumePoint | None:
+    """Move away what an earlier run left, or cut it back to the checkpoint that this one goes on from."""
+    out, step = Path(config.out), step_of(folder) if folder else 0
+    last = max((row["step"] for row in atomic_files.complete_rows(out / "metrics.jsonl")), default=-1)
+    if config.resume == "auto" and (step > config.steps or step == config.steps <= last):
+        folder = None  # the run did its steps: it left a last row then, after its last checkpoint
+    if folder:
+        compare(config, folder, say)
     try:
-        function(*args)
+        if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
+            archive(out, say)
+        for name in ("spans", "logs"):
+            (out / name).mkdir(parents=True, exist_ok=True)
+        point = folder and ResumePoint(folder, step, truncate_to(out, step))
     except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        raise ValueError(f"--out {out} can't be written: {error}") from None
+    if point:
+        say(f"goes on from {folder}, after {step} steps")
+    return point
+
+
+def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Raises ValueError for a setting that would make another run of it; says which others differ."""
+    common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
+    if common["step"] > config.steps:
+        raise ValueError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
+    before, changed = now | common["config"], []
+    for name in [name for name in now if name not in FREE and now[name] != before[name]]:
+        new, old = (as_text(settings[name]) or '""' for settings in (now, before))
+        if name in SAME and (name != "algorithm" or now[name][0] != before[name][0]):
+            made = f"the checkpoint {folder} was made with {old}"
+            raise ValueError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
+        changed.append(f"--{dashed(name)} {new} (was {old})")
+    if changed:
+        say(f"changed since {folder}: {', '.join(changed)}")
+
+
+def archive(out: Path, say: Callable[[str], None]) -> None:
+    """What an earlier run left is moved, not overwritten."""
+    if any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "eval.json")):
+        target = next_free(out)
+        out.rename(target)
+        say(f"moved the earlier run in {out} to {target}")
+
+
+def truncate_to(out: Path, step: int) -> float:
+    """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        atomic_files.keep_rows(out / name, lambda row: row["step"] < step)
+    for path in (out / "spans").glob("rank*.jsonl"):
+        atomic_files.keep_rows(path, lambda row: row[-1] < step)  # a record's last field is its step
+    for folder in (out / "checkpoints").glob(f"step_*{PARTIAL}*"):
+        shutil.rmtree(folder)
+    for later in [later for later in steps_in(out / "checkpoints") if later > step]:
+        target = next_free(out / "checkpoints" / f"archived_{later}")
+        (out / "checkpoints" / f"step_{later}").rename(target)
+    return max((span.end for span in timeline.read(out / "spans").spans), default=0.0)
+
+
+def next_free(path: Path) -> Path:
+    """The path with the first number behind it that isn't taken."""
+    numbered = (path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
+    return next(path for path in numbered if not path.exists())

@@ -176,7 +176,8 @@ class Config:
 
     def _check_weights(self):
         """One weight for each reward."""
-        weights, needed = self.reward_weights, (len(self.judge) or int(not self.model)) + len(self.rule)
+        weights, judges = self.reward_weights, len(self.judge_models) - len(self.cost_judge)
+        needed = judges + len(self.rule)
         if len(weights) not in (0, needed):
             each = f"one for each --judge, then each --rule, so {needed}"
             raise ValueError(f"--reward-weights {as_text(weights)}: {each}")

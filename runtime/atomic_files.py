@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all, whenever the machine stops, and folders of them that say so themselves.
+"""Files and folders that are there whole or not at all, whenever the machine stops.
 
-A checkpoint is whole when its name says that it was finished (`step_<n>`) and every file is as its manifest has it.
+A checkpoint is whole when its folder's name says so (`step_<n>`) and every file is as SHA256SUMS has it
+(`sha256sum -c` reads it, too).
 """
 
 from __future__ import annotations
@@ -9,77 +10,71 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial-"  # in the name of a folder that is being written or removed
 
 
-def digest(path: Path) -> list:
-    """Put a file on the disk; returns its size in bytes and its SHA-256."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's entries on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file on the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """Write JSON that is there whole or not at all, whenever the machine stops."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(canonical(value))
-    digest(new)
-    new.replace(path)
-    sync_folder(path.parent)
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal. Reads every byte."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def canonical(value: Any) -> str:
-    """The one way in which our JSON files are written, so that any changed byte of them shows."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
-
-
-def read_canonical(path: Path) -> dict | None:
-    """What `write_whole` wrote; None if the file isn't there or isn't as it was written."""
-    try:
-        text = path.read_bytes().decode("ascii")
-        value = json.loads(text)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) and canonical(value) == text else None
-
-
-def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint: the first file that isn't as it was written, empty when all are. Reads every byte."""
-    manifest = read_canonical(folder / MANIFEST)
-    if manifest is None:
-        return f"{MANIFEST} is missing or was changed"
-    for name, expected in manifest.items():
-        path = folder / name
-        if not path.is_file() or digest(path) != expected:
-            return f"{name} is missing or was changed"
-    return ""
+def verify(folder: Path, rank: int = 0, size: int = 1) -> str:
+    """What is wrong with a checkpoint, empty if nothing is. Each of `size` ranks reads a share of it."""
+    path = folder / CHECKSUMS
+    lines = path.read_bytes().decode(errors="replace").split("\n") if path.is_file() else []
+    checksums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines if line)}
+    missing = [name for name in checksums if not (folder / name).is_file()]
+    if missing or not checksums:
+        return f"{min(missing, default=CHECKSUMS)} is missing or was changed"
+    largest_first = sorted(checksums, key=lambda name: (folder / name).stat().st_size, reverse=True)
+    changed = (name for name in largest_first[rank::size] if sha256(folder / name) != checksums[name])
+    return next((f"{name} is missing or was changed" for name in changed), "")
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a folder by its name, None if it isn't a checkpoint's: one that is being written has another name."""
+    """The step of a checkpoint by its name; None of another folder, also of one that is being written."""
     number = folder.name.removeprefix("step_")
     return int(number) if folder.name != number and number.isdecimal() and folder.is_dir() else None
 
 
 def steps_in(checkpoints: Path) -> list[int]:
     """The steps of the checkpoints in a folder, newest first."""
-    return sorted((step for folder in checkpoints.glob("step_*") if (step := step_of(folder)) is not None), reverse=True)
+    steps = map(step_of, checkpoints.glob("step_*"))
+    return sorted((step for step in steps if step is not None), reverse=True)
 
 
-def put_away(folder: Path) -> None:
+def remove_atomically(folder: Path) -> None:
     """Remove a checkpoint, which is no checkpoint any more before its first file goes."""
     if folder.exists():
         gone = folder.with_name(f"{folder.name}{PARTIAL}{os.getpid()}.old")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Drop the other rows of a JSONL file, and a last one that was cut short."""
+    rows = [json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)]
+    if path.exists():
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(rows))
+        new.replace(path)
+
+
+def complete_rows(path: Path) -> Iterator[Any]:
+    """The rows of a JSONL file, but one at its end that was cut short."""
+    for line in path.open() if path.exists() else ():
+        if line.endswith("\n"):
+            yield json.loads(line)

@@ -1,4 +1,4 @@
-"""A process forked from a rank, which writes what the rank had in memory at that moment while the rank goes on."""
+"""A process forked from a rank: writes what the rank had in memory at that moment while the rank goes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -14,9 +16,9 @@ NICENESS = 10  # the engines go first
 
 
 class BackgroundWriter:
-    """A process forked from this rank, in which everything stays as it is now while the rank goes on; `work` runs in it.
+    """Runs `work` in a process forked from this rank, in which everything stays as it is now.
 
-    fork copies no memory but what one of the two changes while both live. It dies with the rank, whatever kills that.
+    Memory is copied only where one of the two changes it. The process dies with the thread that forked it.
     """
 
     def __init__(self, work: Callable[[], Any]):
@@ -24,7 +26,7 @@ class BackgroundWriter:
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
         signals = {signal.SIGINT, signal.SIGTERM}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the new process inherits handlers that aren't meant for it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until it has handlers of its own
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sender.close()
@@ -37,7 +39,7 @@ class BackgroundWriter:
                 self._result = self._receiver.recv()
             except EOFError:
                 self._process.join()
-                self._result = (None, f"the process that writes ended with status {self._process.exitcode}")
+                self._result = (None, f"the writing process ended with status {self._process.exitcode}")
         return self._result
 
     def close(self) -> None:
@@ -48,8 +50,10 @@ class BackgroundWriter:
         self._receiver.close()
 
 
-def run_writer(work: Callable[[], Any], sender, parent: int) -> None:
+def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None:
     """The forked process: run `work` and send what it returns, or why it failed."""
+    import torch
+
     signal.set_wakeup_fd(-1)  # the event loop's: a signal here would be heard there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -59,9 +63,10 @@ def run_writer(work: Callable[[], Any], sender, parent: int) -> None:
         os._exit(1)  # the rank died a moment ago
     os.setpgid(0, 0)
     os.nice(NICENESS)
-    try:
-        result = (work(), "")
-    except Exception as error:  # of any kind: the rank must hear of it, and goes on
-        result = (None, f"{type(error).__name__}: {error}".splitlines()[0])
-    sender.send(result)
+    # OpenMP's other threads weren't forked, and a parallel operation would wait for them without end
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
+        future = executor.submit(work)
+    error = future.exception()
+    failure = f"{type(error).__name__}: {error}".splitlines()[0] if error else ""
+    sender.send((None if error else future.result(), failure))
     os._exit(0)  # what else runs at the end of a process is the rank's
