@@ -1,12 +1,12 @@
 """nanoYATT: RLHF with parallel controllers, Megatron-Core and SGLang, on a laptop's CPU or on GPUs.
 
-    torchrun --nproc-per-node 2 run.py --mode partial          the demo: addition, judged by a generative model
-    torchrun --nproc-per-node 2 run.py --mode full --seed 1    every setting is --name value
-    torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl      your own
-    torchrun --nproc-per-node 2 run.py --dry-run               what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE    learns from examples instead
-    python run.py eval --model DIR --data FILE                 greedy accuracy and pass@k
-    python run.py check                                        what is installed; ports, disk and memory
+    torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
+    torchrun --nproc-per-node 2 run.py --mode full --seed 1           every setting is --name value
+    torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
+    torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
+    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
+    python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
+    python run.py check                                               what is installed, what is free
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reporting.progress import Progress
-
 import controller
 import data
 import rewards
@@ -40,8 +38,10 @@ from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
 from placement import Placement, Plan, judge_of, make_plans
+from recipes.addition.task import Addition
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
+from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
 from runtime.world import World, raise_on_all
@@ -52,8 +52,9 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """One rank. Exit status 0: the asked steps are done, or a stop was asked for. 2, after one line: a user's error.
-    130, 143: Ctrl-C or SIGTERM before training, or a second time.
+    """One rank. Exit status 0: the asked steps are done, or a stop was asked for. 2: a user's error.
+
+    130, 143: Ctrl-C or SIGTERM before training, or a second one.
     """
     shutdown.prepare()
     stop = shutdown.Stop()
@@ -153,7 +154,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 async def build(
     config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet
 ) -> Controller:
-    """This rank's controller, new or as its checkpoint has it (collective). What can be wrong is found first."""
+    """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     config = await with_models(config, world, progress)
     decode, texts, inputs = await world.run(load_inputs, config)
     await fleet.end_stale(progress.line)
@@ -202,11 +203,10 @@ async def with_models(config: Config, world: World, progress: Progress) -> Confi
 
 
 def load_inputs(config: Config) -> tuple:
-    """How the policy's tokens become text, the texts of the pretraining term, and parts of a Controller by name.
+    """What decodes the policy's tokens, the texts of the pretraining term, parts of a Controller by name.
 
     ValueError for what can't be used.
     """
-    from recipes.addition.task import Addition
     from training import ptx
 
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
@@ -219,8 +219,9 @@ def load_inputs(config: Config) -> tuple:
         source = data.Shuffled(rows, config.seed, config.eval_prompts)
     stop = data.stop_tokens(config.model, tokenizer)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
+    keeps = config.continues_answers
     inputs = {
-        "prompts": data.Prompts(source, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
+        "prompts": data.Prompts(source, config.answers_per_prompt, keeps, algorithm.greedy),
         "rewards": rewards.build(config, judge_tokenizers, decode),
         "sampling": sampling,
         "greedy": dataclasses.replace(sampling, temperature=0.0),

@@ -1,6 +1,6 @@
-"""What can be said before a run. `--dry-run`: who would run where, the memory it takes; `check`: what is here.
+"""What can be said before a run. `--dry-run`: who would run where, in how much memory; `check`: what is here.
 
-Neither starts anything. Sizes come from the headers of safetensors files: exact, where the text says no "about".
+Neither starts anything. Sizes come from the headers of safetensors files: they are exact but for "about".
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from algorithms import algorithm_of
 from config import Config, as_text, dashed
 from engines import server
 from placement import Plan
+from reporting.describe import describe
 from runtime import rendezvous
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -28,6 +29,7 @@ PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its ch
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 HEAD = "score.weight"  # of a value model
+WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 
 Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
 
@@ -35,16 +37,15 @@ Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a 
 # ---------------------------------------------------------------- --dry-run
 
 
-def dry_run(config: Config, plans: list[Plan], ranks: int, description: str) -> None:
+def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
     rendezvous.interface_of(config.host)
     lines = [*device_map(config, plans, ranks), *memory(config, ranks), "nothing was started"]
     if os.environ.get("RANK", "0") == "0":
         all_settings = dataclasses.asdict(config).items()
         text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in all_settings)
-        settings = textwrap.wrap(text, 106, break_long_words=False, break_on_hyphens=False)
-        settings = [f"    {line}" for line in settings]
-        print(description, "  all settings:", *settings, *lines, sep="\n", flush=True)
+        settings = textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ", **WHOLE_WORDS)
+        print(describe(config, plans, ranks), "  all settings:", *settings, *lines, sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
@@ -78,7 +79,8 @@ def memory(config: Config, ranks: int) -> list[str]:
         critic = critic_shapes(server.checkpoint_shapes(config.critic) if config.critic else model)
         rows |= {f"{name} critic": trainer_bytes(critic, config, dp) for name in algorithm.critics}
         if algorithm.kl_coef:
-            rows["reference, in the host's memory"] = {"weights": parameters(model, config) * BYTES[config.dtype]}
+            size = parameters(model, config) * BYTES[config.dtype]
+            rows["reference, in the host's memory"] = {"weights": size}
     if not config.train_only:
         rows["rollout"] = engine_bytes(model, context, config, config.rollout_tp)
         for path in config.judge_models:
@@ -166,7 +168,7 @@ def engine_bytes(shapes: Shapes, context: int, config: Config, tp: int) -> dict[
 
 
 def check(config: Config) -> int:
-    """Print what is installed and what is free, with ! before what a run would miss. Returns the exit status."""
+    """Print what is installed and what is free, with ! before what a run would miss. Returns a status."""
     ranks, out = int(os.environ.get("WORLD_SIZE", 2)), Path(config.out).absolute()
     ports = range(config.port, config.port + 2 * ranks)
     listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}

@@ -1,9 +1,9 @@
-"""How good a model is: greedy accuracy and pass@k, by answers of a real engine that are compared with their keys.
+"""How good a model is: greedy accuracy and pass@k, by answers of a real engine, compared with their keys.
 
     python run.py eval --model DIR --data problems.jsonl --samples 8 --pass-at 1 4 8
 
-Rows are those of --data in training, each with its `answer`; without --data the demo's held-out problems. What in
-a response is its answer is said by --judge-format (genrm.FORMATS); no judge is asked. One process, no trainer.
+Rows are those of --data in training, each with its `answer`; without --data the demo's held-out problems.
+What in a response is its answer is said by --judge-format (genrm.FORMATS); no judge is asked.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from engines.fleet import Fleet, ServerSpec
 from engines.pool import Pool
 from engines.server import context_length
 from genrm import formats_of
+from recipes.addition.task import Addition
 from reporting.timeline import Timeline
 from runtime import rendezvous
 
@@ -32,7 +33,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of k answers is right, drawn without putting back from `samples`, of which `right` are.
+    """The chance that one of k answers is right, drawn without putting back from `samples`.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimate of pass@k. Source: Codex (arXiv 2107.03374), equation 1.
     """
@@ -49,8 +50,6 @@ def summarize(greedy: list[bool], right: list[int], samples: int, ks: tuple[int,
 def read_problems(config: Config, encode: partial) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. ValueError if there are none."""
     if not config.data:
-        from recipes.addition.task import Addition
-
         return Addition(config.seed, encode).held_out
     room = context_length(config.model, config) - config.max_new_tokens
     rows = data.read_prompts(Path(config.data), encode, room)
@@ -60,7 +59,7 @@ def read_problems(config: Config, encode: partial) -> list[data.Prompt]:
 
 
 async def generate(config: Config, prompts: list[list[int]], sampling: Sampling) -> list[list[Answer]]:
-    """For each prompt `samples` sampled answers and a greedy one, the last, by an engine that is started for it."""
+    """For each prompt `samples` sampled answers and a greedy one, the last, by an engine started for it."""
     os.environ |= ALONE
     world = rendezvous.join(config)
     try:
@@ -68,19 +67,17 @@ async def generate(config: Config, prompts: list[list[int]], sampling: Sampling)
             await fleet.launch([ServerSpec("rollout", config.port, config.model)])
             await fleet.ready()
             pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
-            # of many connections the operating system allows few: as many at once as keep the engine busy
+            # the operating system allows few connections: as many at once as keep the engine busy
             at_once = asyncio.Semaphore(-(-config.max_running_requests // (config.samples + 1)))
-            asked = enumerate(prompts)
-            return await asyncio.gather(
-                *(ask(pools["rollout"], number, prompt, sampling, config, at_once) for number, prompt in asked)
-            )
+            how = (pools["rollout"], sampling, config, at_once)
+            return await asyncio.gather(*(ask(n, prompt, *how) for n, prompt in enumerate(prompts)))
     finally:
         world.close()
         rendezvous.close()
 
 
 async def ask(
-    pool: Pool, number: int, prompt: list[int], sampling: Sampling, config: Config, at_once: asyncio.Semaphore
+    number: int, prompt: list[int], pool: Pool, sampling: Sampling, config: Config, at_once: asyncio.Semaphore
 ) -> list[Answer]:
     """The answers to one prompt, in one request."""
     greedy = [False] * config.samples + [True]
@@ -93,7 +90,8 @@ async def ask(
 async def run(config: Config) -> str:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
     tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
-    problems, answer_of = read_problems(config, partial(data.encode, tokenizer)), formats_of(config)[0].answer_of
+    problems = read_problems(config, partial(data.encode, tokenizer))
+    answer_of = formats_of(config)[0].answer_of
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
     archive(Path(config.out), print)
     out, rows = make_out(config), []

@@ -44,10 +44,7 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     async def end_stale(self, say: Callable[[str], None]) -> None:
-        """End servers that an earlier run in the same place left behind: they hold ports and devices (collective).
-
-        ValueError if that run isn't over.
-        """
+        """End what an earlier run in the same place left behind (collective). ValueError if it isn't over."""
 
         async def end() -> None:
             for line in server.end_stale_servers(Path(self._config.out)) if self._world.rank == 0 else ():

@@ -19,7 +19,7 @@ from runtime.world import World
 
 
 def join(config: Config) -> World:
-    """Join the other ranks (collective). gloo for controllers and CPU, nccl between GPUs. ValueError for --host."""
+    """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs."""
     import torch
     import torch.distributed as dist
 

@@ -146,7 +146,7 @@ class World:
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
-    """Await what may meet a user's error on one rank alone: every rank raises that ValueError (collective)."""
+    """Await what may meet a user's error on one rank alone; then all raise the ValueError (collective)."""
     error = ""
     try:
         await work
