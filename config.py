@@ -257,7 +257,8 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     command = COMMANDS[name]
     epilog = "commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items())
     form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "argument_default": argparse.SUPPRESS}
-    parser = Parser(description=usage, epilog=epilog, allow_abbrev=False, **form)
+    form |= {"usage": f"run.py {name} [--name value ...]", "description": usage, "epilog": epilog}
+    parser = Parser(allow_abbrev=False, **form)
     for group, settings in documented_settings().items():
         if group in command.groups:
             heading = parser.add_argument_group(group)

@@ -20,9 +20,8 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
     dp = ranks // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
     model, *judges = (path or "the demo's" for path in (config.model, *config.judge_models))
-    values = vars(config)
-    changed = [field.name for field in dataclasses.fields(config) if values[field.name] != field.default]
-    settings = " ".join(f"--{dashed(name)} {as_text(values[name])}" for name in changed)
+    values = [(field, vars(config)[field.name]) for field in dataclasses.fields(config)]
+    settings = " ".join(as_option(field.name, value) for field, value in values if value != field.default)
     return (
         f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
         f"  model {model}\n"
@@ -33,6 +32,13 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
         f"cp {config.cp}), packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
         f"  settings other than the defaults: {settings}"
     )
+
+
+def as_option(name: str, value: object) -> str:
+    """A setting as the command line takes it."""
+    if isinstance(value, bool):
+        return f"--{dashed(name)}" if value else f"--no-{dashed(name)}"
+    return f"--{dashed(name)} {as_text(value)}"
 
 
 def run_metadata(config: Config) -> dict:

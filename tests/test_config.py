@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import config as config_module
 import placement
-from commands.dry_run import check_settings, describe
+from run import check_settings, describe
 from config import (
     AT_LEAST_1,
     COMMANDS,
@@ -213,6 +213,8 @@ def test_nothing_is_waited_for_longer_than_the_other_controllers_wait(timeout_s)
 # ---------------------------------------------------------------- what can't work
 
 BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf")
+ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, so 2"
+POSITIVE = sorted(OF_RL & {*AT_LEAST_1})
 NOT_A_NUMBER = "argument --reward-weights: invalid float value: 'much'"
 PASS_AT = ["eval", "--model", "m", "--pass-at"]
 
@@ -237,24 +239,24 @@ PASS_AT = ["eval", "--model", "m", "--pass-at"]
         (["sft", "--data", "d"], "--data needs --model"),
         (["eval"], "run.py eval needs --model DIR"),
         (["--model", "m", "--rule", "right", "--reward-weights", "1", "1"], "then each --rule, so 1"),
-        ([*PATHS, "k", "--reward-weights", "1"], "--reward-weights 1.0: one for each --judge, then each --rule, so 2"),
-        (["--rule", "right", "--reward-weights", "1"], "--reward-weights 1.0: one for each --judge, then each --rule, so 2"),
-        *[([*PATHS, "k", "--reward-weights", *bad.split()], f"--reward-weights {bad}: finite") for bad in BAD_WEIGHTS],
+        ([*PATHS, "k", "--reward-weights", "1"], ONE_EACH),
+        (["--rule", "right", "--reward-weights", "1"], ONE_EACH),
+        *[([*PATHS, "k", "--reward-weights", *bad.split()], f"weights {bad}: finite") for bad in BAD_WEIGHTS],
         (["--reward-weights"], "argument --reward-weights: expected at least one argument"),
         (["--reward-weights", "much"], NOT_A_NUMBER),
         (["--sp"], "--sp needs --tp 2"),
         (["--rebalance", "--mode", "full"], "--rebalance moves ranks between the roles"),
-        (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only starts no"),
+        (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only"),
         (["--train-only"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
         (["--replay", "r"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
         (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0"),
         (["--max-model-len", "72"], "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
-        (["--max-model-len", "90"], "--judge-max-new-tokens 100 leaves prompts no room in --max-model-len 90"),
-        (["--max-tokens-per-micro-batch", "255"], "--max-tokens-per-micro-batch 255: one sample may have 256 tokens"),
-        ([*PATHS, "--max-new-tokens", "8192"], "--max-tokens-per-micro-batch 8192: one sample may have 8193 tokens"),
+        (["--max-model-len", "90"], "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
+        (["--max-tokens-per-micro-batch", "255"], "micro-batch 255: one sample may have 256 tokens"),
+        ([*PATHS, "--max-new-tokens", "8192"], "micro-batch 8192: one sample may have 8193 tokens"),
         ([*PASS_AT, "9"], "--pass-at 9: each k from 1 to --samples 8 is needed"),
         ([*PASS_AT, "0", "1"], "--pass-at 0 1: each k from 1"),
-        *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1") for name in sorted(OF_RL & {*AT_LEAST_1})],
+        *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1") for name in POSITIVE],
         (["--tp", "-2"], "--tp -2: at least 1"),
     ],
 )  # fmt: skip
@@ -412,8 +414,8 @@ def test_a_command_has_few_settings_and_its_own():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
-    """Runs on a bare machine, without torch, in a second or so; every setting under its heading, with its default."""
-    heavy = {"torch", "sglang", "aiohttp", "transformers", "megatron"}
+    """In a second or so, without torch; every setting under its heading, with its default."""
+    heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
     parse = f"run.parse_config({[command, '--help']}, run.__doc__)"
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -433,7 +435,7 @@ def test_help(command):
 
 
 def test_the_plain_script_says_how_to_start_it():
-    """Without torchrun, and with a bad setting: one line, exit status 2, nothing imported that takes seconds."""
+    """Without torchrun, and with a bad setting: one line, status 2, nothing imported that takes seconds."""
     start = "error: start with: torchrun --nproc-per-node 2 run.py"
     for arguments, message in (([], start), (["--steps", "0"], "error: --steps 0")):
         ran = subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What is said before a run: sizes worked out by hand and against the real libraries, and the two commands as a user types them."""
+"""What is said before a run: sizes by hand and against the real libraries, and both commands as typed."""
 
 import dataclasses
 import os
@@ -6,24 +6,43 @@ import re
 import socket
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from models import save_model
 from tiny_models import make_tiny_qwen3
 
+import run
+import training  # noqa: F401  makes Megatron importable without CUDA
 from commands import dry_run
-from commands.dry_run import Place, critic_shapes, device_map, engine_bytes, parameters, qwen3_shapes, trainer_bytes
-from config import Config, check_batch, parse_config
+from commands.dry_run import (
+    critic_shapes,
+    device_map,
+    engine_bytes,
+    grid,
+    parameters,
+    read_actor,
+    trainer_bytes,
+)
+from config import Config, parse_config
+from engines import server
 from engines.server import checkpoint_shapes
 
 ROOT = Path(__file__).parent.parent
-DEMO = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, head_dim=24)
-SMALL = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
-TWO_LAYERS = qwen3_shapes(SMALL | {"vocab_size": 10})
+LAYER = {
+    **{f"self_attn.{name}.weight": [8, 8] for name in ("q_proj", "o_proj")},
+    **{f"self_attn.{name}.weight": [4, 8] for name in ("k_proj", "v_proj")},
+    **{f"self_attn.{name}.weight": [4] for name in ("q_norm", "k_norm")},
+    **{f"mlp.{name}.weight": [16, 8] for name in ("gate_proj", "up_proj")},
+    "mlp.down_proj.weight": [8, 16],
+    **{f"{name}.weight": [8] for name in ("input_layernorm", "post_attention_layernorm")},
+}
+TWO_LAYERS = {f"model.layers.{number}.{name}": shape for number in (0, 1) for name, shape in LAYER.items()}
+TWO_LAYERS |= {"model.embed_tokens.weight": [10, 8], "model.norm.weight": [8]}  # a tied output layer
+UNTIED = TWO_LAYERS | {"lm_head.weight": [10, 8]}
 
 
 def settings(**more):
@@ -33,99 +52,109 @@ def settings(**more):
 # ---------------------------------------------------------------- sizes
 
 
-def test_the_demos_shapes_are_those_that_transformers_makes(tmp_path):
+def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
-    shapes = qwen3_shapes(DEMO | {"vocab_size": 64})
-    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo"))
-    assert sum(map(prod, shapes.values())) == parameters(shapes, tp=1, pp=1, stage=0) == 366_384
+    shapes, context = read_actor(settings())
+    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
+    assert sum(map(prod, shapes.values())) == parameters(shapes, settings()) == 366_384
+    assert read_actor(settings(max_model_len=0))[1] == 256  # what the model's config names
 
 
 def test_a_ranks_part_of_the_actor_by_hand():
-    """Two layers of 8: attention 8*8 + 4*8 + 4*8 + 8*8 = 192, MLP 3*8*16 = 384, norms 2*8 + 2*4 = 24; embedding 80; last norm 8."""
-    assert parameters(TWO_LAYERS, tp=1, pp=1, stage=0) == 80 + 2 * (192 + 384 + 24) + 8
-    assert parameters(TWO_LAYERS, tp=2, pp=1, stage=0) == 40 + 2 * (96 + 192 + 24) + 8  # norms are not cut
-    assert parameters(TWO_LAYERS, tp=1, pp=2, stage=0) == 80 + 600
-    assert parameters(TWO_LAYERS, tp=1, pp=2, stage=1) == 80 + 600 + 8  # with its copy of the tied embedding
-    untied = TWO_LAYERS | {"lm_head.weight": [10, 8]}
-    assert parameters(untied, tp=1, pp=1, stage=0) == 80 + 1200 + 8 + 80
-    assert (parameters(untied, 1, 2, 0), parameters(untied, 1, 2, 1)) == (680, 688)  # no copy
+    """Two layers of 8: attention 8*8 + 4*8 + 4*8 + 8*8 = 192, MLP 3*8*16 = 384, norms 2*8 + 2*4 = 24;
+    embedding 80; last norm 8. The fullest stage is the last, with its copy of a tied embedding.
+    """
+    assert parameters(TWO_LAYERS, settings()) == 80 + 2 * (192 + 384 + 24) + 8
+    assert parameters(TWO_LAYERS, settings(tp=2)) == 40 + 2 * (96 + 192 + 24) + 8  # norms are not cut
+    assert parameters(TWO_LAYERS, settings(pp=2)) == 80 + 600 + 8
+    assert parameters(UNTIED, settings()) == 80 + 1200 + 8 + 80
+    assert parameters(UNTIED, settings(pp=2)) == 600 + 8 + 80
 
 
 def test_bytes_of_the_actor_by_hand():
-    """1288 parameters in fp32: 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 data-parallel ranks; logits 256 x 10 x 4."""
+    """1288 parameters in fp32: 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; logits."""
     config = settings(max_tokens_per_micro_batch=256)
-    assert trainer_bytes(TWO_LAYERS, config, dp=2, stage=0) == {
-        "weights": 5152, "gradients": 5152, "optimizer": 5152, "logits": 10240,
-    }  # fmt: skip
-    bf16 = trainer_bytes(TWO_LAYERS, dataclasses.replace(config, dtype="bfloat16"), dp=1, stage=0)
-    assert (bf16["weights"], bf16["gradients"], bf16["optimizer"]) == (2576, 5152, 15456)  # and the weights in fp32
-    first = trainer_bytes(TWO_LAYERS, dataclasses.replace(config, pp=2), dp=1, stage=0)
-    assert "logits" not in first  # the last stage alone has them
+    parts = trainer_bytes(TWO_LAYERS, config, dp=2)
+    assert parts == {"weights": 5152, "gradients": 5152, "optimizer": 5152, "logits": 256 * 10 * 4}
+    bf16 = trainer_bytes(TWO_LAYERS, dataclasses.replace(config, dtype="bfloat16"), dp=1)
+    assert (bf16["weights"], bf16["gradients"], bf16["optimizer"]) == (
+        2576,
+        5152,
+        15456,
+    )  # and weights in fp32
 
 
 def test_a_ranks_part_of_a_critic_by_hand():
-    """Without an output layer, tied or not: 80 of embeddings, 1200 of layers, a norm and a head of 8 each; no logits."""
-    for policy in (TWO_LAYERS, TWO_LAYERS | {"lm_head.weight": [10, 8]}):
-        shapes = critic_shapes(settings(), policy)
-        assert parameters(shapes, tp=1, pp=1, stage=0) == 80 + 1200 + 8 + 8
-        assert parameters(shapes, tp=2, pp=1, stage=0) == 40 + 2 * (96 + 192 + 24) + 8 + 8
-        assert (parameters(shapes, 1, 2, 0), parameters(shapes, 1, 2, 1)) == (680, 616)
-        parts = trainer_bytes(shapes, settings(), dp=2, stage=0)
-        assert parts == {"weights": 4 * 1296, "gradients": 4 * 1296, "optimizer": 4 * 1296}
+    """Without an output layer, tied or not: 80 of embeddings, 1200 of layers, a norm and a head of 8 each."""
+    for policy in (TWO_LAYERS, UNTIED):
+        shapes = critic_shapes(policy)
+        assert parameters(shapes, settings()) == 80 + 1200 + 8 + 8
+        assert parameters(shapes, settings(tp=2)) == 40 + 2 * (96 + 192 + 24) + 8 + 8
+        assert parameters(shapes, settings(pp=2)) == 600 + 80  # the first stage; the last has 616
+        parts = trainer_bytes(shapes, settings(), dp=2)
+        assert parts == {"weights": 4 * 1296, "gradients": 4 * 1296, "optimizer": 4 * 1296}  # no logits
 
 
 def test_memory_counts_critics_and_the_reference():
-    """Only where the algorithm has them, and is trained."""
-    lines = dry_run.memory(settings(), TWO_LAYERS, [TWO_LAYERS], 2)
-    assert not any("critic" in line or "reference" in line for line in lines)
-    ppo = settings(algorithm="ppo", kl_coef=0.1, pp=2)
-    lines = dry_run.memory(ppo, TWO_LAYERS, [TWO_LAYERS], 2)
-    assert [line.split(":")[0].strip() for line in lines[1:6]] == [
-        "actor, stage 0 of 2", "actor, stage 1 of 2", "reward critic, stage 0 of 2", "reward critic, stage 1 of 2",
+    """Only where the algorithm has them, and is trained; engines, where any is started."""
+
+    def names(**more):
+        lines = dry_run.memory(settings(**more), 2)
+        return [line.split(":")[0].strip() for line in lines[1:-2]]
+
+    ppo = ("ppo", "kl_coef=0.1")
+    assert names() == ["actor", "rollout", "genrm"]
+    assert names(algorithm=ppo) == [
+        "actor",
+        "reward critic",
         "reference, in the host's memory",
-    ]  # fmt: skip
-    assert lines[5].endswith("weights 0.0; together 0.0")
-    lines = dry_run.memory(dataclasses.replace(ppo, rollout_only=True), TWO_LAYERS, [TWO_LAYERS], 2)
-    assert not any("critic" in line or "reference" in line for line in lines)
+        "rollout",
+        "genrm",
+    ]
+    assert names(algorithm=ppo, rollout_only=True) == ["actor", "rollout", "genrm"]
+    assert names(train_only=True, replay="r") == ["actor"]
 
 
 def test_bytes_of_an_engine_by_hand():
-    """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; 256 of them, over two ranks half each."""
-    config = settings(max_total_tokens=256)
-    assert engine_bytes(TWO_LAYERS, config, tp=1) == {"weights": 5152, "KV cache": 16384}
-    assert engine_bytes(TWO_LAYERS, config, tp=2) == {"weights": 2576, "KV cache": 8192}
+    """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
+    tokens = server.kv_tokens(256)
+    assert engine_bytes(TWO_LAYERS, 256, settings(), 1) == {"weights": 5152, "KV cache": tokens * 64}
+    assert engine_bytes(TWO_LAYERS, 256, settings(), 2) == {"weights": 2576, "KV cache": tokens * 32}
 
 
-@pytest.mark.parametrize("tp,pp,cp,ranks", [(1, 1, 1, 4), (2, 1, 1, 4), (2, 2, 1, 8), (2, 2, 2, 16), (1, 3, 2, 12)])
+@pytest.mark.parametrize(
+    "tp,pp,cp,ranks", [(1, 1, 1, 4), (2, 1, 1, 4), (2, 2, 1, 8), (2, 2, 2, 16), (1, 3, 2, 12)]
+)
 def test_the_grid_is_megatrons(tp, pp, cp, ranks):
     """Ranks of one group of a kind agree in all other coordinates, and count up in their own."""
-    from cpu.megatron import install
-
-    install()
     from megatron.core.parallel_state import RankGenerator
 
-    config = settings(tp=tp, pp=pp, cp=cp, prompts_per_step=ranks)
-    generator = RankGenerator(tp=tp, ep=1, dp=ranks // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    config, dp = settings(tp=tp, pp=pp, cp=cp), ranks // (tp * pp * cp)
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     for kind in ("tp", "cp", "dp", "pp"):
         for group in generator.get_ranks(kind):
-            places = [dataclasses.asdict(Place.of(rank, config, ranks)) for rank in group]
+            places = [grid(rank, config, ranks) for rank in group]
             assert [place.pop(kind) for place in places] == list(range(len(group)))
             assert all(place == places[0] for place in places)
 
 
 def test_the_device_map_names_who_owns_which_server():
     """Ports are the ranks'; a rank whose server isn't in every plan says in how many."""
+
+    def lines(config, ranks):
+        return device_map(config, run.check_settings(config, ranks), ranks)
+
     config = settings(port=23010)
-    assert device_map(config, check_batch(config, 2), 2) == [
+    assert lines(config, 2) == [
         "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout at 127.0.0.1:23010",
         "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm at 127.0.0.1:23013",
     ]
-    moving = dataclasses.replace(config, rebalance=True)
-    lines = device_map(moving, check_batch(moving, 4), 4)
-    assert lines[0] == "  may move to 1|3, 3|1"
-    assert lines[2].endswith("rollout at 127.0.0.1:23012 in 2 of 3 plans; genrm at 127.0.0.1:23013 in 1 of 3 plans")
+    moving = lines(dataclasses.replace(config, rebalance=True), 4)
+    assert moving[0] == "  may move to 1|3, 3|1"
+    some = "rollout at 127.0.0.1:23012 in 2 of 3 plans; genrm at 127.0.0.1:23013 in 1 of 3 plans"
+    assert moving[2].endswith(some)
     without = dataclasses.replace(config, train_only=True, replay="r")
-    assert not any("at 127" in line for line in device_map(without, check_batch(without, 2), 2))
+    assert not any("at 127" in line for line in lines(without, 2))
 
 
 # ---------------------------------------------------------------- --dry-run
@@ -133,22 +162,22 @@ def test_the_device_map_names_who_owns_which_server():
 
 def command(*arguments, **environment):
     """run.py as a user starts it; what it printed."""
-    ran = subprocess.run(
-        [sys.executable, "run.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
-    )
+    command = [sys.executable, "run.py", *map(str, arguments)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
     assert "Traceback" not in ran.stderr
     return ran
 
 
 @pytest.mark.parametrize("ranks", [None, 4])
 def test_a_dry_run_starts_nothing(tmp_path, ranks):
-    """Alone it speaks of two ranks, else of WORLD_SIZE; no process, no folder; exit status 0; every setting is there."""
+    """Alone it speaks of two ranks, else of WORLD_SIZE; no folder; status 0; every setting is there."""
     out = tmp_path / "out"
     world = {} if ranks is None else {"WORLD_SIZE": str(ranks)}
     ran = command("--dry-run", "--out", out, "--lr", "0.25", "--port", 23020, **world)
     assert ran.returncode == 0 and not ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks") and lines[-1] == "nothing was started"
+    assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks")
+    assert lines[-1] == "nothing was started" and "--dry-run --" in ran.stdout
     assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == (ranks or 2)
     named = set(re.findall(r"(?:^|\s)([a-z0-9-]+)(?=\s)", ran.stdout))
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
@@ -161,31 +190,40 @@ def test_a_dry_run_without_a_judge(tmp_path):
     save_model(tmp_path / "model")
     ran = command("--dry-run", "--model", tmp_path / "model", "--rule", "right", "--out", tmp_path / "out")
     assert ran.returncode == 0, ran.stderr
-    assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout and "\n  judge none\n" in ran.stdout
-    assert ran.stdout.count("rollout at ") == 2 and "genrm at" not in ran.stdout and "    genrm: " not in ran.stdout
+    assert (
+        "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout
+        and "\n  judge none\n" in ran.stdout
+    )
+    assert (
+        ran.stdout.count("rollout at ") == 2
+        and "genrm at" not in ran.stdout
+        and "    genrm" not in ran.stdout
+    )
 
 
 def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
     """Rank 0 does; torchrun ends well."""
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "23029", "run.py", "--dry-run"]
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "23029"]
+    arguments = ["run.py", "--dry-run", "--out", tmp_path / "out"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*torchrun, "--out", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True, env=environment)
+    ran = subprocess.run([*torchrun, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("nothing was started") == 1 and not (tmp_path / "out").exists()
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path):
-    """The batch, the model's directory, how it is cut, and the address, each in one line."""
+    """The split, the model's directory, how it is cut, and the address, each in one line; status 2."""
     save_model(tmp_path / "model")
     own = ["--model", tmp_path / "model", "--judge", tmp_path / "model"]
     for arguments, named in (
-        (["--prompts-per-step", "15"], "--prompts-per-step 15"),
+        (["--rollout-ranks", "8"], "--rollout-ranks 8"),
         (["--model", tmp_path / "nowhere", "--judge", tmp_path / "model"], "nowhere"),
+        (["--model", tmp_path / "model", "--judge", tmp_path / "nowhere"], "nowhere"),
         ([*own, "--pp", "2", "--tp", "4", "--mode", "full"], "--tp 4 does not divide"),
         (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
     ):
         ran = command("--dry-run", *arguments, WORLD_SIZE="8")
-        assert ran.returncode == 1 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
+        assert ran.returncode == 2 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
 
 
 # ---------------------------------------------------------------- check
@@ -208,18 +246,14 @@ def test_check_names_a_taken_port(capsys):
         taken.listen()
         assert dry_run.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
-    assert "! ports" in printed and "23024-23027 on 127.0.0.1: 23026 taken" in printed and printed.endswith("missing: ports\n")
+    assert "! ports" in printed and "23024-23027 on 127.0.0.1: 23026 taken" in printed
+    assert printed.endswith("missing: ports\n")
 
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):
     """A package that isn't installed, too little memory for the ranks."""
-
-    def version(name):
-        if name == "sglang":
-            raise PackageNotFoundError(name)
-        return "1.0"
-
-    monkeypatch.setattr(dry_run, "version", version)
+    here = [SimpleNamespace(name=name, version="1.0") for name in dry_run.PACKAGES if name != "sglang"]
+    monkeypatch.setattr(dry_run, "distributions", lambda: here)
     monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
     assert dry_run.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
