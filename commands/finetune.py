@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
-import resume
 from actor import Actor, Reference, cross_entropy_loss, learning_rate, target_logprobs
+from checkpoint import archive
 from config import Config
 from controller import MAX_SKIPS
 from critic import Critic, target_values
@@ -248,10 +248,10 @@ def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None], resolved: Callable) -> None:
-    """Rank 0 makes an empty folder for what `train` leaves behind; without --data the demo's examples, too."""
+    """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
     if rank == 0:
         out = Path(config.out)
-        resume.move_aside(out, say)
+        archive(out, say)
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
         if not config.data:

@@ -27,7 +27,7 @@ def tokenizers(tmp_path_factory) -> dict:
 
 
 class FakeEngine:
-    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last sampled one off. Latest first."""
+    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last one off. Latest first."""
 
     name = "rollout engine of rank 0"
 
@@ -52,7 +52,7 @@ class FakeEngine:
 
 
 def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, monkeypatch, capsys):
-    """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems. No key, no question."""
+    """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     engine = FakeEngine(tokenizers["text"])
