@@ -21,8 +21,8 @@ from meter import Meter
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import data  # this one and genrm import nothing beyond the standard library
-import genrm
+import data
+from recipes.addition import task
 
 
 class MeasuredTrainer(GRPOTrainer):
@@ -94,7 +94,7 @@ def rule(meter: Meter, eos: int):
 
     def reward(completions, completion_ids, answer, **columns) -> list[float]:
         right = [
-            ids[-1] == eos and genrm.addition_answer(text) == key
+            ids[-1] == eos and task.addition_answer(text) == key
             for text, ids, key in zip(completions, completion_ids, answer, strict=True)
         ]
         meter.rows[-1]["reward"] = float(sum(right))
@@ -115,7 +115,7 @@ def main() -> None:
     torch.set_num_threads(1)
     meter = Meter(settings.measure, int(os.environ["RANK"]), settings.launched)
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    problems = data.Addition(settings.seed, lambda question: data.encode(tokenizer, question))
+    problems = task.Addition(settings.seed, lambda question: data.encode(tokenizer, question))
     draws = [problems.training(draw) for draw in range(settings.prompts * settings.steps)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = MeasuredTrainer(
