@@ -1,6 +1,8 @@
-"""TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch. Runs in TRL's own environment.
+"""TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch. Runs in TRL's own
+environment.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR --measure DIR
+    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR --measure
+    DIR
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The losses of SFT, reward models and DPO beside TRL's, on the same rows and weights: equal within 1e-4, or exit status 1.
+"""The losses of SFT, reward models and DPO beside TRL's, on the same rows and weights: equal within 1e-4, or
+exit status 1.
 
     python bench/vs_trl_losses.py
 
-Rows are the demo's, in the files that `run.py sft|rm|dpo` would read; models are the demo's architecture with random weights, DPO's
-reference another one than its policy. Each side tokenizes the rows by itself. TRL evaluates them by SFTTrainer, RewardTrainer and
-DPOTrainer, in the environment that vs_trl.py makes, .venv-trl.
+Rows are the demo's, in the files that `run.py sft|rm|dpo` would read; models are the demo's architecture with
+random weights, DPO's reference another one than its policy. Each side tokenizes the rows by itself. TRL
+evaluates them by SFTTrainer, RewardTrainer and DPOTrainer, in the environment that vs_trl.py makes,
+.venv-trl.
 """
 
 from __future__ import annotations

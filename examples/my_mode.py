@@ -1,7 +1,4 @@
-"""A serving mode of your own: torchrun --nproc-per-node 2 examples/my_mode.py --mode by_group
-
-Side by side like partial colocation, but a group is judged when all of its answers are there.
-"""
+"""A serving mode of your own, side by side, but judged by group: torchrun ... examples/my_mode.py --mode mine"""
 
 import dataclasses
 import sys
@@ -14,23 +11,23 @@ import rollout
 import run
 
 
-def by_group(*sizes):  # the plans: those of partial colocation, under the name of the loop below
-    return [dataclasses.replace(plan, mode="by_group") for plan in placement.partial_colocation(*sizes)]
-
-
-async def judge_by_group(step):
+async def serve(step):  # the loop
     await step.wake(step.c.placement.genrm)
     while not step.is_over:
-        step.start(step.begin_wave(), generate_and_judge)
+        step.start(step.begin_wave(), by_group)
         await step.tasks.poll()
         await rollout.gather_finished_groups(step)
 
 
-async def generate_and_judge(step, group):
+async def by_group(step, group):  # what is done for a group: its answers are judged when all are there
     await rollout.generate(step, group)
     await rollout.judge(step, group)
 
 
-placement.PLANS["by_group"], rollout.MODES["by_group"] = by_group, judge_by_group
+def plans(*sizes):  # who holds which rank: the splits of partial colocation
+    return [dataclasses.replace(plan, mode="mine") for plan in placement.partial_colocation(*sizes)]
+
+
+placement.PLANS["mine"], rollout.MODES["mine"] = plans, serve
 if __name__ == "__main__":
     run.main(sys.argv[1:])

@@ -21,6 +21,7 @@ from sample import Sample
 from scheduling.rebalance import StepStats
 
 if TYPE_CHECKING:
+    from checkpoint import ResumePoint
     from controller import Controller
     from rollout import RolloutBatch
 
@@ -28,34 +29,33 @@ SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, each of anothe
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
-MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")  # no costs, judges, keys
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")  # no costs, judges, keys
 
 
 class MetricsWriter:
     """metrics.jsonl and TensorBoard under `out`. Row k: what k updates came to, and the update that followed.
 
-    purge_step: of a run that goes on after so many steps; TensorBoard forgets what an earlier try wrote from
-    there.
+    purge_step: where a run goes on; TensorBoard forgets what an earlier try wrote from that step on.
     """
 
     def __init__(self, out: Path, purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
-        self._path, self._board = (
-            out / "metrics.jsonl",
-            SummaryWriter(str(out / "tensorboard"), purge_step=purge_step),
-        )
+        self._path = out / "metrics.jsonl"
+        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, metrics: dict[str, float | str]) -> None:
-        """One row. What was written before is safe from now on."""
-        row = {
-            name: value if isinstance(value, str) else round(value, 6)
-            for name, value in sorted(metrics.items())
-        }
+        """One row. It is safe from now on, with all texts that were added before."""
+        row: dict[str, float | str] = {"step": step}
+        for name, value in sorted(metrics.items()):
+            if isinstance(value, str):
+                row[name] = value
+                self._board.add_text(name, value, step)
+            else:
+                row[name] = round(value, 6)
+                self._board.add_scalar(name, value, step)
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step} | row) + "\n")
-        for name, value in metrics.items():
-            (self._board.add_text if isinstance(value, str) else self._board.add_scalar)(name, value, step)
+            file.write(json.dumps(row) + "\n")
         self._board.flush()
 
     def add_texts(self, step: int, texts: dict[str, str]) -> None:
@@ -71,7 +71,7 @@ class MetricsWriter:
         self._board.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """The last call."""
         self._board.close()
 
 
@@ -85,16 +85,16 @@ class Report:
         out: Path,
         progress: Progress,
         decode: Callable[[list[int]], str],
-        resumed_at: int | None = None,
-        ended_s: float = 0.0,
+        found: ResumePoint | None = None,
     ):
-        """decode: the policy's tokens -> text. A run that goes on has so many steps and seconds behind it."""
+        """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
         self.config, self.world, self.out, self.progress = config, world, out, progress
         self.decode = decode
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
-        self._ended = ended_s  # when the step before ended, on the timeline's clock
-        progress.resume_at(resumed_at or 0)
-        self._writer = MetricsWriter(out, resumed_at) if world.rank == 0 else None
+        self._ended = found.ended_s if found else 0.0  # when the step before ended, on the timeline's clock
+        self._writer = MetricsWriter(out, found and found.step) if world.rank == 0 else None
+        if found:
+            progress.resume_at(found.step)
 
     def accuracy(self, step: int, value: float, now: float) -> None:
         """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
@@ -117,8 +117,6 @@ class Report:
         metrics = summarize(await self.world.gather(facts))
         metrics |= serving_metrics(c.state.history[-1], self.config) | stats
         metrics |= {
-            "rollout/waves": float(batch.waves),
-            "rollout/lacking_groups": float(batch.missing_groups),
             "rollout/groups_per_kept": c.state.groups_per_kept,
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
@@ -200,7 +198,7 @@ def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans
         "rollout/response_len_mean": [len(s.response) for s in finished],
         "rollout/trained_len_mean": [len(s.response) for s in batch.kept],
         "rollout/truncated_frac": [s.finish == "length" for s in finished],
-        "rollout/correct_frac": [0] * len(wrong) + [1] * (len(keyed) - len(wrong)),
+        "rollout/wrong_frac": [1] * len(wrong) + [0] * (len(keyed) - len(wrong)),
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
@@ -215,7 +213,11 @@ def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans
         "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
     }
     maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES}
-    maxima["rollout/response_len_max"] = float(max((len(s.response) for s in finished), default=0))
+    maxima |= {
+        "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
+        "rollout/waves": float(batch.waves),  # as all other controllers
+        "rollout/lacking_groups": float(batch.missing_groups),
+    }
     actor = c.placement.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
     return Facts(means, sums, maxima, c.rewards.latencies, work)
@@ -228,8 +230,10 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
         values = [value for each in facts for value in each.means[name]]
         if values or name not in MAY_LACK:
             metrics[name] = fmean(values) if values else 0.0
-    if not {"genrm/accept_frac", "rollout/correct_frac"} <= metrics.keys():
+    if not {"genrm/accept_frac", "rollout/wrong_frac"} <= metrics.keys():
         del metrics["genrm/false_positive_frac"]  # nobody accepts, or no answer key tells what is false
+    if "rollout/wrong_frac" in metrics:
+        metrics["rollout/correct_frac"] = 1 - metrics.pop("rollout/wrong_frac")
     metrics |= {name: float(sum(each.sums[name] for each in facts)) for name in facts[0].sums}
     metrics |= {name: max(each.maxima[name] for each in facts) for name in facts[0].maxima}
     latencies = sorted(latency for each in facts for latency in each.latencies)

@@ -31,6 +31,9 @@ SIMILAR_LOAD = 0.1  # a trial when the judges' share of the tokens was further o
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
 
 
+Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
+
+
 class Split(NamedTuple):
     """How many ranks serve each role. As text `full`, or the ranks of rollout and genrm, `3|1`."""
 
@@ -56,10 +59,8 @@ class RequestStats:
     stalls: int = 0  # times that nothing came of a request for so long that another engine was asked
 
     @staticmethod
-    def of(
-        requests: Iterable[tuple[float, float, int, int, int]], wakes: int = 0, stalls: int = 0
-    ) -> RequestStats:
-        """One controller's, from (sent, end, tokens, prompt tokens, cached tokens) of each request."""
+    def of(requests: Iterable[Request], wakes: int = 0, stalls: int = 0) -> RequestStats:
+        """One controller's."""
         requests = list(requests)
         edges = sorted([(sent, 1) for sent, *_ in requests] + [(end, -1) for _, end, *_ in requests])
         in_flight, last, request_s, second_moment = 0, 0.0, 0.0, 0.0

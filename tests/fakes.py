@@ -584,7 +584,7 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
     tokenizers = [FakeTokenizer()] * len(config.judge_models)
     sampling = Sampling(1.0, config.max_new_tokens)
     saving = config.save_every > 0
-    checkpoints = Checkpoints(config, world, out, writer=writer) if saving else FakeCheckpoints()
+    checkpoints = Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
     return controller.Controller(
         config=config,
         algorithm=algorithm,

@@ -243,16 +243,16 @@ class WatchedWorld(FakeWorld):
 
 
 def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
-    """What `controller.balance` returns on every rank, and every rank's world."""
+    """What `controller.exchange` returns on every rank, and every rank's world."""
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
     actors = [SimpleNamespace(dp_rank=rank // tp, dp_size=size // tp, cost=cost) for rank in range(size)]
 
     async def all_ranks():
-        calls = (
-            controller.balance(*each)
-            for each in zip(held, [config(100, 2)] * size, actors, worlds, strict=True)
-        )
+        calls = []
+        for samples, world, actor in zip(held, worlds, actors, strict=True):
+            c = SimpleNamespace(config=config(100, 2), world=world, placement=SimpleNamespace(actor=actor))
+            calls.append(controller.exchange(samples, c))
         return await asyncio.gather(*calls)
 
     return asyncio.run(all_ranks()), worlds
@@ -274,16 +274,11 @@ def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
     for sample in samples:
         held[holders.randrange(0, 4, tp)].append(sample)
     results, worlds = balance_everywhere(held, tp)
-    plan = plan_batch(
-        {(s.prompt_id, s.index): len(s.prompt) + len(s.response) for s in samples},
-        cost,
-        config(100, 2),
-        4 // tp,
-    )
+    tokens = {(s.prompt_id, s.index): len(s.prompt) + len(s.response) for s in samples}
+    plan = plan_batch(tokens, cost, config(100, 2), 4 // tp)
     for rank, mini_batches in enumerate(results):
-        assert [[[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches] == plan[
-            rank // tp
-        ]
+        keys = [[[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches]
+        assert keys == plan[rank // tp]
         for parcel in (world.sent.get(rank, []) for world in worlds):
             assert all((sample.prompt_id, sample.index) in flat(plan[rank // tp]) for sample in parcel)
 

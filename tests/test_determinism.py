@@ -54,11 +54,11 @@ class MeasuredReport(FakeReport):
         super().__init__()
         self.metrics = []
 
-    async def step(self, step, served, samples, stats, c):
-        facts = await c.world.gather(local_facts(served, samples, c.timeline.spans, c))
-        metrics = summarize(facts, {"rollout": 1, "genrm": 1}) | stats
+    async def step(self, c, step, batch, samples, stats):
+        facts = await c.world.gather(local_facts(c, batch, samples, c.timeline.spans))
+        metrics = summarize(facts) | stats
         self.metrics.append(metrics | {"rollout/groups_per_kept": c.state.groups_per_kept})
-        await super().step(step, served, samples, stats, c)
+        await super().step(c, step, batch, samples, stats)
 
 
 def measured(mode, size, seed, steps=4, **settings):

@@ -18,7 +18,7 @@ from scheduling.rebalance import RequestStats, Split, StepStats
 # ---------------------------------------------------------------- from facts to metrics
 
 MEANS = ("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean")
-MEANS += ("rollout/trained_len_mean", "rollout/truncated_frac", "rollout/correct_frac", "genrm/accept_frac")
+MEANS += ("rollout/trained_len_mean", "rollout/truncated_frac", "rollout/wrong_frac", "genrm/accept_frac")
 MEANS += ("genrm/false_positive_frac", "cost/unfiltered_mean")
 SUMS = ("rollout/tokens", "rollout/tokens_trained", "rollout/tokens_filtered", "rollout/tokens_carried")
 SUMS += ("rollout/aborted", "rollout/carried_groups", "genrm/failed")
@@ -41,7 +41,7 @@ FIRST = facts(
         "rollout/response_len_mean": [10, 20, 30, 40, 50, 60],
         "rollout/trained_len_mean": [10, 20, 30, 40],
         "rollout/truncated_frac": [True, False, False, False, False, False],
-        "rollout/correct_frac": [0, 0, 0, 0, 1, 1],
+        "rollout/wrong_frac": [1, 1, 1, 1, 0, 0],
         "genrm/accept_frac": [True, False, True, False, False, False],
         "genrm/false_positive_frac": [True, False, False, False],
         "cost/unfiltered_mean": [0.5, 1.0],
@@ -60,7 +60,7 @@ SECOND = facts(
         "rollout/response_len_mean": [10, 10, 10, 10, 10, 90],
         "rollout/trained_len_mean": [10, 10, 10, 10],
         "rollout/truncated_frac": [False] * 6,
-        "rollout/correct_frac": [0, 1, 1, 1],
+        "rollout/wrong_frac": [1, 0, 0, 0],
         "genrm/accept_frac": [True, True, False, True, True],
         "genrm/false_positive_frac": [False],
         "cost/unfiltered_mean": [0.0],
@@ -102,7 +102,7 @@ def test_metrics_of_a_step_in_which_nothing_happened():
         "genrm/false_positive_frac",
     }
     assert not optional & metrics.keys()
-    keyed, judged = {"rollout/correct_frac": [1, 1, 1]}, {"genrm/accept_frac": [True]}
+    keyed, judged = {"rollout/wrong_frac": [0, 0, 0]}, {"genrm/accept_frac": [True]}
     assert optional & summarize([facts(keyed)]).keys() == {"rollout/correct_frac"}
     assert optional & summarize([facts(judged)]).keys() == {"genrm/accept_frac"}
     assert summarize([facts(keyed | judged)])["genrm/false_positive_frac"] == 0  # no answer was wrong
@@ -177,14 +177,17 @@ def test_local_facts_on_a_hand_worked_step():
             "reward/mean": [1.0, 0.0], "reward/unfiltered_mean": [1.0, 0.0, 0.0, 0.0],
             "reward/zero_std_frac": [0, 1], "rollout/response_len_mean": [1, 2, 1, 2],
             "rollout/trained_len_mean": [1, 2], "rollout/truncated_frac": [False] * 4,
-            "rollout/correct_frac": [0, 0, 1, 1], "genrm/accept_frac": [True, False, False, False],
+            "rollout/wrong_frac": [1, 1, 0, 0], "genrm/accept_frac": [True, False, False, False],
             "genrm/false_positive_frac": [False, False], "cost/unfiltered_mean": [],
         },
         {
             "rollout/tokens": 100, "rollout/tokens_trained": 3, "rollout/tokens_filtered": 3,
             "rollout/tokens_carried": 3, "rollout/aborted": 0, "rollout/carried_groups": 1, "genrm/failed": 0,
         },
-        {"time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0, "rollout/response_len_max": 2.0},
+        {
+            "time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0,
+            "rollout/response_len_max": 2.0, "rollout/waves": 2.0,
+        },
         [0.5],
         {1: 10 * (2 * 2 + 3)},
     )  # fmt: skip
@@ -261,9 +264,7 @@ def test_a_run_that_goes_on_replaces_what_an_earlier_try_wrote(tmp_path):
 
 
 def report_in(out, world, progress=None):
-    progress = progress or SimpleNamespace(
-        line=lambda text: None, step=lambda *_: None, resume_at=lambda step: None
-    )
+    progress = progress or SimpleNamespace(line=lambda text: None, step=lambda *_: None)
     config = Config(steps=1, answers_per_prompt=2, prompts_per_step=4, max_running_requests=4)
     return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
 
@@ -278,7 +279,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
     c.state = State(groups_per_kept=1.25, history=history)
-    progress = SimpleNamespace(line=lines.append, step=lambda *_: None, resume_at=lambda step: None)
+    progress = SimpleNamespace(line=lines.append, step=lambda *_: None)
     report = report_in(tmp_path, FakeWorld(0, 1, {}), progress)
     batch = batch_of([group_of(i, 1.0, 0.0, critique="c") for i in range(3)])
     batch.missing_groups = 1

@@ -280,7 +280,7 @@ def test_a_mode_is_not_measured_when_the_run_ends():
 )
 def test_engines_are_never_cut(rollout_tp, genrm_tp, sizes):
     """Every split of 8 ranks is a multiple of both engines, whose ranks stay what they are when it moves."""
-    plans = partial_colocation(8, rollout_tp, genrm_tp)
+    plans = partial_colocation(tuple(range(8)), rollout_tp, genrm_tp)
     assert [len(plan.rollout) for plan in plans] == sizes
     for plan in plans:
         rollout, genrm = plan.leads("rollout"), plan.leads("genrm")
