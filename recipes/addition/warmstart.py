@@ -208,11 +208,7 @@ def demonstrations(seed: int) -> Batches:
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Examples for sft, rm and dpo: work shown; for pairs beside an answer that is wrong.
-
-    Half of the wrong ones are blurted out, half come after the same work: so to look at the form isn't
-    enough.
-    """
+    """Examples for sft, rm, dpo: shown work; in pairs a wrong answer, blurted out or after the same work."""
     rng, rows = random.Random(f"{command} {seed}"), []
     while len(rows) < count:
         a, b = training_problem(rng)
@@ -235,16 +231,14 @@ def critique(a: int, b: int, answer: str) -> str:
     """
     if not answer.isdigit() or len(answer) > 10:
         return "N"
-    claimed, written, right, last = answer[::-1], [], True, (0, 0, 0, 0)
-    for position, last in enumerate(columns(a, b)):
-        x, y, carry, total = last
+    claimed, columns_shown = answer[::-1], []
+    for position, (x, y, carry, total) in enumerate(columns(a, b)):
         digit = claimed[position] if position < len(claimed) else "-"
-        right &= digit == str(total % 10)
-        written.append(f"{x}+{y}+{carry}={total:02d}:{digit}" + (".x"[digit != str(total % 10)]))
-    overflow, rest = last[3] // 10, claimed[len(written) :]
-    matches = rest == ("1" if overflow else "")
-    written.append(f"{overflow}:{rest}" + ("." if matches else "x"))
-    return "".join(written) + ("Y" if right and matches else "N")
+        flag = "." if digit == str(total % 10) else "x"
+        columns_shown.append(f"{x}+{y}+{carry}={total:02d}:{digit}{flag}")
+    carry, rest = total // 10, claimed[len(columns_shown) :]
+    text = "".join(columns_shown) + f"{carry}:{rest}" + ("." if rest == "1" * carry else "x")
+    return text + ("N" if "x" in text else "Y")
 
 
 def corrupted(rng: random.Random, a: int, b: int) -> str:
@@ -323,15 +317,10 @@ def critiques(seed: int, pool: list[Problem]) -> Batches:
                 answer = corrupted(rng, a, b)
             else:
                 a, b, answer = rng.choice(pool)
-            pairs.append((judge_prompt(a, b, answer), critique(a, b, answer)))
+            pairs.append((addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)))
         return pairs
 
     return batch
-
-
-def judge_prompt(a: int, b: int, answer: str) -> str:
-    """What the judge will be asked in the run, too."""
-    return addition_prompt(f"{a}+{b}=", answer)
 
 
 # ---------------------------------------------------------------- samples of the actor, and the gate
@@ -379,7 +368,8 @@ def gate(work: Path, world: World) -> dict[str, float]:
     rng = random.Random("gate")
     items = own_answers(work / "actor", HELD_OUT_PROBLEMS, world)
     items += [(a, b, answer) for a, b in HELD_OUT_PROBLEMS for answer in (str(a + b), corrupted(rng, a, b))]
-    texts = generate(work / "judge", [judge_prompt(*item) for item in items], 100, world, do_sample=False)
+    prompts = [addition_prompt(f"{a}+{b}=", answer) for a, b, answer in items]
+    texts = generate(work / "judge", prompts, 100, world, do_sample=False)
     right = [answer == str(a + b) for a, b, answer in items]
     pairs = [(addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
     false_accepts = sum(accepted and not truth for accepted, truth in pairs) / (len(right) - sum(right))
