@@ -1,4 +1,4 @@
-"""The policy: log-probabilities, the loss of packed tokens, the update; the reference model of a KL penalty."""
+"""The policy: log-probabilities, the loss of packed tokens, the update; the reference of a KL penalty."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of, is_within, truncated_weights
+from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
 from sample import Sample
 from scheduling.balance import Key, flat
@@ -23,17 +23,18 @@ from training.trainer import OutputLoss, Trainer, all_reduce, as_sequences
 
 LR_DECAY_TO = 0.1  # of the learning rate, at the last step
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 1.0}  # of trainer and engine on one token, by --dtype
-# statistics of a micro-batch: sums over its targets, which are reported as means over tokens, and others
+# statistics of a micro-batch: sums over its targets, reported as means over tokens, and others
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff_max", *ptx.SUMS)
 
+Rows = dict[Key, list[float]]  # by sample, a number for each response token
 # (slots, logprobs, entropy), each [targets] -> the loss of each target and a micro-batch's statistics, among
 # them `divisor`: what the sum of the loss is divided by
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Actor(Trainer):
-    """One rank's part of the policy. `version` counts the calls of `update`: the weights' number in a sample."""
+    """One rank's part of the policy. `version` counts its updates: the weights' number in a sample."""
 
     title = "actor"
 
@@ -44,7 +45,7 @@ class Actor(Trainer):
         super().__init__(config, model_dir)
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
-        """Train on this data-parallel rank's samples: mini-batches of micro-batches (collective, all ranks).
+        """Train on this data-parallel rank's mini-batches of micro-batches (collective over all ranks).
 
         Every mini-batch is one optimizer step. Each sample needs `advantages`. Returns metrics that are the
         same on every rank (docs/metrics.md). A step whose loss or gradient isn't finite is skipped and
@@ -62,7 +63,8 @@ class Actor(Trainer):
             packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
             steps.append(self.learn(packed, self._output_loss(loss), STATS, lr, check))
         self.version += 1
-        return update_metrics(steps, lr)
+        micro_batches = float(sum(map(len, mini_batches)))  # the same on every rank
+        return update_metrics(steps, lr) | {"train/micro_batches": micro_batches}
 
     def _check_samples(self, samples: list[Sample]) -> None:
         assert self.awake, "the actor sleeps: wake it before update"
@@ -81,8 +83,8 @@ class Actor(Trainer):
                 f"more than {most:.2e}, which is what --dtype {self.config.dtype} may make"
             )
 
-    def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step of samples with stale tokens, or of all if all are corrected.
+    def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> Rows:
+        """Log-probabilities at the start of the step, of samples with stale tokens or, if corrected, of all.
 
         Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel
         group, whose ranks have the same samples and so agree on whether to run; other groups take no part.
@@ -105,7 +107,7 @@ class Actor(Trainer):
             return [], loss
         step, size = self.version * self.config.updates_per_step + number, self.algorithm.ptx_batch
         mine = ptx.choose(self.texts, step, size, self.config.seed, self.dp_rank, self.dp_size)
-        # each data-parallel rank counts as often as its model-parallel group has ranks: only the ratio matters
+        # a data-parallel rank counts as often as its model-parallel group has ranks: only the ratio matters
         counts = {"divisor": targets.divisors.sum().item(), "tokens": float(sum(len(r) for _, r in mine))}
         total = all_reduce(counts, dist.ReduceOp.SUM)
         first, coefficient = len(targets.divisors), self.algorithm.ptx_coef
@@ -122,7 +124,7 @@ class Actor(Trainer):
             entropy = VocabParallelEntropy.apply(logits if has_gradient else logits.detach())
             logprobs = vocab_parallel_logprobs(logits, batch.targets[chosen])
             loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
-            return loss.sum(), stats.pop("divisor").int(), stats
+            return loss.sum(), stats.pop("divisor"), stats
 
         return output_loss
 
@@ -156,14 +158,14 @@ def target_logprobs(batch: MicroBatch, logits: Tensor, temperature: float = 1.0)
     return vocab_parallel_logprobs(target_logits(batch, logits, temperature), targets)
 
 
-def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
     """-log p(token), the mean over all targets, whichever ranks hold them: an OutputLoss without statistics.
 
     The convention of TRL's SFTTrainer with completion_only_loss.
     Source: InstructGPT (arXiv 2203.02155), section 3.5.
     """
     logprobs = target_logprobs(batch, logits)
-    return -logprobs.sum(), torch.tensor(len(logprobs), dtype=torch.int32, device=logprobs.device), {}
+    return -logprobs.sum(), len(logprobs), {}
 
 
 # ---------------------------------------------------------------- the loss of packed tokens
@@ -171,9 +173,9 @@ def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tenso
 
 @dataclass
 class PackedTargets:
-    """What is known of a mini-batch's response tokens before its forward pass. [slots]: see packing.MicroBatch."""
+    """What is known of a mini-batch's response tokens before its pass; [slots], see packing.MicroBatch."""
 
-    engine_logprobs: Tensor  # [slots], under the weights that wrote the token
+    engine_logprobs: Tensor  # under the weights that wrote the token
     advantages: Tensor
     stale: Tensor  # whether older weights than the step's wrote it
     proximal_logprobs: Tensor | None  # under the weights at the start of the step; None: those that train
@@ -185,7 +187,7 @@ class PackedTargets:
 
 
 def pack_targets(
-    samples: list[Sample], version: int, proximal: dict[Key, list[float]], algorithm: Algorithm, device: torch.device
+    samples: list[Sample], version: int, proximal: Rows, algorithm: Algorithm, device: torch.device
 ) -> PackedTargets:
     """The columns of a mini-batch's samples, in their order. proximal: as from `_proximal_logprobs`."""
 
@@ -210,13 +212,9 @@ def pack_targets(
 
 
 def policy_loss(
-    targets: PackedTargets,
-    algorithm: Algorithm,
-    total: Callable[[Tensor], Tensor],
-    slots: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    targets: PackedTargets, algorithm: Algorithm, total: Callable[[Tensor], Tensor],
+    slots: Tensor, logprobs: Tensor, entropy: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs.
 
     A target that the step's own weights wrote has its ratio to the engine's log-probabilities. One that older
@@ -226,10 +224,11 @@ def policy_loss(
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
     old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
-    logprobs = logprobs.where(kept, logprobs.detach())  # no gradient of a masked one in an answer's ratio, either
-    inputs = (logprobs, old_logprobs, targets.advantages[slots], targets.sequence[slots], targets.lengths, total)
-    loss, clipped = algorithm.loss(LossInputs(*inputs), algorithm)
-    loss, stats = weights * loss, {"divisor": targets.divisors[slots].sum(), "tokens": torch.tensor(len(slots))}
+    logprobs = logprobs.where(kept, logprobs.detach())  # nor has an answer's ratio a masked one's gradient
+    advantages, sequence = targets.advantages[slots], targets.sequence[slots]
+    inputs = LossInputs(logprobs, old_logprobs, advantages, sequence, targets.lengths, total)
+    loss, clipped = algorithm.loss(inputs, algorithm)
+    loss, stats = weights * loss, {}
     if targets.reference_logprobs is not None:
         reference_kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs - targets.reference_logprobs[slots])
         stats["reference_kl"] = reference_kl.detach().sum()
@@ -239,6 +238,8 @@ def policy_loss(
         loss = loss - algorithm.entropy_coef * entropy
     loss = (targets.weights[slots] * loss).where(kept, 0.0)
     return loss, stats | {
+        "divisor": targets.divisors[slots].sum(),
+        "tokens": torch.tensor(len(slots)),
         "policy_loss": loss.detach().sum(),
         "entropy": entropy.detach().sum(),
         "kl": -log_ratio.sum(),  # the k1 estimator of KL(those that wrote || those that train)
@@ -253,15 +254,22 @@ def policy_loss(
 def importance_weights(
     targets: PackedTargets, algorithm: Algorithm, slots: Tensor, logprobs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each target the log-probability that its ratio is to, its importance weight, whether it is kept."""
+    """For each target the log-probability that its ratio is to, its importance weight, whether it is kept.
+
+    What older weights wrote, or an engine of other numbers, is corrected by exp(proximal - engine), truncated;
+    the ratio that is clipped is then to `proximal`, which is of the start of the step. AReaL's decoupled objective
+    (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641); for engines Yao et al., Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL (2025); masks: IcePop (arXiv 2510.18855).
+    """
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs[slots]
-    weights = truncated_weights(proximal, engine_logprobs, algorithm.behavior_weight_cap)
+    ratio = (proximal - engine_logprobs).exp()
+    weights = ratio.clamp(max=algorithm.behavior_weight_cap)
     if not algorithm.corrects_mismatch:
         return proximal.where(stale, engine_logprobs), weights.where(stale, 1.0), torch.ones_like(stale)
     most, bound = algorithm.tis_cap or math.inf, algorithm.icepop_bound or math.inf
-    kept = stale | is_within(proximal, engine_logprobs, bound)
-    weights = weights.where(stale, truncated_weights(proximal, engine_logprobs, most))
+    kept = stale | ((ratio >= 1 / bound) & (ratio <= bound))
+    weights = weights.where(stale, ratio.clamp(max=most))
     return proximal, weights.where(kept, 0.0), kept  # one that isn't kept may be infinite
 
 
@@ -273,10 +281,9 @@ def largest(values: Tensor) -> Tensor:
 
 
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
-    """Of update `version`: linear from 0 over `lr_warmup_steps`, then linear to LR_DECAY_TO at the last of `steps`.
+    """Linear from 0 over `lr_warmup_steps` updates, then linear to LR_DECAY_TO of it at the last of `steps`.
 
-    Before that it is 0 for `warmup` updates, in which a critic learns alone: AdamW leaves the weights as they
-    are.
+    Before that 0 for `warmup` updates, in which a critic learns alone: AdamW leaves the weights as they are.
     """
     version, steps = version - warmup, config.steps - warmup
     if version < 0:
@@ -292,8 +299,7 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     stale = total["stale_token_frac"]
     metrics = {name: total[name] / max(total["tokens"], 1.0) for name in TOKEN_MEANS}
-    # skipped: steps that had no token to train on, or whose loss or gradient wasn't finite, which alone not_finite counts
-    metrics |= {name: total[name] for name in ("tokens", "micro_batches", "skipped", "not_finite")}
+    metrics |= {name: total[name] for name in ("tokens", "skipped", "not_finite")}
     metrics |= {
         "loss": total["policy_loss"] / max(total["divisor"], 1.0),
         "lr": lr,

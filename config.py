@@ -157,9 +157,9 @@ class Config:
             raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
         if self.train_only != bool(self.replay):
             raise ValueError("--train-only and --replay FILE, what a --rollout-only run wrote, need each other")
-        given = [name for name in ("data", "judge", "critic") if vars(self)[name]]
+        given = [name for name in ("data", "judge", "cost_judge", "critic") if vars(self)[name]]
         if given and not self.model:
-            raise ValueError(f"--{given[0]} needs --model: the demo's models only know addition")
+            raise ValueError(f"--{dashed(given[0])} needs --model: the demo's models only know addition")
         if self.command == "eval" and not self.model:
             raise ValueError("run.py eval needs --model DIR")
         rewarded = self.judge or self.rule or self.train_only
@@ -168,7 +168,8 @@ class Config:
 
     def _check_weights(self):
         """One weight for each reward."""
-        weights, rewards = self.reward_weights, len(self.judge or self.judge_models[:1]) + len(self.rule)
+        weights = self.reward_weights
+        rewards = len(self.judge_models) - len(self.cost_judge) + len(self.rule)
         if len(weights) not in (0, rewards):
             raise ValueError(
                 f"--reward-weights {as_text(weights)}: one for each --judge, then each --rule, so {rewards}"

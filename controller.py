@@ -17,7 +17,7 @@ from algorithms import Algorithm
 from checkpoint import Checkpoints
 from config import Config
 from data import Prompts
-from engines.engine import Sampling, seed_of
+from engines.engine import Sampling
 from placement import Placement
 from reporting.metrics import Report
 from reporting.timeline import Timeline
@@ -93,8 +93,10 @@ async def train(c: Controller) -> int:
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
+        c.timeline.mark("weights", f"v{c.placement.actor.version}")
         await c.report.step(c, step, batch, flat(mini_batches), stats | decision)
         await c.checkpoints.finish(c)  # after the report: what a checkpoint takes for done has its row
+        stop_on_empty_steps(c)
         del batch, mini_batches  # not held while the next step is served
     return await finish(c)
 
@@ -150,7 +152,7 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
         await c.world.run(reference.compute_ref_logprobs, mini_batches)
     for critic in c.placement.critics:
         await c.world.run(critic.compute_values, mini_batches)
-    mine = samples if c.placement.actor.is_head else []  # the others of its model-parallel group hold the same
+    mine = samples if c.placement.actor.is_head else []  # others of its model-parallel group hold the same
     parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
     metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
@@ -202,11 +204,15 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
 
 
 def advance(c: Controller, batch: RolloutBatch) -> None:
-    """The step is done, as far as a checkpoint is concerned. ValueError after MAX_EMPTY_STEPS in a row."""
+    """The step is done, as far as a checkpoint is concerned."""
     c.state.step += 1
     is_empty = batch.missing_groups == c.config.prompts_per_step
     c.state.empty_steps = c.state.empty_steps + 1 if is_empty else 0
-    if c.state.empty_steps == MAX_EMPTY_STEPS:
+
+
+def stop_on_empty_steps(c: Controller) -> None:
+    """ValueError after MAX_EMPTY_STEPS in a row."""
+    if c.state.empty_steps >= MAX_EMPTY_STEPS:
         raise ValueError(
             f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward; "
             f"they are too easy or too hard, or the judge can't tell"
@@ -224,18 +230,17 @@ async def evaluate(c: Controller, step: int) -> None:
     mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key) for i, p in share]
     with c.timeline.span("evaluate"):
         for sample in mine:
-            tasks.start(sample.prompt_id, answer_greedily(c, sample))
+            tasks.start(sample.prompt_id, answer_greedily(c, sample, tasks))
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
     right = [c.rewards.final_answer(sample) == sample.answer_key for sample in mine]
     counts = await c.world.gather((sum(right), len(right)))
     c.placement.rollout.pop_stats()
-    c.timeline.take()  # evaluation is no part of the step's own figures
+    c.timeline.drain()  # evaluation is no part of the step's own figures
     c.report.accuracy(step, sum(n for n, _ in counts) / sum(n for _, n in counts), c.timeline.now())
 
 
-async def answer_greedily(c: Controller, sample: Sample) -> None:
-    seed = seed_of(c.config.seed, sample.prompt_id, sample.index)
-    async for answer in c.placement.rollout.generate([sample.prompt], c.greedy, seeds=[seed]):
-        sample.response, sample.finish = answer.tokens, answer.finish
+async def answer_greedily(c: Controller, sample: Sample, tasks: rollout.Tasks) -> None:
+    async for _, answer in rollout.ask(c, c.greedy, [sample], tasks):
+        sample.response, sample.finish = sample.response + answer.tokens, answer.finish

@@ -29,7 +29,7 @@ STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")
 
 
 class ValueHead(torch.nn.Module):
-    """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer. Every tensor-parallel rank holds it.
+    """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank.
 
     Under sequence parallelism a rank comes with its part of the tokens and gets all values. Their gradients
     are the same on all ranks, so each takes its part back and nothing is summed.
@@ -41,7 +41,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.weight.tensor_model_parallel = False
 
-    def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: None = None) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
         """As Megatron calls an output layer, which may also return a bias."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -49,7 +49,7 @@ class ValueHead(torch.nn.Module):
 
 
 class Critic(Trainer):
-    """One rank's part of a value model. `name`: the reward or the cost. `version` counts the calls of `update`."""
+    """One rank's part of a value model. `name`: of the reward or the cost. `version` counts its updates."""
 
     def __init__(self, config: Config, model_dir: str, name: str = "reward"):
         """As a Trainer, from a value model's directory, or from a policy's: then the head begins at zero."""
@@ -64,7 +64,7 @@ class Critic(Trainer):
             gpt.output_layer = ValueHead(model_config)
         gpt = gpt.to(self.device)
         weights = hf_weights.HFWeights(self.model_dir, "--critic")
-        weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])  # it stands in the output layer's place
+        weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])  # in the output layer's place
         hf_weights.load_weights(gpt, weights)
         return gpt
 
@@ -97,7 +97,8 @@ class Critic(Trainer):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As a Trainer's. The head has its own name."""
-        return ((HEAD if name == "lm_head.weight" else name, tensor) for name, tensor in super().named_weights())
+        named = super().named_weights()
+        return ((HEAD if name == "lm_head.weight" else name, tensor) for name, tensor in named)
 
     def _hf_config(self, hf: dict) -> dict:
         label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}  # how transformers counts one number
@@ -106,13 +107,13 @@ class Critic(Trainer):
 
 
 def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
-    """The value head [1, hidden] of a directory, zeros if it has none. ValueError for one that isn't one number's."""
+    """The value head [1, hidden] of a directory, zeros if it has none. ValueError for one of more numbers."""
     if HEAD not in weights.file_of:
         return torch.zeros(1, hidden_size)
     head = weights[HEAD]
     if list(head.shape) != [1, hidden_size] or "score.bias" in weights.file_of:
-        where = weights.where
-        raise ValueError(f"{where}: {HEAD} isn't the head of a value model, [1, {hidden_size}] without a bias")
+        needed = f"the head of a value model, [1, {hidden_size}] without a bias"
+        raise ValueError(f"{weights.where}: {HEAD} isn't {needed}")
     return head
 
 
@@ -128,7 +129,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     than `clip` towards its return since before the step isn't pulled on. Source: PPO's own code
     (baselines/ppo2), not its paper; without: clip = infinity.
     """
-    clipped_values = values.clamp(old_values - clip, old_values + clip)  # bit for bit `values` where they are inside
+    clipped_values = values.clamp(old_values - clip, old_values + clip)  # bit for bit `values` inside
     plain, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
 
@@ -136,15 +137,14 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 def returns_loss(returns: Tensor, old_values: Tensor, clip: float) -> OutputLoss:
     """`value_loss` of a model's output; returns and old_values: [slots], see packing.MicroBatch."""
 
-    def output_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def output_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
         loss, clipped = value_loss(target_values(batch, output), old_values[slots], returns[slots], clip)
         known = returns[slots].double()
         errors = known - old_values[slots].double()
         stats = {"clipped": clipped, "returns": known, "returns_squared": known**2}
         stats |= {"errors": errors, "errors_squared": errors**2}
-        divisor = torch.tensor(len(slots), dtype=torch.int32, device=slots.device)
-        return loss.sum(), divisor, {name: stat.sum() for name, stat in stats.items()}
+        return loss.sum(), len(slots), {name: stat.sum() for name, stat in stats.items()}
 
     return output_loss
 

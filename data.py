@@ -250,17 +250,20 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False) -> lis
     return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
 
 
-def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text) -> tuple[list[int], list[int]]:
+def encode_pair(
+    tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data"
+) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, and of the response to it with what ends it: both text, or both chat turns.
 
-    ValueError if the chat template doesn't render them one behind the other.
+    ValueError that says `where` if the chat template doesn't render them one behind the other.
     """
     start = encode(tokenizer, prompt)
     if isinstance(prompt, str):  # encoded apart: a token across the border would be none of a prompt's
         return start, [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     both = encode(tokenizer, prompt + response, is_complete=True)
     if both[: len(start)] != start or both == start:
-        raise ValueError("the chat template doesn't render the turns as a prompt and an answer behind it")
+        problem = "the chat template doesn't render the conversation as its prompt and an answer behind it"
+        raise ValueError(f"{where}: {problem}")
     return start, both[len(start) :]
 
 

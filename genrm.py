@@ -2,7 +2,7 @@
 
 What a judge is asked and how its text is read is a `JudgeFormat`: three small pure functions, and the place
 to edit for a judge of one's own. `chat` suits any instruction-following model; `harm` is a judge of costs. A
-scalar reward model (`score`) is asked likewise, and says a number of the whole response. Recipes add rows.
+scalar reward model (`score`) is asked likewise, and says a number of the whole response.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import data
 from config import Config, as_text
 from engines.engine import Answer, Sampling, seed_of
+from engines.server import context_length
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -55,32 +56,10 @@ class JudgeFormat:
         """What the judge sees of a response; None: nothing, so it isn't asked."""
         return text if self.full_response else self.answer_of(text, finish)
 
-    def verdict(self, reply: Answer, text: str) -> bool | float | None:
-        """What one critique, or the score, came to; None when nothing can be read."""
-        if self.scores:
-            return reply.score
+    def verdict(self, text: str, reply: Answer) -> bool | None:
+        """What one critique came to; None when nothing can be read."""
         verdict = self.parse(text) if reply.finish == "stop" else None
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
-
-
-# ---------------------------------------------------------------- the addition task
-
-
-def addition_answer(text: str) -> str | None:
-    """What follows the last '>', up to 12 characters: `7+8+0=15;5+6+1=12;>125` -> `125`."""
-    return text.rsplit(">", 1)[1][:12] if ">" in text else None
-
-
-def addition_prompt(question: str, answer: str) -> str:
-    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working."""
-    return f"{question}>{answer}?"
-
-
-def addition_parse(text: str) -> bool | None:
-    """Y or N at the very end. A Y after an `x` (a digit that the judge flagged as wrong) is a reject."""
-    if text[-1:] not in ("Y", "N"):
-        return None
-    return text[-1] == "Y" and "x" not in text
 
 
 # ---------------------------------------------------------------- any chat model
@@ -154,12 +133,10 @@ def score_prompt(question: str, response: str) -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
 
 
-FORMATS = {
-    "addition": JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36),
+FORMATS = {  # recipes add rows of their own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
     "harm": JudgeFormat(response_text, harm_prompt, chat_parse, full_response=True),
     "score": JudgeFormat(chat_answer, score_prompt, full_response=True, scores=True),
-    "addition_score": JudgeFormat(addition_answer, score_prompt, full_response=True, scores=True),
 }
 
 
@@ -170,12 +147,7 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     if unknown or len(names) not in (1, count):
         wrong = f"{unknown[0]} is unknown" if unknown else f"one is needed, or one for each of {count} judges"
         raise ValueError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
-    return tuple(FORMATS[format_name(config, number)] for number in range(count))
-
-
-def format_name(config: Config, number: int) -> str:
-    """The row of judge `number`."""
-    return config.judge_format[number % len(config.judge_format)]
+    return tuple(FORMATS[name] for name in names * (count // len(names)))
 
 
 # ---------------------------------------------------------------- a judge
@@ -196,12 +168,17 @@ class Judge:
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer)
         self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
-        self.key = "cost" if is_cost_judge(config, number) else "reward"
+        self.key = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
         self.judgements = 1 if self.format.scores else config.judgements
         self.sampling = Sampling(config.judge_temperature, max_new_tokens, stop)
-        self.max_prompt_tokens = config.max_model_len - max_new_tokens
+        self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
         self.failed = self.parsed = 0  # since the run's start: pairs without a verdict, and verdicts
-        self.latencies: list[float] = []  # seconds of each critique of this step
+        self.reset()
+
+    def reset(self) -> None:
+        """New step."""
+        self.latencies: list[float] = []  # seconds of each critique
+        self.timeouts = 0  # engines that stalled with a critique
 
     async def ask(self, question: str, answer: str | None, pool: Pool) -> Judgement:
         """The critiques of an answer and the mean of their verdicts. answer None: the response has none.
@@ -239,19 +216,15 @@ class Judge:
         async for reply in pool.generate(prompts, self.sampling, seeds=seeds, model=self.number):
             self.latencies.append(clock() - start)
             replies.append(reply)
+        self.timeouts += max(reply.stalls for reply in replies)
         return sorted(replies, key=lambda reply: reply.index)
 
     def _read(self, reply: Answer) -> tuple[str, bool | float | None]:
         """Text and verdict of one critique."""
-        if reply.score is not None:
+        if self.format.scores:
             return f"score {reply.score:.6g}", reply.score
         text = data.decode(self.tokenizer, reply.tokens)
-        return text, self.format.verdict(reply, text)
-
-
-def is_cost_judge(config: Config, number: int) -> bool:
-    """Whether judge `number` says what an answer costs: those come last."""
-    return number >= len(config.judge_models) - len(config.cost_judge)
+        return text, self.format.verdict(text, reply)
 
 
 def check_judges(config: Config, counts: list[tuple[list[int], list[int]]]) -> None:
@@ -263,8 +236,7 @@ def check_judges(config: Config, counts: list[tuple[list[int], list[int]]]) -> N
         failures = sum(failed[number] for failed, _ in counts)
         verdicts = sum(parsed[number] for _, parsed in counts)
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
-            option = "--cost-judge" if is_cost_judge(config, number) else "--judge"
             raise ValueError(
-                f"{option} {model}: none of the first {failures} answers got a verdict: "
-                f"it can't be read as --judge-format {format_name(config, number)} (see FORMATS in genrm.py)"
+                f"the judge {model}: none of the first {failures} answers got a verdict: it can't be read by "
+                f"--judge-format {as_text(config.judge_format)} (see FORMATS in genrm.py)"
             )

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from config import Config
 from engines.pool import Pool
-from reporting.timeline import Timeline
 from runtime.world import World
 from scheduling.rebalance import Split
 
 if TYPE_CHECKING:
+    from reporting.timeline import Timeline
     from training.trainer import Trainer  # which imports Megatron: plans are made without
 
 
@@ -100,11 +100,8 @@ def make_plans(config: Config, world_size: int) -> list[Plan]:
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
         if world_size % tp:
             raise ValueError(f"--{name}-tp {tp} doesn't divide {world_size} ranks")
-    everyone = tuple(range(world_size))
     if config.train_only:
-        return [Plan("partial", (), (), everyone)]
-    if not config.judge_models:  # rollout has nobody to share the ranks with, whatever the mode
-        return [Plan("partial", everyone, (), everyone, config.rollout_tp, config.genrm_tp)]
+        return [Plan("partial", (), (), tuple(range(world_size)))]
     plans = plans_of_mode(config, world_size)
     if not plans:
         least = least_ranks(config)
@@ -115,19 +112,21 @@ def make_plans(config: Config, world_size: int) -> list[Plan]:
 
 
 def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
-    """Those in which every judge has an engine."""
-    judges, tp = len(config.judge_models), config.genrm_tp
-    plans = PLANS[config.mode](tuple(range(world_size)), config.rollout_tp, tp)
+    """Those in which every judge has an engine. Without a judge, rollout shares the ranks with nobody."""
+    everyone, judges, tp = tuple(range(world_size)), len(config.judge_models), config.genrm_tp
+    if not judges:
+        return [Plan("partial", everyone, (), everyone, config.rollout_tp, tp)]
+    plans = PLANS[config.mode](everyone, config.rollout_tp, tp)
     return [p for p in plans if len({judge_of(rank, tp, judges) for rank in p.leads("genrm")}) == judges]
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """Full colocation, or the split that --rollout-ranks asks for; by default half the ranks, rounded up."""
-    splits = [len(plan.rollout) for plan in plans if plan.mode == "partial"]
+    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; without splits the only plan."""
+    splits = [len(plan.rollout) for plan in plans if len(plan.rollout) < world_size]
     half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
     wanted = config.rollout_ranks or half
     for plan in plans:
-        if config.mode == "full" or len(plan.rollout) == wanted:
+        if not splits or len(plan.rollout) == wanted:
             return plan
     raise ValueError(
         f"--rollout-ranks {wanted} leaves {world_size - wanted} of {world_size} ranks for genrm; "

@@ -152,7 +152,7 @@ class Rewards:
         assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
         self._tasks.clear()
         for judge in self.judges:
-            judge.latencies.clear()
+            judge.reset()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
@@ -191,11 +191,15 @@ class Rewards:
         """The task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.response)
         seen = TextSample(**vars(sample), text=text, answer=self._format.answer_of(text, sample.finish))
-        asks = {(rule, sample.prompt_id, sample.index): partial(rule.ask, seen) for rule in self.rules}
-        pairs = [(judge, sample.question, judge.format.shown(text, sample.finish)) for judge in self.judges]
-        asks = {pair: partial(pair[0].ask, *pair[1:], pool) for pair in pairs} | asks
-        new = {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in self._tasks}
-        self._tasks |= new
+        asks = {}
+        for judge in self.judges:
+            pair = (sample.question, judge.format.shown(text, sample.finish))
+            asks[judge, *pair] = partial(judge.ask, *pair, pool)
+        for rule in self.rules:
+            asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
+        for key, ask in asks.items():
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.create_task(ask())
         return [self._tasks[key] for key in asks]
 
     def _joined(self, critiques: list[str]) -> str:
@@ -211,6 +215,11 @@ class Rewards:
         """Seconds of each critique of this step."""
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
+    @property
+    def timeouts(self) -> int:
+        """Engines that stalled with a critique in this step."""
+        return sum(judge.timeouts for judge in self.judges)
+
     def counts(self) -> tuple[list[int], list[int]]:
         """Of each judge since the run's start: answers without a verdict, and verdicts (for check_judges)."""
         return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]
@@ -219,10 +228,11 @@ class Rewards:
         """What a checkpoint keeps."""
         return dict(zip(("failed", "parsed"), self.counts(), strict=True))
 
-    def load_state(self, state: dict[str, list[int]]) -> None:
-        """Continue where `state` was taken."""
-        for judge, failed, parsed in zip(self.judges, state["failed"], state["parsed"], strict=True):
-            judge.failed, judge.parsed = failed, parsed
+    def load_state(self, states: list[dict[str, list[int]]]) -> None:
+        """Continue where `states` of several controllers were taken: only their sum counts."""
+        for number, judge in enumerate(self.judges):
+            judge.failed = sum(state["failed"][number] for state in states)
+            judge.parsed = sum(state["parsed"][number] for state in states)
 
 
 def build(config: Config, judge_tokenizers: list[Tokenizer], decode: Decode) -> Rewards:

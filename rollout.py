@@ -9,13 +9,13 @@ gathered, so that all controllers take the same one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
 from algorithms import set_baseline
-from engines.engine import Answer, seed_of
+from engines.engine import Answer, Sampling, seed_of
 from engines.pool import EngineStatus, Pool
 from sample import Sample
 from scheduling.dynamic_sampling import (
@@ -175,22 +175,31 @@ async def judge_as_generated(step: RolloutStep) -> None:
 MODES = {"full": generate_then_judge, "partial": judge_as_generated}
 
 
-async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
-    """Have the answers of a group generated, or continued; they share the prompt's KV cache."""
-    c = step.c
-    while (unfinished := [s for s in group if not s.is_finished]) and not step.tasks.closed:
+async def ask(
+    c: Controller, sampling: Sampling, group: list[Sample], tasks: Tasks
+) -> AsyncIterator[tuple[Sample, Answer]]:
+    """What engines generate of the unfinished answers of a group, which the caller appends.
+
+    They share the prompt's KV cache. What an engine aborted is asked for again, unless all is being cut off.
+    """
+    while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
         answers = c.placement.rollout.generate(
             [sample.prompt + sample.response for sample in unfinished],
-            c.sampling,
-            limits=[c.sampling.max_new_tokens - len(sample.response) for sample in unfinished],
+            sampling,
+            limits=[sampling.max_new_tokens - len(sample.response) for sample in unfinished],
             seeds=[seed_of(c.config.seed, sample.prompt_id, sample.index) for sample in unfinished],
             greedy=[sample.greedy for sample in unfinished],
         )
         async for answer in answers:
-            sample = unfinished[answer.index]
-            append_tokens(step, sample, answer)
-            if sample.is_finished and not step.tasks.closed:
-                on_finished(sample)
+            yield unfinished[answer.index], answer
+
+
+async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
+    """Have the answers of a group generated, or continued."""
+    async for sample, answer in ask(step.c, step.c.sampling, group, step.tasks):
+        append_tokens(step, sample, answer)
+        if sample.is_finished and not step.tasks.closed:
+            on_finished(sample)
 
 
 def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:

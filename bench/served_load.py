@@ -146,7 +146,7 @@ class Collector:
     async def step(self, step: int, served, samples, stats: dict, job) -> None:
         """Gather and keep (collective)."""
         load = job.state.history[-1]
-        spans, now = job.timeline.take(), job.timeline.now()
+        spans, now = job.timeline.drain(), job.timeline.now()
         capacity = {role: len(load.plan.leads(role)) * job.config.max_running_requests for role in ("rollout", "genrm")}
         facts = await job.world.gather(local_facts(served, samples, spans, job))
         metrics = summarize(facts, capacity) | load.metrics() | stats

@@ -72,6 +72,7 @@ class Answer:
     end: float = 0.0
     score: float | None = None  # instead of tokens, from a scalar reward model
     rank: int = 0  # of the engine that wrote its end
+    stalls: int = 0  # engines that stalled while it was awaited
 
     def extended(self, part: Answer) -> Answer:
         """This answer and the part that follows it."""

@@ -66,7 +66,7 @@ class Pool:
         self._reported: set[int] = set()  # lost ones that people know of
         self._watch: asyncio.Task | None = None
         self._asked: list[Asked] = []  # since `pop_stats`
-        self._wakes = 0
+        self._wakes = self._stalls = 0
 
     def assign(self, leads: tuple[int, ...]) -> None:
         """Take the engines of these ranks and no others; all are asleep."""
@@ -115,7 +115,7 @@ class Pool:
                         so_far = begun.get(index)
                         begun[index] = so_far.extended(part) if so_far else replace(part, index=index)
                         if part.finish:
-                            yield self._note(owed.pop(index), begun[index])
+                            yield self._note(owed.pop(index), replace(begun[index], stalls=stalls))
                 continue
             except EngineLost:
                 breaks += 1
@@ -126,6 +126,7 @@ class Pool:
                 pass
             if engine.rank not in self._lost:
                 stalls, breaks = stalls + 1, 0
+                self._stalls += 1
                 self._deprioritized.add(engine.rank)
             if stalls == MAX_STALLS:
                 raise ValueError(
@@ -193,10 +194,11 @@ class Pool:
 
     def pop_stats(self) -> RequestStats:
         """What this controller's requests came to since the last call."""
-        asked, self._asked, wakes, self._wakes = self._asked, [], self._wakes, 0
+        asked, wakes, stalls = self._asked, self._wakes, self._stalls
+        self._asked, self._wakes, self._stalls = [], 0, 0
         for request in asked:
             self.timeline.request(self.role, request.rank, request.sent, request.end)
-        return RequestStats.of((request[1:] for request in asked), wakes)
+        return RequestStats.of((request[1:] for request in asked), wakes, stalls)
 
     # ---- who is up
 

@@ -1,127 +1,103 @@
 """Figure: the paper's picture from measured spans, and below it the life of every answer.
 
-Above, a lane per rank and a colour per role; shade is occupancy. Below, a thin row per answer from queued to done: the long tail and
-what over-dispatch aborts are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
+Above, a lane per rank and a colour per role; shade is occupancy: requests in flight over those that the
+engine can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch aborts
+are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
+
+    python -m reporting.figure RUN --steps 10 14      any steps of a run
+    python -m reporting.figure RUN_A RUN_B            two runs above each other on one clock
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
 
-MOST_ROWS = 250  # of answers; of more in a step every second, third ... is drawn
-ALIKE = 0.002  # of the picture's length: answers that start closer together than this are sorted by their ends
-INK, PALE = "#333333", "#c4c8cd"
-UPPER, LOWER = -0.87, -0.6  # where the two rows of texts stand over the lanes; lane 0 lies at 0
-LABELS = {  # kind of mark -> how it is named, where, on which side of its time, in which colour
-    "weights": ("{} ", UPPER, "right", COLORS["sync"]),  # the next step begins right behind it
-    "split": ("split {} ", LOWER, "right", INK),
-    "wave": (" {}", LOWER, "left", "#6b7178"),
+ROW, MOST = 0.011, 2.75  # inches of an answer's row, and of all of them at most: more answers, thinner rows
+TOGETHER = 0.002  # part of the shown time: answers that leave the queue within it are sorted by their ends
+INK, GREY = "#333333", "#6b7178"
+UPPER, LOWER = -0.87, -0.6  # where two rows of texts stand over the lanes; lane 0 lies at 0
+LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
+    "weights": (UPPER, "right", COLORS["sync"]),  # the next step begins right behind it
+    "split": (LOWER, "right", INK),
+    "wave": (LOWER, "left", GREY),
 }
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What one part of the figure shows. capacity: answers that one engine holds at once, which is full shade."""
+    """What one part of the figure shows. capacity: answers that an engine decodes at once, full shade."""
 
     title: str
     records: Records
     capacity: int
 
     @property
-    def zero(self) -> float:
-        """When the first span begins, which is 0 in the figure."""
-        return min((s.start for s in self.records.spans), default=0.0)
+    def begins(self) -> dict[int, float]:
+        """Step -> when its first span begins. The first of all is 0 in the figure."""
+        return {s.step: s.start for s in sorted(self.records.spans, key=lambda s: s.start, reverse=True)}
 
     @property
-    def begins(self) -> dict[int, float]:
-        """Step -> when it begins."""
-        steps = sorted({s.step for s in self.records.spans})
-        return {step: min(s.start for s in self.records.spans if s.step == step) for step in steps}
+    def zero(self) -> float:
+        return min(self.begins.values(), default=0.0)
 
-
-# ---------------------------------------------------------------- what is to be drawn
+    @property
+    def marks(self) -> list[Mark]:
+        """The lowest rank's: all make them at once. Wave 1 is where its step begins."""
+        lowest = min((mark.rank for mark in self.records.marks), default=0)
+        return [mark for mark in self.records.marks if mark.rank == lowest and mark.text != "wave 1"]
 
 
 def of_steps(records: Records, first: int, last: int) -> Records:
-    """What was done for the steps `first` to `last`; negative numbers count back from the last trained step, which is -1."""
-    spans = [s for s in records.spans if s.name in COLORS]
-    end = max((s.step for s in spans if s.name == "train"), default=-1) + 1  # an evaluation after it belongs to no step
+    """What was done for the steps `first` to `last`; negative numbers count back from the last, -1.
+
+    Where a run trains, that is the last trained step: an evaluation after it belongs to none.
+    """
+    spans = [span for span in records.spans if span.name in COLORS]
+    steps = {span.step for span in spans if span.name == "train"} or {span.step for span in spans}
+    end = max(steps, default=-1) + 1
     first, last = (number + end if number < 0 else number for number in (first, last))
-    chosen = range(max(first, 0), min(last + 1, end))
-    return Records(*([record for record in kind if record.step in chosen] for kind in (spans, records.samples, records.marks)))
-
-
-def lives(samples: list[SampleSpan]) -> list[list[SampleSpan]]:
-    """The stretches of each answer's life in order; the lives in the order in which they left the queue, those alike by their ends.
-
-    An answer that was aborted and resumed in a later step has one life. One whose prompt came again is another answer.
-    """
-    grouped = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (s.start, s.end)):
-        grouped[sample.prompt_id, sample.index].append(sample)
-    found = []
-    for stretches in grouped.values():
-        begins = [i for i in range(len(stretches)) if i == 0 or _begins_anew(stretches[i - 1], stretches[i:])]
-        found += [stretches[i:j] for i, j in zip(begins, [*begins[1:], None], strict=True)]
-    unit = ALIKE * (max(s.end for s in samples) - min(s.start for s in samples)) if samples else 0.0
-    return sorted(found, key=lambda life: (_left_queue(life) // (unit or 1.0), life[-1].end))
-
-
-def _left_queue(life: list[SampleSpan]) -> float:
-    return next((s.start for s in life if s.state != "queued"), life[-1].end)
-
-
-def _begins_anew(before: SampleSpan, after: list[SampleSpan]) -> bool:
-    """Whether an answer is written from its first token on after another has ended."""
-    written = next((s.state for s in after if s.state != "queued"), "decoding")
-    return before.state in INSTANTS and after[0].state in ("queued", "decoding") and written == "decoding"
-
-
-def rows_of(lives: list[list[SampleSpan]]) -> list[int]:
-    """The row of each life: the first that is free. A row is free again in the step after the last one of the life that has it.
-
-    So every step begins at the top and stays in order, except that an answer of an earlier step is resumed in its own row.
-    """
-    rows, busy_until = [], []
-    for life in lives:
-        row = next((row for row, step in enumerate(busy_until) if step < life[0].step), len(busy_until))
-        busy_until[row : row + 1] = [life[-1].step]
-        rows.append(row)
-    return rows
-
-
-def thinned(lives: list[list[SampleSpan]]) -> tuple[list[list[SampleSpan]], int]:
-    """Every n-th life, with the least n that leaves a step about MOST_ROWS of them at most; and n."""
-    of_step = defaultdict(int)
-    for life in lives:
-        for step in range(life[0].step, life[-1].step + 1):
-            of_step[step] += 1
-    every = max(1, -(-max(of_step.values(), default=0) // MOST_ROWS))
-    return lives[::every], every
-
-
-def once(marks: list[Mark]) -> list[Mark]:
-    """Marks of each kind by the lowest rank that made any: all ranks make them at once."""
-    lowest = {}
-    for mark in marks:
-        lowest[mark.kind] = min(mark.rank, lowest.get(mark.kind, mark.rank))
-    return [mark for mark in marks if mark.rank == lowest[mark.kind]]
+    shown = range(max(first, 0), min(last + 1, end))
+    kinds = (spans, records.samples, records.marks)
+    return Records(*([record for record in kind if record.step in shown] for kind in kinds))
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """The picture of a run's steps. Raises ValueError when `out` is no run, or has no span of these steps."""
+    """The picture of a run's steps. ValueError when `out` is no run, or has no span of these steps."""
     if not (out / "config.json").is_file():
         raise ValueError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     records = of_steps(read(out / "spans"), first, last)
     if not records.spans:
         raise ValueError(f"{out} has no steps {first} to {last}")
-    return Picture(f"{out}: {config['mode']} colocation, {config['ranks']} ranks", records, config["max_running_requests"])
+    title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
+    return Picture(title, records, config["max_running_requests"])
+
+
+def rows_of(samples: list[SampleSpan]) -> list[tuple[int, SampleSpan]]:
+    """The row of every stretch. In each step an answer has a row, from the top as they left the queue."""
+    answers = defaultdict(list)
+    for s in sorted(samples, key=lambda s: (s.start, s.end)):
+        answers[s.step, s.prompt_id, s.index].append(s)
+    shown_s = max((s.end for s in samples), default=0.0) - min((s.start for s in samples), default=0.0)
+
+    def order(answer: list[SampleSpan]) -> tuple[int, float, list[float]]:
+        left_queue = answer[0].end if answer[0].state == "queued" else answer[0].start
+        return answer[0].step, left_queue // (TOGETHER * shown_s or 1.0), [s.end for s in answer[1:]]
+
+    steps = groupby(sorted(answers.values(), key=order), key=lambda answer: answer[0].step)
+    return [(row, s) for _, in_order in steps for row, answer in enumerate(in_order) for s in answer]
 
 
 # ---------------------------------------------------------------- drawing
@@ -129,101 +105,95 @@ def read_run(out: Path, first: int, last: int) -> Picture:
 
 def draw(pictures: list[Picture], path: Path) -> None:
     """A PNG of one or several runs, above each other on one clock, each from its first span on."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    heights = []  # inches, of the lanes and, where there are any, of the answers of each picture
-    answers = [thinned(lives(picture.records.samples)) for picture in pictures]
-    for picture, (shown, _) in zip(pictures, answers, strict=True):
-        heights.append((1.0 if picture.records.marks else 0.8) + 0.52 * max(1, len({s.rank for s in picture.records.spans})))
-        if shown:
-            heights.append(0.6 + 0.011 * max(rows_of(shown)))
-    layout = dict(sharex=True, squeeze=False, constrained_layout={"hspace": 0.0, "h_pad": 0.03}, height_ratios=heights)
-    figure, axes = plt.subplots(len(heights), figsize=(13, 0.4 + sum(heights)), **layout)
-    panels = iter(axes[:, 0])
-    for picture, (shown, every) in zip(pictures, answers, strict=True):
-        _draw_lanes(picture, next(panels), f" (1 of {every} answers drawn)" if every > 1 else "")
-        if shown:
-            _draw_answers(picture, shown, next(panels))
-    _finish(figure, axes[:, 0], any(shown for shown, _ in answers))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    make_figure(pictures).savefig(path, dpi=150)
 
 
-def _draw_lanes(picture: Picture, axes, note: str) -> None:
+def make_figure(pictures: list[Picture]) -> Figure:
+    """For each picture a panel of its lanes and, where there are any, one of its answers."""
+    panels = []  # inches, what draws it
+    for picture in pictures:
+        ranks = sorted({span.rank for span in picture.records.spans})
+        panels.append((1.0 + 0.52 * max(1, len(ranks)), _draw_lanes, picture, ranks))
+        if rows := rows_of(picture.records.samples):
+            height = min(MOST, ROW * (1 + max(row for row, _ in rows)))
+            panels.append((0.75 + height, _draw_answers, picture, rows, height))
+    heights = [height for height, *_ in panels]
+    figure = Figure(figsize=(13, 0.4 + sum(heights)), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
+    all_axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (_, draw_panel, *what) in zip(all_axes, panels, strict=True):
+        axes.set_frame_on(False)
+        axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+        axes.margins(x=0.004)
+        draw_panel(axes, *what)
+    all_axes[-1].tick_params(axis="x", length=3, color=GREY)
+    all_axes[-1].set_xlabel("seconds", fontsize=9, color=INK, loc="left")
+    names = defaultdict(list)
+    for name, color in (*COLORS.items(), *STATES.items()):
+        names[color].append(name)
+    handles = [Patch(color=color, label=", ".join(names[color])) for color in names]
+    figure.legend(handles=handles, ncols=len(handles), loc="lower right", fontsize=8, frameon=False)
+    return figure
+
+
+def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
     """A lane per rank, never paler than 0.35; over them where steps begin, and the marks."""
-    spans, ranks, zero = picture.records.spans, sorted({s.rank for s in picture.records.spans}), picture.zero
-    for (rank, name), stretches in lanes(spans).items():
-        for start, end, flying in stretches:
-            full = min(1.0, flying / picture.capacity) if name in ("rollout", "genrm") else 1.0
-            axes.barh(ranks.index(rank), end - start, left=start - zero, height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
-    _draw_verticals(picture, axes)
+    for (rank, name), stretches in lanes(picture.records.spans).items():
+        for start, end, in_flight in stretches:
+            full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
+            style = dict(height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
+            axes.barh(ranks.index(rank), end - start, left=start - picture.zero, **style)
+    _draw_verticals(axes, picture)
     for step, begin in picture.begins.items():
-        axes.text(begin - zero, UPPER if picture.records.marks else LOWER, f" step {step}", fontsize=8.5, color=INK, va="center")
-    for mark in once(picture.records.marks):
-        _label(mark, mark.time - zero, 0.03 * (max((s.end for s in spans), default=zero) - zero), axes)
+        axes.text(begin - picture.zero, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
+    for mark in picture.marks:
+        y, side, color = LABELS[mark.kind]
+        text = f" split {mark.text} " if mark.kind == "split" else f" {mark.text} "
+        axes.text(mark.time - picture.zero, y, text, fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(max(1, len(ranks)) - 0.5, -1.05 if picture.records.marks else -0.8)
-    axes.set_title(picture.title + note, fontsize=10, loc="left", color=INK)
+    axes.set_ylim(max(1, len(ranks)) - 0.5, -1.05)
+    axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
 
 
-def _label(mark: Mark, x: float, near: float, axes) -> None:
-    """The mark's text over the lanes, and a tick. One less than `near` to 0 would stand on the first step's name: it goes to 0."""
-    text, y, side, color = LABELS[mark.kind]
-    x = 0 if side == "right" and x < near else x
-    axes.text(x, y, text.format(mark.text), fontsize=7.5, color=color, ha=side, va="center")
-    axes.vlines(x, y - 0.09, y + 0.09, color=color, linewidth=1.0)
-
-
-def _draw_answers(picture: Picture, shown: list[list[SampleSpan]], axes) -> None:
-    """A thin row per answer, coloured by state; a hair line where it waits between an abort and its resumption."""
-    rows, zero = rows_of(shown), picture.zero
-    begins, ends = [life[0].start - zero for life in shown], [life[-1].end - zero for life in shown]
-    axes.hlines(rows, begins, ends, color=PALE, linewidth=0.4, zorder=0)
-    drawn = [(row, s) for life, row in zip(shown, rows, strict=True) for s in life]
+def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan]], height: float) -> None:
+    """A thin row per answer, coloured by state; `height` inches for all of them."""
+    last = max(row for row, _ in rows)
     for state, color in STATES.items():
-        y = [row for row, s in drawn if s.state == state]
-        left = [s.start - zero for _, s in drawn if s.state == state]
-        width = [s.end - s.start for _, s in drawn if s.state == state]
+        found = [(row, s.start - picture.zero, s.end - picture.zero) for row, s in rows if s.state == state]
+        y, start, end = zip(*found, strict=True) if found else ((), (), ())
         if state in INSTANTS:
-            axes.vlines(left, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6, zorder=3)
+            axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
         else:
-            axes.barh(y, width, left=left, height=1.0, color=color)
-    _draw_verticals(picture, axes)
-    axes.set_ylim(max(rows) + 1.5, -1.5)
+            axes.hlines(y, start, end, color=color, linewidth=max(0.5, 100 * height / (last + 1)))
+    _draw_verticals(axes, picture)
+    axes.set_ylim(last + 1.5, -1.5)
     axes.set_yticks([])
     axes.set_ylabel("answers", fontsize=8.5, color=INK)
 
 
-def _draw_verticals(picture: Picture, axes) -> None:
+def _draw_verticals(axes: Axes, picture: Picture) -> None:
     """A line where a step begins, a dotted one where a wave does."""
     for begin in picture.begins.values():
         axes.axvline(begin - picture.zero, color=INK, linewidth=0.8)
-    for mark in once(picture.records.marks):
+    for mark in picture.marks:
         if mark.kind == "wave":
             axes.axvline(mark.time - picture.zero, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
 
 
-def _finish(figure, panels, with_answers: bool) -> None:
-    """One legend for the roles and one for the states, and the axis that all panels share."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+def main() -> None:
+    """Exit status 1 after one line on stderr when there is nothing to draw."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that a run left behind")
+    parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
+    parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
+    given = parser.parse_args()
+    try:
+        draw([read_run(out, *given.steps) for out in given.runs], given.figure)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {given.figure}")
 
-    style = dict(fontsize=8, frameon=False, handlelength=1.4, columnspacing=1.4, borderaxespad=0.1)
-    roles = [Patch(color=color, label=name) for name, color in COLORS.items()]
-    panels[0].legend(handles=roles, ncols=len(roles), loc="lower right", bbox_to_anchor=(1, 1), **style)
-    panels[-1].set_xlabel("seconds", fontsize=9, color=INK)
-    if with_answers:
-        tick = dict(linestyle="", marker="|", markersize=9, markeredgewidth=2)
-        states = [Line2D([], [], color=c, label=n, **tick) if n in INSTANTS else Patch(color=c, label=n) for n, c in STATES.items()]
-        figure.legend(handles=states, ncols=len(states), loc="lower right", **style)
-    for axes in panels:
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.spines["left"].set_color(PALE)
-        axes.tick_params(axis="x", length=0 if axes is not panels[-1] else 3, color=PALE)
-        axes.tick_params(labelcolor=INK, labelsize=8.5)
-        axes.margins(x=0.004)
-    panels[-1].spines["bottom"].set(visible=True, color=PALE)
+
+if __name__ == "__main__":
+    main()

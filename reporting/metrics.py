@@ -1,269 +1,261 @@
-"""Report: what a step came to, as numbers, texts and pictures, and the one progress bar.
+"""What a step came to, as numbers and texts.
 
-Controllers gather small facts; every rank works out the same metrics; rank 0 writes them. Files under --out: metrics.jsonl,
-samples.jsonl, tensorboard/, trace.json, timeline.png.
+Controllers gather small facts; every rank works out the same metrics; rank 0 writes them. Files under --out:
+metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.json and timeline.png.
 """
 
 from __future__ import annotations
 
-import asyncio
 import html
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
-from config import printable
-from reporting import figure
+from config import Config
 from reporting import timeline as tl
+from reporting.progress import Progress
+from runtime.world import World
+from sample import Sample
+from scheduling.rebalance import StepStats
 
-TEXTS_PER_STEP = 2  # whole groups written to samples.jsonl and TensorBoard a step
-BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
-TOKENS = ("tokens", "tokens_trained", "tokens_filtered", "tokens_carried")  # written in a step, and what became of groups
-PHASES = {"serve": "serving", "train": "training", "sync": "pushing weights", "save": "saving", "evaluate": "evaluating"}
+if TYPE_CHECKING:
+    from checkpoint import ResumePoint
+    from controller import Controller
+    from rollout import RolloutBatch
+
+SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, each of another group
+SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
+SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
+PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")  # no costs, judges, keys
 
 
-class Progress:
-    """One bar on rank 0's terminal: what the run is doing now, how it does, time left; and a line per step. Other ranks are silent."""
+class MetricsWriter:
+    """metrics.jsonl and TensorBoard under `out`. Row k: what k updates came to, and the update that followed.
 
-    def __init__(self, steps: int, is_main: bool):
-        from tqdm import tqdm
+    purge_step: where a run goes on; TensorBoard forgets what an earlier try wrote from that step on.
+    """
 
-        self._steps, self._is_main = steps, is_main
-        disable = None if is_main else True  # None: no bar in a log file, only the lines
-        self._bar = tqdm(total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False)
+    def __init__(self, out: Path, purge_step: int | None = None):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
-    async def tick(self) -> None:
-        """Keep the clock in the bar going while nothing happens."""
-        while True:
-            await asyncio.sleep(1.0)
-            self._bar.refresh()
+        self._path = out / "metrics.jsonl"
+        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
-    def go_on(self, step: int) -> None:
-        """The run goes on after so many steps."""
-        self._bar.initial = self._bar.n = step
+    def write(self, step: int, metrics: dict[str, float | str]) -> None:
+        """One row. It is safe from now on, with all texts that were added before."""
+        row: dict[str, float | str] = {"step": step}
+        for name, value in sorted(metrics.items()):
+            if isinstance(value, str):
+                row[name] = value
+                self._board.add_text(name, value, step)
+            else:
+                row[name] = round(value, 6)
+                self._board.add_scalar(name, value, step)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self._board.flush()
 
-    def done(self) -> None:
-        """One more step is."""
-        self._bar.update()
+    def add_texts(self, step: int, texts: dict[str, str]) -> None:
+        """Plain text for TensorBoard, which renders Markdown: text from a model is escaped."""
+        for name, text in texts.items():
+            lines = html.escape(text).splitlines()
+            self._board.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
-    def doing(self, what: str) -> None:
-        """Say what the run is doing now."""
-        self._bar.set_description_str(what)
+    def add_picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG for TensorBoard."""
+        from matplotlib.image import imread
 
-    def phase(self, name: str, step: int) -> None:
-        """A span opened: the phases of a step show up in the bar."""
-        if name in PHASES:
-            self.doing(f"step {step + 1}: {PHASES[name]}")
-
-    def step(self, step: int, metrics: dict[str, float], accuracy: float | None) -> None:
-        """A step is done."""
-        reward, rate = metrics["reward/unfiltered_mean"], metrics["perf/tokens_per_s"]
-        shown = {"reward": f"{reward:.2f}", "tokens/s": f"{rate:.0f}"}
-        if accuracy is not None:
-            shown["accuracy"] = f"{accuracy:.2f}"
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update()
-        loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""  # --rollout-only has none
-        self.line(
-            f"step {step + 1:3d}/{self._steps}  reward {reward:.3f}  {loss}"
-            f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  {rate:.0f} tokens/s  "
-            f"step {metrics['time/step_s']:.1f} s (serve {metrics['time/serve_s']:.1f}, train {metrics['time/train_s']:.1f})"
-        )
-
-    def line(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        if self._is_main:
-            self._bar.write(printable(text))
+        self._board.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
-        """Take the bar away."""
-        self._bar.close()
+        """The last call."""
+        self._board.close()
 
 
 class Report:
     """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
-    def __init__(self, config, world, out: Path, progress: Progress, decode, found=None):
-        """found: the checkpoint that the run goes on from (resume.Found), None of a new one."""
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        out: Path,
+        progress: Progress,
+        decode: Callable[[list[int]], str],
+        found: ResumePoint | None = None,
+    ):
+        """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
         self.config, self.world, self.out, self.progress = config, world, out, progress
-        self.decode = decode  # actor tokens -> text
-        self._accuracy: float | None = None
+        self.decode = decode
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
         self._ended = found.ended_s if found else 0.0  # when the step before ended, on the timeline's clock
-        self._writer = None
+        self._writer = MetricsWriter(out, found and found.step) if world.rank == 0 else None
         if found:
-            progress.go_on(found.step)
-        if world.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=found and found.step)
+            progress.resume_at(found.step)
 
     def accuracy(self, step: int, value: float, now: float) -> None:
         """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
-        self._accuracy, self._ended = value, now
-        self._evaluated = {"eval/accuracy": value}
-        self.progress.line(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
+        self._evaluated, self._ended = {"eval/accuracy": value}, now
+        self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
-    async def step(self, step: int, served, samples: list, stats: dict[str, float], job) -> None:
-        """Gather the step's facts, work out its metrics and write them (collective)."""
-        spans, now = job.timeline.take(), job.timeline.now()
-        facts = await self.world.gather(local_facts(served, samples, spans, job))
-        load = job.state.history[-1]
-        capacity = {role: len(load.plan.leads(role)) * self.config.max_running_requests for role in ("rollout", "genrm")}
-        metrics = summarize(facts, capacity) | load.metrics() | stats
-        metrics |= {"rollout/groups_per_kept": job.state.groups_per_kept, "split/rollout_ranks": float(len(load.plan.rollout))}
-        metrics["time/step_s"], self._ended = now - self._ended, now
-        metrics["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-        self._write(step, metrics | self._evaluated)  # row k: what was measured with k updates done, and the update that followed
-        self._evaluated = {}
-        self._write_samples(step, served)
-        self.progress.step(step, metrics, self._accuracy)
-        if served.lacking:
-            lacking = f"{served.lacking} of {self.config.prompts_per_step} groups are lacking after {served.waves} waves"
-            self.note(f"step {step + 1}: {lacking}: the other prompts' answers had equal rewards")
+    async def step(
+        self,
+        c: Controller,
+        step: int,
+        batch: RolloutBatch,
+        samples: list[Sample],
+        stats: dict[str, float | str],
+    ) -> None:
+        """Gather the step's facts, work out its metrics and write them (collective).
+
+        samples: those that this rank trained on; stats: further metrics, the same on every rank.
+        """
+        facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
+        metrics = summarize(await self.world.gather(facts))
+        metrics |= serving_metrics(c.state.history[-1], self.config) | stats
+        metrics |= {
+            "rollout/groups_per_kept": c.state.groups_per_kept,
+            "time/step_s": now - self._ended,
+            "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
+        }
+        if self._writer:
+            self._write_samples(step, batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP])
+            self._writer.write(step, metrics | self._evaluated)
+        self._evaluated, self._ended = {}, now
+        self.progress.step(step, metrics)
+        if batch.missing_groups:
+            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
+            why = "the other prompts' answers had equal rewards"
+            self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: {why}")
 
     def note(self, text: str) -> None:
         """A line for people, from rank 0."""
         self.progress.line(text)
 
-    def flush(self) -> None:
-        """Nothing that was reported may be lost when the process ends now."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def dump(self, samples: list) -> Path:
+    def dump(self, samples: list[Sample]) -> Path:
         """Add whole samples to skipped_samples.jsonl, from any rank; returns its path."""
         path = self.out / "skipped_samples.jsonl"
-        rows = "".join(json.dumps(vars(sample) | {"text": self.decode(sample.response), "media": None}) + "\n" for sample in samples)
+        rows = [vars(sample) | {"text": self.decode(sample.response), "media": None} for sample in samples]
         with path.open("ab", buffering=0) as file:  # one write: ranks don't mix their lines
-            file.write(rows.encode())
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
         return path
 
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
-        if self._writer is None:
+    def close(self) -> None:
+        """The last row, the trace and the picture. Call it after a barrier: it reads all ranks' spans."""
+        if not self._writer:
             return
-        with (self.out / "metrics.jsonl").open("a") as file:
-            numbers = {name: value if isinstance(value, str) else round(value, 6) for name, value in sorted(metrics.items())}
-            file.write(json.dumps({"step": step} | numbers) + "\n")
-        for name, value in metrics.items():
-            (self._writer.add_text if isinstance(value, str) else self._writer.add_scalar)(name, value, step)
+        from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-    def _write_samples(self, step: int, served) -> None:
-        """A few whole samples of this controller. TensorBoard renders Markdown, so text from a model is escaped."""
-        if self._writer is None:
-            return
-        rows = []
-        for sample in served.kept[:: self.config.answers_per_prompt][:TEXTS_PER_STEP]:
-            rows.append(
-                {"step": step, "prompt_id": sample.prompt_id, "question": sample.question, "answer_key": sample.answer_key}
-                | {"response": self.decode(sample.response), "finish": sample.finish, "critique": sample.critique}
-                | {"verdict": sample.verdict, "reward": sample.reward, "cost": sample.cost}
-            )
-        with (self.out / "samples.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        for number, row in enumerate(rows):
-            text = "\n".join(f"    {line}" for line in html.escape(json.dumps(row, indent=1)).splitlines())
-            self._writer.add_text(f"samples/{number}", text, step)
-
-    def close(self, capacity: int, title: str) -> None:
-        """Merge the ranks' records into the trace and the picture. Rank 0 only writes; call it after a barrier."""
-        if self._writer is None:
-            return
-        self._write(self.config.steps, self._evaluated)
-        records = tl.read(self.out / "spans")
+        records, path = tl.read(self.out / "spans"), self.out / "timeline.png"
         tl.write_trace(records, self.out / "trace.json")
-        figure.draw([figure.Picture(title, figure.of_steps(records, -4, -1), capacity)], self.out / "timeline.png")
-        import matplotlib.image
-
-        picture = matplotlib.image.imread(self.out / "timeline.png")[..., :3]
-        self._writer.add_image("timeline", picture, self.config.steps, dataformats="HWC")
+        title = f"{self.config.mode} colocation, {self.world.size} ranks, the last steps"
+        shown = figure.of_steps(records, -4, -1)
+        figure.draw([figure.Picture(title, shown, self.config.max_running_requests)], path)
+        self._writer.add_picture(self.config.steps, "timeline", path)
+        self._writer.write(self.config.steps, self._evaluated)
         self._writer.close()
 
+    def _write_samples(self, step: int, samples: list[Sample]) -> None:
+        rows = [{"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS} for sample in samples]
+        rows = [row | {"response": self.decode(row["response"])} for row in rows]
+        with (self.out / "samples.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        texts = {f"samples/{number}": json.dumps(row, indent=1) for number, row in enumerate(rows)}
+        self._writer.add_texts(step, texts)
 
-def local_facts(served, samples: list, spans: list[tl.Span], job) -> dict:
-    """What one controller saw in a step: counts, lengths, seconds. `samples` are those it trained on; `served` those it had written.
 
-    A carried group is counted as such alone; its answers are when it comes again: how many of it are whole by now is up to timing.
+# ---------------------------------------------------------------- from facts to metrics
+
+
+class Facts(NamedTuple):
+    """What one controller saw in a step, by how it is reduced over the controllers. Metric -> value."""
+
+    means: dict[str, list[float]]  # of all values of all controllers
+    sums: dict[str, int]
+    maxima: dict[str, float]
+    latencies: list[float]  # of judgements, seconds
+    work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
+
+
+def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans: list[tl.Span]) -> Facts:
+    """What this controller saw: `batch` is what it had written, `samples` are those it trained on.
+
+    A carried group is counted as such alone; its answers are when it comes again: how many of it are finished
+    by now is up to timing.
     """
-    filtered = [sample for group in served.filtered for sample in group]
-    everything = served.kept + served.dropped + filtered
-    keyed = [s for s in everything if s.answer_key is not None and s.reward is not None]
-    wrong = [s for s in keyed if job.judge.final_answer(s) != s.answer_key]
-    return {
-        "kept_rewards": [s.reward for s in served.kept],
-        "costs": [s.cost for s in everything if s.cost is not None],
-        "rewards": [s.reward for s in everything if s.reward is not None],
-        "verdicts": [s.verdict for s in everything if s.verdict is not None],
-        "lengths": [len(s.response) for s in everything],
-        "truncated": sum(s.finish == "length" for s in everything),
-        "aborted": served.aborted,
-        "tokens": served.tokens,
-        "tokens_trained": sum(len(s.response) for s in served.kept),
-        "tokens_filtered": sum(len(s.response) for s in served.dropped + filtered),
-        "tokens_carried": sum(len(s.response) for group in served.carried for s in group),
-        "trained_lengths": [len(s.response) for s in served.kept],
-        "filtered": len(served.filtered),
-        "groups": len({s.prompt_id for s in served.kept + served.dropped}) + len(served.filtered),
-        "carried": len(served.carried),
-        "waves": served.waves,
-        "lacking": served.lacking,
-        "answers_keyed": len(keyed),
-        "answers_wrong": len(wrong),
-        "wrong_accepted": sum(s.verdict is True for s in wrong),
-        "failed": sum(s.reward is None for s in served.dropped + filtered),
-        "latencies": job.judge.latencies,
-        "timeouts": job.judge.timeouts,
-        "dp_rank": job.actor.dp_rank,
-        "work": sum(job.actor.cost(len(s.prompt) + len(s.response)) for s in samples),
-        "seconds": {name: tl.seconds(spans, name) for name in ("serve", "rollout", "genrm", "train", "switch", "sync", "save")},
-        "request_seconds": {role: sum(s.end - s.start for s in spans if s.name == role) for role in ("rollout", "genrm")},
+    filtered = [sample for group in batch.filtered for sample in group]
+    finished = batch.kept + batch.dropped + filtered
+    keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
+    wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
+    num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
+    means = {
+        "reward/mean": [s.reward for s in batch.kept],
+        "reward/unfiltered_mean": [s.reward for s in finished if s.reward is not None],
+        "reward/zero_std_frac": [0] * num_kept + [1] * len(batch.filtered),
+        "rollout/response_len_mean": [len(s.response) for s in finished],
+        "rollout/trained_len_mean": [len(s.response) for s in batch.kept],
+        "rollout/truncated_frac": [s.finish == "length" for s in finished],
+        "rollout/wrong_frac": [1] * len(wrong) + [0] * (len(keyed) - len(wrong)),
+        "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
+        "genrm/false_positive_frac": [s.verdict is True for s in wrong],
+        "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
     }
+    sums = {
+        "rollout/tokens": batch.tokens,
+        "rollout/tokens_trained": sum(len(s.response) for s in batch.kept),
+        "rollout/tokens_filtered": sum(len(s.response) for s in batch.dropped + filtered),
+        "rollout/tokens_carried": sum(len(s.response) for group in batch.carried for s in group),
+        "rollout/aborted": batch.aborted,
+        "rollout/carried_groups": len(batch.carried),
+        "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
+    }
+    maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES}
+    maxima |= {
+        "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
+        "rollout/waves": float(batch.waves),  # as all other controllers
+        "rollout/lacking_groups": float(batch.missing_groups),
+    }
+    actor = c.placement.actor
+    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
+    return Facts(means, sums, maxima, c.rewards.latencies, work)
 
 
-def summarize(facts: list[dict], capacity: dict[str, int]) -> dict[str, float]:
-    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's, in seconds.
+def summarize(facts: list[Facts]) -> dict[str, float]:
+    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's."""
+    metrics = {}
+    for name in facts[0].means:
+        values = [value for each in facts for value in each.means[name]]
+        if values or name not in MAY_LACK:
+            metrics[name] = fmean(values) if values else 0.0
+    if not {"genrm/accept_frac", "rollout/wrong_frac"} <= metrics.keys():
+        del metrics["genrm/false_positive_frac"]  # nobody accepts, or no answer key tells what is false
+    if "rollout/wrong_frac" in metrics:
+        metrics["rollout/correct_frac"] = 1 - metrics.pop("rollout/wrong_frac")
+    metrics |= {name: float(sum(each.sums[name] for each in facts)) for name in facts[0].sums}
+    metrics |= {name: max(each.maxima[name] for each in facts) for name in facts[0].maxima}
+    latencies = sorted(latency for each in facts for latency in each.latencies)
+    for name, part in (("genrm/p50_s", 0.5), ("genrm/p99_s", 0.99)):
+        metrics[name] = latencies[min(len(latencies) - 1, int(part * len(latencies)))] if latencies else 0.0
+    work = {rank: each.work[rank] for each in facts for rank in each.work}.values()
+    return metrics | {"balance/max_over_mean": max(work) / max(1e-9, fmean(work))}
 
-    capacity: answers that the engines of each role decode at once, all together.
-    """
-    shown = {"aborted": "rollout", "failed": "genrm", "timeouts": "genrm"} | dict.fromkeys(TOKENS, "rollout")
-    total = {name: sum(f[name] for f in facts) for name in ("truncated", "filtered", "groups", "carried", *shown)}
-    lists = ("kept_rewards", "rewards", "costs", "verdicts", "lengths", "trained_lengths", "latencies")
-    merged = {name: [value for f in facts for value in f[name]] for name in lists}
-    slowest = {name: max(f["seconds"][name] for f in facts) for name in facts[0]["seconds"]}
-    keyed, wrong, accepted_wrong = (sum(f[name] for f in facts) for name in ("answers_keyed", "answers_wrong", "wrong_accepted"))
-    work = {f["dp_rank"]: f["work"] for f in facts}.values()
+
+def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
+    """Of all controllers' requests. Occupancy: those in flight over those that engines can decode at once."""
     metrics = {
-        "reward/mean": _mean(merged["kept_rewards"]),
-        "reward/unfiltered_mean": _mean(merged["rewards"]),
-        "reward/zero_std_frac": total["filtered"] / max(1, total["groups"]),
-        "rollout/response_len_mean": _mean(merged["lengths"]),
-        "rollout/response_len_max": float(max(merged["lengths"], default=0)),
-        "rollout/trained_len_mean": _mean(merged["trained_lengths"]),
-        "rollout/truncated_frac": total["truncated"] / max(1, len(merged["lengths"])),
-        "rollout/waves": float(facts[0]["waves"]),
-        "rollout/lacking_groups": float(facts[0]["lacking"]),
-        "rollout/carried_groups": float(total["carried"]),
-        "genrm/p50_s": _quantile(merged["latencies"], 0.5),
-        "genrm/p99_s": _quantile(merged["latencies"], 0.99),
-        "balance/max_over_mean": max(work) / max(1e-9, fmean(work)),
-    } | {f"{role}/{name}": float(total[name]) for name, role in shown.items()}
-    if merged["costs"]:
-        metrics["cost/unfiltered_mean"] = _mean(merged["costs"])
-    if keyed:  # only prompts with an answer key can tell
-        metrics["rollout/correct_frac"] = 1 - wrong / keyed
-    if merged["verdicts"]:  # none where rules alone reward
-        metrics["genrm/accept_frac"] = _mean(merged["verdicts"])
-    if merged["verdicts"] and keyed:
-        metrics["genrm/false_positive_frac"] = accepted_wrong / max(1, wrong)
-    for role in ("rollout", "genrm"):
-        work = sum(f["request_seconds"][role] for f in facts)
-        metrics[f"occupancy/{role}"] = work / max(1e-9, capacity[role] * slowest["serve"])
-    return metrics | {f"time/{name}_s": value for name, value in slowest.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return fmean(values) if values else 0.0
-
-
-def _quantile(values: list[float], q: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0
+        "time/swap_s": stats.swap_s,
+        "split/swaps": float(stats.rollout.wakes + stats.genrm.wakes),
+        "split/rollout_ranks": float(stats.split.rollout),
+        "genrm/timeouts": float(stats.genrm.stalls),
+        "genrm/tokens": float(stats.genrm.tokens),
+        "genrm/response_len_max": float(stats.genrm.longest),
+    }
+    for role, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
+        ranks, requests = stats.ranks_and_stats(role)
+        capacity = ranks // tp * config.max_running_requests
+        metrics[f"{role}/cache_hit_frac"] = requests.cached_tokens / max(1, requests.prompt_tokens)
+        metrics[f"occupancy/{role}"] = requests.request_s / max(1e-9, capacity * stats.serve_s)
+    return metrics

@@ -1,30 +1,28 @@
-"""Timeline: spans of every rank, where the work is, from one clock -> seconds, occupancy, a Chrome trace and a figure.
+"""Timeline: what every rank did when, on one clock.
 
-A stage being open is not an engine being busy: while rollout and genrm serve side by side, both stages are open all the time. So a
-span of an engine is one request, from sent to finished, and an engine is busy while requests are in flight; occupancy is in-flight
-over capacity, drawn as shade. Spans of the controller itself (train, switch, sync) are opened around the work.
+A stage being open is not an engine being busy: while rollout and genrm serve side by side, both stages are
+open all the time. So a span of an engine is one request, from sent to finished, and an engine is busy while
+requests are in flight. Spans of the controller itself (train, switch, sync) are opened around the work.
+Beside the spans stand the life of every answer, in stretches (queued, decoding, judging, ...), and marks: a
+wave of prompts, a push of weights, a change of the split.
 
-Beside the spans stand the life of every answer, in stretches (queued, decoding, judging, ...), and marks: a wave of prompts, a push
-of weights, a change of the split. Every rank appends what it saw to its own file under OUT/spans, a row a record; the merged trace
-and the picture are made from those files.
-
-    python timeline.py RUN --steps 10 14      the picture of any steps of a run
-    python timeline.py RUN_A RUN_B            two runs above each other on one clock
+Every rank appends what it saw to its own file under OUT/spans, a row a record; trace.json (Chrome, Perfetto)
+and the picture (figure.py) are made from those files.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-COLORS = {"rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e", "sync": "#8a4fb0", "switch": "#9a9a9a"}
+COLORS = {
+    "rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e", "sync": "#8a4fb0", "switch": "#9a9a9a"
+}  # fmt: skip
 STATES = {  # of an answer, in the order of its life
     "queued": "#dcdfe3",
     "decoding": COLORS["rollout"],
@@ -38,7 +36,7 @@ MARKS = ("weights", "wave", "split")
 
 
 class Span(NamedTuple):
-    """`name` was at work on `rank` from `start` to `end` (seconds since the run's start); `step` is the training step it served."""
+    """`name` was at work on `rank` in training step `step`. Times in seconds since the run's start."""
 
     name: str
     rank: int
@@ -48,7 +46,7 @@ class Span(NamedTuple):
 
 
 class SampleSpan(NamedTuple):
-    """Answer `index` to prompt `prompt_id` was in `state` from `start` to `end`, on the engine of `rank`, in training step `step`."""
+    """Answer `index` to prompt `prompt_id` was in `state`, on the engine of `rank`."""
 
     state: str
     prompt_id: int
@@ -60,7 +58,7 @@ class SampleSpan(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """`rank` saw something happen at `time`; a kind of MARKS and a few letters: weights v3, wave 2, split 3|1."""
+    """`rank` saw something happen; a kind of MARKS and a few letters: weights v3, wave 2, split 3|1."""
 
     kind: str
     text: str
@@ -78,15 +76,22 @@ class Records:
     marks: list[Mark] = field(default_factory=list)
 
 
-KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark}  # the first entry of a row in a file; in the order of Records
+KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark}  # first entry of a row in a file; order of Records
 
 
 class Timeline:
-    """What one controller sees: its own work, the requests that it sent to engines on any rank, and how its answers fared."""
+    """What one controller sees: its own work, the requests that it sent, and how its answers fared."""
 
-    def __init__(self, rank: int, clock: Callable[[], float], folder: Path | None = None, on_open=lambda name, step: None):
+    def __init__(
+        self,
+        rank: int,
+        clock: Callable[[], float],
+        folder: Path | None = None,
+        on_open: Callable[[str, int], None] = lambda name, step: None,
+    ):
+        """clock: the event loop's; folder: of the rank's file; on_open(name, step): as a span opens."""
         self.rank, self._clock, self._zero = rank, clock, clock()
-        self._on_open = on_open  # told the name and step of each span that opens
+        self._on_open = on_open
         self.step = 0
         self.spans: list[Span] = []
         self.samples: list[SampleSpan] = []
@@ -94,7 +99,7 @@ class Timeline:
         self._file = folder and folder / f"rank{rank}.jsonl"
 
     def start(self, ran_s: float = 0.0) -> None:
-        """Zero of the clock, or where a resumed run's stood. Called by every rank right after a barrier, which lines the clocks up."""
+        """The clock's zero, or where a resumed run's stood. Every rank calls it right after a barrier."""
         self._zero = self._clock() - ran_s
 
     def now(self) -> float:
@@ -102,7 +107,7 @@ class Timeline:
         return self._clock() - self._zero
 
     @contextmanager
-    def span(self, name: str):
+    def span(self, name: str) -> Iterator[None]:
         """Time the block on this rank."""
         start = self.now()
         self._on_open(name, self.step)
@@ -112,37 +117,38 @@ class Timeline:
             self.spans.append(Span(name, self.rank, start, self.now(), self.step))
 
     def request(self, role: str, rank: int, start: float, end: float) -> None:
-        """One request to the engine of `role` on `rank`; times are those of the event loop's clock."""
+        """One request to the engine of `role` on `rank`; times of the event loop's clock."""
         self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
 
     def sample(self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float) -> None:
-        """One stretch in the life of one answer, on the engine of `rank`; times are those of the event loop's clock.
+        """One stretch in the life of an answer, on the engine of `rank`; times of the event loop's clock.
 
         state: of STATES; those of INSTANTS have start == end.
         """
         assert state in STATES, f"an answer has no state {state}"
-        assert start == end if state in INSTANTS else start <= end, f"an answer was {state} from {start} to {end}"
-        self.samples.append(SampleSpan(state, prompt_id, index, rank, start - self._zero, end - self._zero, self.step))
+        good = start == end if state in INSTANTS else start <= end
+        assert good, f"an answer was {state} from {start} to {end}"
+        times = (start - self._zero, end - self._zero)
+        self.samples.append(SampleSpan(state, prompt_id, index, rank, *times, self.step))
 
     def mark(self, kind: str, text: str) -> None:
-        """Something happened on this rank, now; kind: of MARKS. Marks that every rank makes at once are drawn once."""
+        """Something happened on every rank, now. kind: of MARKS."""
         assert kind in MARKS, f"there are no marks for {kind}"
         self.marks.append(Mark(kind, text, self.rank, self.now(), self.step))
 
-    def take(self) -> list[Span]:
-        """The spans since the last call. They, the samples' stretches and the marks are written to this rank's file and forgotten."""
-        taken = (self.spans, self.samples, self.marks)
+    def drain(self) -> list[Span]:
+        """The spans since the last call. All that was recorded goes to this rank's file and is forgotten."""
+        drained = (self.spans, self.samples, self.marks)
         self.spans, self.samples, self.marks = [], [], []
-        rows = [row_of(kind, record) for kind, records in zip(KINDS, taken, strict=True) for record in records]
+        rows = [[kind, *record] for kind, records in zip(KINDS, drained, strict=True) for record in records]
         if self._file and rows:
             with self._file.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        return taken[0]
+                file.writelines(json.dumps([_rounded(value) for value in row]) + "\n" for row in rows)
+        return drained[0]
 
 
-def row_of(kind: str, record: Span | SampleSpan | Mark) -> list:
-    """A record as it stands in a file: its kind, then its fields, times to the microsecond."""
-    return [kind, *(round(value, 6) if isinstance(value, float) else value for value in record)]
+def _rounded(value: str | int | float) -> str | int | float:
+    return round(value, 6) if isinstance(value, float) else value  # seconds to the microsecond
 
 
 def read(folder: Path) -> Records:
@@ -156,16 +162,16 @@ def read(folder: Path) -> Records:
 
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
-    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with at least one in flight."""
+    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with one in flight."""
     spans = [s for s in spans if s.end > s.start]  # what began and ended in one instant kept nobody busy
     edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
-    stretches, flying, work, opened, last = [], 0, 0.0, 0.0, 0.0
+    stretches, in_flight, work, opened, last = [], 0, 0.0, 0.0, 0.0
     for time, change in edges:
-        if flying == 0 and change == 1:
+        if in_flight == 0 and change == 1:
             opened, work = time, 0.0
-        work += flying * (time - last)
-        flying, last = flying + change, time
-        if flying == 0:
+        work += in_flight * (time - last)
+        in_flight, last = in_flight + change, time
+        if in_flight == 0:
             stretches.append((opened, time, work / (time - opened)))
     return stretches
 
@@ -176,45 +182,50 @@ def seconds(spans: Iterable[Span], name: str) -> float:
 
 
 def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, float, float]]]:
-    """(rank, name) -> the busy stretches of that lane: requests of all controllers to one engine fall together."""
+    """(rank, name) -> the lane's busy stretches; requests of all controllers to one engine fall together."""
     grouped = defaultdict(list)
     for span in spans:
         grouped[span.rank, span.name].append(span)
     return {key: busy(group) for key, group in sorted(grouped.items())}
 
 
+# ---------------------------------------------------------------- trace.json
+
+
 def write_trace(records: Records, path: Path) -> None:
-    """One Chrome/Perfetto trace of all ranks, in microseconds: a process per rank, a thread per role, the answers beside them."""
+    """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, tracks of answers."""
     ranks = {record.rank for record in (*records.spans, *records.samples, *records.marks)}
     events = [*_lane_events(records.spans), *_answer_events(records.samples), *_mark_events(records.marks)]
     for rank in sorted(ranks):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for row, name in enumerate(COLORS):
-            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}})
+            thread = {"ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+            events.append({"name": "thread_name"} | thread)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _lane_events(spans: list[Span]):
+def _lane_events(spans: list[Span]) -> Iterator[dict]:
     """A complete event per busy stretch of a lane."""
     rows = {name: row for row, name in enumerate(COLORS)}
     for (rank, name), stretches in lanes(s for s in spans if s.name in rows).items():
-        for start, end, flying in stretches:
-            times = {"ts": _microseconds(start), "dur": _microseconds(end) - _microseconds(start)}
-            yield {"name": name, "ph": "X", "pid": rank, "tid": rows[name], **times, "args": {"in_flight": round(flying, 2)}}
+        for start, end, in_flight in stretches:
+            event = {"name": name, "ph": "X", "pid": rank, "tid": rows[name], "ts": _microseconds(start)}
+            event["dur"] = _microseconds(end) - _microseconds(start)
+            yield event | {"args": {"in_flight": round(in_flight, 2)}}
 
 
-def _answer_events(samples: list[SampleSpan]):
-    """An asynchronous slice (b, e) or instant (n) per stretch. An id is one answer, so its life lies on one track, over steps, too."""
-    for s in sorted(samples, key=lambda s: (s.start, s.end)):  # a reader takes events of one time in the order of the file
-        event = {"name": s.state, "cat": "sample", "id": f"{s.prompt_id}.{s.index}", "pid": s.rank, "tid": 0}
-        if s.state in INSTANTS:
-            yield event | {"ph": "n", "ts": _microseconds(s.start), "args": {"step": s.step}}
-        else:
-            yield event | {"ph": "b", "ts": _microseconds(s.start), "args": {"step": s.step}}
+def _answer_events(samples: list[SampleSpan]) -> Iterator[dict]:
+    """An asynchronous slice (b, e) or instant (n) per stretch. An id, so a track, is an answer."""
+    for s in sorted(samples, key=lambda s: (s.start, s.end)):  # readers keep the file's order at one time
+        answer = f"{s.prompt_id}.{s.index}"
+        event = {"name": s.state, "cat": "sample", "id": answer, "pid": s.rank, "tid": 0}
+        begin = event | {"ts": _microseconds(s.start), "args": {"step": s.step}}
+        yield begin | {"ph": "n" if s.state in INSTANTS else "b"}
+        if s.state not in INSTANTS:
             yield event | {"ph": "e", "ts": _microseconds(s.end)}
 
 
-def _mark_events(marks: list[Mark]):
+def _mark_events(marks: list[Mark]) -> Iterator[dict]:
     """An instant of the whole process per mark."""
     for mark in marks:
         name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"  # wave 2; weights v3
@@ -223,23 +234,3 @@ def _mark_events(marks: list[Mark]):
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def main() -> None:
-    """Exit status 1 after one line on stderr when there is nothing to draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that a run left behind")
-    parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), metavar=("FIRST", "LAST"), help="-1: the last [-4 -1]")
-    parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
-    given = parser.parse_args()
-    from reporting.figure import draw, read_run  # which imports this file
-
-    try:
-        draw([read_run(out, *given.steps) for out in given.runs], given.figure)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    print(f"wrote {given.figure}")
-
-
-if __name__ == "__main__":
-    main()

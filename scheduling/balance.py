@@ -1,6 +1,7 @@
-"""Who trains on what: samples into micro-batches of equal work, micro-batches to data-parallel ranks. Pure: no torch, nothing is sent.
+"""Who trains on what: samples to micro-batches of equal work, micro-batches to data-parallel ranks.
 
-All controllers call `plan_batch` on the same gathered numbers and so come to the same plan. Indices below are into the given lists.
+Pure: no torch, nothing is sent. All controllers call `plan_batch` on the same gathered numbers and so come to
+the same plan. Indices below are into the given lists.
 """
 
 from __future__ import annotations
@@ -8,16 +9,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from config import Config
+
 Key = tuple[int, int]  # prompt_id and index of a sample
 
 
-def plan_batch(tokens: dict[Key, int], cost: Callable[[int], int], config, dp_size: int) -> list[list[list[list[Key]]]]:
-    """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], samples by their keys.
+def plan_batch(
+    tokens: dict[Key, int], cost: Callable[[int], int], config: Config, dp_size: int
+) -> list[list[list[list[Key]]]]:
+    """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], the samples' keys.
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. The plan follows from the keys alone, not from
-    who holds a sample. The `updates_per_step` mini-batches are dealt one by one in the order of the keys, so that the answers of a
-    group spread over all of them. Of each mini-batch every rank gets the same number of micro-batches, as pipelines need it, which
-    come close in work; some are empty if there are fewer samples. ValueError if a sample alone is over the token budget.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. The plan follows from the
+    keys, not from who holds a sample. The `updates_per_step` mini-batches are dealt one by one in the order
+    of the keys, so that the answers of a group spread over all of them. Of each mini-batch every rank gets
+    the same number of micro-batches, as pipelines need it, which come close in work; some are empty if there
+    are fewer samples. ValueError if a sample alone is over the token budget.
     """
     keys, plan = sorted(tokens), [[] for _ in range(dp_size)]
     for mini_batch in (keys[first :: config.updates_per_step] for first in range(config.updates_per_step)):
@@ -25,43 +31,46 @@ def plan_batch(tokens: dict[Key, int], cost: Callable[[int], int], config, dp_si
         costs = [cost(tokens[key]) for key in mini_batch]
         micro_batches = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         work = [sum(costs[sample] for sample in chosen) for chosen in micro_batches]
-        for rank, numbers in enumerate(deal(work, dp_size)):
-            assert len(numbers) * dp_size == len(micro_batches), "micro-batches come in a multiple of the data-parallel ranks"
-            plan[rank].append([[mini_batch[sample] for sample in micro_batches[number]] for number in numbers])
+        for rank, numbers in enumerate(karmarkar_karp(work, dp_size)):
+            assert len(numbers) * dp_size == len(micro_batches), "a multiple of the data-parallel ranks"
+            plan[rank].append([[mini_batch[sample] for sample in micro_batches[n]] for n in numbers])
     return plan
 
 
 def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> list[list[int]]:
-    """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost, in number a multiple of `multiple`.
+    """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost.
 
-    Each number that may do is tried by `deal` and by `spread`, which gets along with a few long sequences among many short ones; of
-    what fits, the more even is taken. The number is less than twice the fewest possible plus `multiple`, and near the fewest where
-    sequences are short beside the budget. Within a micro-batch the longest come first: model.py's attention takes neighbours of
-    equal length together. ValueError if a sequence alone is over the budget.
+    Their number is a multiple of `multiple`, less than twice the fewest possible plus `multiple`, and near
+    the fewest where sequences are short. Each number is tried by `karmarkar_karp` and by `spread`, which gets
+    along with a few long sequences among many short ones; of what fits, the more even is taken. Within a
+    micro-batch the longest come first, because attention takes neighbours of equal length together.
+    ValueError if a sequence alone is over the budget.
     """
     check_budget(lengths, budget)
 
-    def fits(micro_batches):
+    def fits(micro_batches: list[list[int]]) -> bool:
         return all(sum(lengths[sample] for sample in chosen) <= budget for chosen in micro_batches)
 
-    def most_work(micro_batches):
+    def most_work(micro_batches: list[list[int]]) -> int:
         return max(sum(costs[sample] for sample in chosen) for chosen in micro_batches)
 
     fewest = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths), 1)
-    count = round_up(fewest, multiple)
-    while not (fitting := [m for m in (deal(costs, count), spread(lengths, costs, budget, count)) if fits(m)]):
-        count += multiple  # it ends: with as many micro-batches as sequences, each has one
+    count, fitting = round_up(fewest, multiple), []
+    while not fitting:  # it ends: with as many micro-batches as sequences, each has one
+        fitting = [*filter(fits, (karmarkar_karp(costs, count), spread(lengths, costs, budget, count)))]
+        count += multiple
     return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in min(fitting, key=most_work)]
 
 
-def deal(costs: list[int], shares: int) -> list[list[int]]:
-    """Deal samples into `shares` shares: equal in number to within one, and nearly equal in cost. Indices, ascending in a share.
+def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
+    """Deal samples into shares, equal in number to within one and nearly equal in cost. Ascending in a share.
 
-    Karmarkar and Karp's largest differencing method (1982) with a fixed number in each share: partial deals of one sample a share
-    are merged, the two most uneven first, each one's dearest share with the other's cheapest.
+    Karmarkar and Karp's largest differencing method (1982) with a fixed number in each share: partial deals
+    of one sample a share are merged, the two most uneven first, each one's dearest share with the other's
+    cheapest.
     """
     by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
-    deals = []  # a heap of (cheapest less dearest share, a number against ties, [(cost, samples) of each share, dearest first])
+    deals = []  # heap of (cheapest less dearest share, against ties, [(cost, samples)], dearest first)
     for start in range(0, max(len(costs), 1), shares):
         each = [(costs[sample], [sample]) for sample in by_cost[start : start + shares]]
         each += [(0, [])] * (shares - len(each))
@@ -75,9 +84,9 @@ def deal(costs: list[int], shares: int) -> list[list[int]]:
 
 
 def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
-    """Pack sequences into `count` micro-batches: longest first, each where the work is least among those with room.
+    """Pack sequences into `count` micro-batches: longest first, each where there is room and least work.
 
-    Graham's longest-processing-time rule (1969) under a budget. A sequence for which no room is left goes over the budget.
+    Graham's longest-processing-time rule (1969) under a budget. What finds no room goes over the budget.
     """
     micro_batches, room, work = [[] for _ in range(count)], [budget] * count, [0] * count
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
@@ -89,26 +98,26 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
 
 
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Pack one rank's own sequences into micro-batches of at most `budget` tokens: longest first, filled one by one.
+    """Pack one rank's own sequences into micro-batches of at most `budget` tokens: longest first, one by one.
 
     For passes in which ranks need not do equal work. ValueError if a sequence alone is over the budget.
     """
     check_budget(lengths, budget)
-    micro_batches: list[list[int]] = []
-    room = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if lengths[index] > room or not micro_batches:
+    micro_batches, room = [], -1  # no room: the first sequence opens a micro-batch
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        if lengths[sample] > room:
             micro_batches.append([])
             room = budget
-        micro_batches[-1].append(index)
-        room -= lengths[index]
+        micro_batches[-1].append(sample)
+        room -= lengths[sample]
     return micro_batches
 
 
 def check_budget(lengths: list[int], budget: int) -> None:
     """ValueError if a sequence alone is over the budget."""
-    if max(lengths, default=0) > budget:
-        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit into --max-tokens-per-micro-batch {budget}; raise it")
+    if (longest := max(lengths, default=0)) > budget:
+        needed = f"does not fit into --max-tokens-per-micro-batch {budget}; raise it"
+        raise ValueError(f"a sequence of {longest} tokens {needed}")
 
 
 def flat(mini_batches: list[list[list]]) -> list:
@@ -117,9 +126,10 @@ def flat(mini_batches: list[list[list]]) -> list:
 
 
 def packed_length(tokens: int, cp: int) -> int:
-    """Room that a sequence takes in a micro-batch: the last token is only a target, and context parallelism cuts 2 * cp pieces."""
+    """Room in a micro-batch: the last token is only a target, and context parallelism cuts 2 * cp pieces."""
     return round_up(tokens - 1, 2 * cp if cp > 1 else 1)
 
 
 def round_up(value: int, multiple: int) -> int:
+    """To the next multiple."""
     return -(-value // multiple) * multiple

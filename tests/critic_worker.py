@@ -6,20 +6,18 @@ how far values and weights of any rank were from those of the plain reference.
 
 import datetime
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from parallel_worker import actor_config, balanced
+from parallel_worker import actor_config, balanced, set_constants
 
+from config import Config
 from scheduling.balance import flat
 
 
-def critic_config(**overrides) -> SimpleNamespace:
-    own = dict(critic_lr=2e-3, critic_lr_warmup_steps=2, value_clip=0.2, critic_epochs=1)
-    common = {name: value for name, value in overrides.items() if name not in own}
-    return SimpleNamespace(**vars(actor_config(**common)) | own | {name: overrides[name] for name in own.keys() & overrides.keys()})
+def critic_config(**changes) -> Config:
+    return actor_config(**{"critic_lr": 2e-3} | changes)
 
 
 def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
@@ -30,7 +28,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     metrics, value_distance = [], 0.0
     for batch in reference["batches"]:
         mine = balanced(batch, critic)
-        critic.appraise(mine)
+        critic.compute_values(mine)
         for sample in flat(mine):
             pairs = zip(sample.values["reward"], sample.true_values, strict=True)
             value_distance = max([value_distance, *(abs(value - true) for value, true in pairs)])
@@ -67,6 +65,7 @@ def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
 if __name__ == "__main__":
     import critic  # noqa: F401  before the fork
 
+    set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
     for size in (2, 4):

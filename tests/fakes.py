@@ -13,6 +13,7 @@ from pathlib import Path
 
 import controller
 import placement
+import recipes.addition.task  # noqa: F401 (it adds a judge format)
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
@@ -461,7 +462,7 @@ class FakeReport:
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
         self.marks += c.timeline.marks
-        self.steps.append((step, batch, samples, c.timeline.take()))
+        self.steps.append((step, batch, samples, c.timeline.drain()))
 
 
 class FakeSource:
@@ -583,7 +584,7 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
     tokenizers = [FakeTokenizer()] * len(config.judge_models)
     sampling = Sampling(1.0, config.max_new_tokens)
     saving = config.save_every > 0
-    checkpoints = Checkpoints(config, world, out, writer=writer) if saving else FakeCheckpoints()
+    checkpoints = Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
     return controller.Controller(
         config=config,
         algorithm=algorithm,

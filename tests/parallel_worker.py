@@ -5,31 +5,38 @@ each layout, the metrics of every update and the largest distance of any rank's 
 the imports, which take longer than the training, and meet through a file, so that no port is needed.
 """
 
-import dataclasses
 import datetime
 import sys
 import time
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from algorithms import get_algorithm
+from algorithms import ALGORITHMS, Settings
+from config import Config
 from scheduling.balance import flat, pack, packed_length, plan_batch
 
 
-def actor_config(**overrides) -> SimpleNamespace:
-    config = dict(
-        critic_warmup=0,
-        seed=0, algorithm="grpo", tp=1, pp=1, cp=1, sp=False, dtype="float32", temperature=0.8, clip_low=0.2, clip_high=0.28,
-        lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, steps=4, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.5,
-        max_tokens_per_micro_batch=48, updates_per_step=1, max_logprob_diff=1e3, partial_rollout=False, stale_weight_max=2.0,
-        max_new_tokens=20, clip_dual=0.0, kl_coef=0.0, kl_in="loss", kl_estimator="k3", entropy_coef=0.0, mismatch_max=0.0,
-        mismatch_mask=0.0, ptx_coef=0.0, ptx_batch=16,
-    )  # fmt: skip
-    assert overrides.keys() <= config.keys()
-    return SimpleNamespace(**{**config, **overrides})
+def actor_config(row: str = "grpo", **changes) -> Config:
+    """A small run's; a change that isn't a setting of the run's is one of the algorithm's."""
+    own = {field.name: changes.pop(field.name) for field in fields(Settings) if field.name in changes}
+    small = dict(temperature=0.8, max_tokens_per_micro_batch=48, max_new_tokens=20, steps=4)
+    rates = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1)
+    algorithm = (row, *(f"{name}={value}" for name, value in own.items()))
+    return Config(**small | rates | changes, algorithm=algorithm)
+
+
+def set_constants(patch: Callable = setattr) -> None:
+    """A clip that cuts, a learning rate that is worked out by hand, engines that may be far off."""
+    import actor
+    from training import trainer
+
+    patch(trainer, "CLIP_GRAD", 0.5)
+    patch(actor, "LR_DECAY_TO", 0.5)
+    patch(actor, "MAX_LOGPROB_DIFF", {"float32": 1e3, "bfloat16": 1e3})
 
 
 def balanced(batch: list, actor) -> list:
@@ -67,15 +74,15 @@ def spread_with_a_slow_rank(actor, samples: list) -> float:
         time.sleep(actor.dp_rank == 1)
         return loss(*args)
 
-    actor.algorithm = dataclasses.replace(actor.algorithm, loss=slow_loss)
-    fresh = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in samples]
+    actor.algorithm = replace(actor.algorithm, loss=slow_loss)
+    fresh = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in samples]
     return actor.update([[fresh]])["train/seconds_spread"]
 
 
 def stale_update(actor, batch: list) -> dict[str, float]:
     """Metrics of two optimizer steps on a batch, of which one answer's first half is from older weights."""
-    actor.config.partial_rollout, actor.config.updates_per_step = True, 2
-    batch = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
+    actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
+    batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     half = -(-len(batch[0].response) // 2)
     batch[0].versions[:half] = [actor.version - 1] * half
     return actor.update(balanced(batch, actor))
@@ -86,14 +93,15 @@ def sequence_update(actor, batch: list) -> dict[str, float]:
 
     And with texts: as many as no number of ranks divides, in several micro-batches.
     """
-    before, changes = (actor.algorithm, actor.config), {"kl_coef": 0.3, "entropy_coef": 0.2, "ptx_coef": 0.7, "ptx_batch": 5}
-    actor.algorithm, actor.config = get_algorithm("gspo"), SimpleNamespace(**vars(actor.config) | changes)
+    before = actor.algorithm
+    settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5, clip_low=0.2, clip_high=0.28)
+    actor.algorithm = replace(ALGORITHMS["gspo"], **settings)
     actor.texts = [([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)]) for number in range(1, 6)]
-    batch = [dataclasses.replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
+    batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     for sample in batch:
         sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)]
     metrics = actor.update(balanced(batch, actor))
-    (actor.algorithm, actor.config), actor.texts = before, []
+    actor.algorithm, actor.texts = before, []
     return metrics
 
 
@@ -154,8 +162,7 @@ def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
 
 
 if __name__ == "__main__":
-    import actor  # noqa: F401  before the fork
-
+    set_constants()  # imports, before the fork
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
     for size in (2, 4):

@@ -1,55 +1,84 @@
-"""The real controllers under fakes on a virtual clock: hand-overs, dynamic sampling, balance, in both modes."""
+"""The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in both modes."""
 
 from collections import Counter
 
 import pytest
-from fakes import FakeSource, simulate, write_answer
+from fakes import FakeSource, simulate, write_answer, write_verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import placement
-from config import Config
+import genrm
 from engines.engine import Answer
-from sample import Sample
-from scheduling import dynamic_sampling
 
-LAYOUTS = [("full", 1, 1), ("full", 2, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 1), ("partial", 4, 4)]
+LAYOUTS = [
+    ("full", 1, 1),
+    ("full", 2, 1),
+    ("full", 4, 2),
+    ("partial", 2, 1),
+    ("partial", 4, 1),
+    ("partial", 4, 4),
+]
+PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 
 
-def trained(jobs, step):
-    """prompt ids of the groups that a step trained on, over all data-parallel ranks."""
-    heads = [job for job in jobs if job.actor.is_head]
-    return Counter((s.prompt_id, s.index) for job in heads for s in job.report.steps[step][2] if s.advantages is not None)
+def text_answer(index, text):
+    return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
+
+
+def always_right(prompt, index, sampling):
+    return text_answer(index, ">" + "".join(map(chr, prompt)).split("+")[0])
+
+
+def batches_of(controllers, step):
+    """What a step came to on every rank."""
+    return [c.report.steps[step][1] for c in controllers]
+
+
+def trained(controllers, step):
+    """What a step trained on, over all data-parallel ranks: prompt_id and index of each sample."""
+    heads = [c for c in controllers if c.placement.actor.is_head]
+    samples = [s for c in heads for s in c.report.steps[step][2] if s.advantages is not None]
+    return Counter((s.prompt_id, s.index) for s in samples)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_devices_change_hands_in_order(mode, size, tp):
-    """Nobody takes a device that another role holds (the fakes assert it), and the KV cache comes back only once the actor is out."""
-    jobs, log = simulate(mode, size, tp=tp)
+    """Nobody takes a device that another role holds (the fakes assert it).
+
+    The KV cache comes back only once the actor is out.
+    """
+    controllers, log = simulate(mode, size, tp=tp)
+    steps = controllers[0].config.steps
     for rank in range(size):
         mine = [(verb, who) for r, verb, who in log if r == rank]
-        assert mine.count(("take", "actor")) == mine.count(("give", "actor")) == jobs[0].config.steps + 1
+        assert mine.count(("take", "actor")) == mine.count(("give", "actor")) == steps + 1
         for position, event in enumerate(mine):
             if event == ("take", "actor"):
                 until = mine.index(("give", "actor"), position)
-                assert {who for verb, who in mine[position + 1 : until] if verb == "take"} <= {"rollout weights"}
-    assert all(job.actor.version == jobs[0].config.steps for job in jobs)
+                taken = {who for verb, who in mine[position + 1 : until] if verb == "take"}
+                assert taken <= {"rollout weights"}
+    assert all(c.placement.actor.version == steps for c in controllers)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_a_critic_has_the_devices_with_the_actor(mode, size, tp):
-    """It leaves before the rollout weights come back. It is asked before there are advantages (the fakes assert it), and all learn."""
-    jobs, log = simulate(mode, size, tp=tp, algorithm="ppo", kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    """It leaves before the rollout weights come back.
+
+    It is asked before there are advantages (the fakes assert it), and all learn.
+    """
+    controllers, log = simulate(mode, size, tp=tp, algorithm=PPO)
+    roles = ("actor", "reward critic", "rollout weights")
+    came, left = ("take", "reward critic"), ("give", "reward critic")
     for rank in range(size):
-        mine = [(verb, who) for r, verb, who in log if r == rank and who in ("actor", "reward critic", "rollout weights")]
+        mine = [(verb, who) for r, verb, who in log if r == rank and who in roles]
         trainers = [event for event in mine if event[1] != "rollout weights"]
-        hand_over = [("take", "actor"), ("take", "reward critic"), ("give", "reward critic"), ("give", "actor")]
-        assert trainers == hand_over * (jobs[0].config.steps + 1)
+        hand_over = [("take", "actor"), came, left, ("give", "actor")]
+        assert trainers == hand_over * (controllers[0].config.steps + 1)
         taken = [event for event in mine if event != ("give", "rollout weights")]
-        assert all(taken[i + 1] == ("give", "reward critic") for i, event in enumerate(taken) if event == ("take", "reward critic"))
-    for job in jobs:
-        (critic,) = job.critics
-        assert critic.version == job.actor.version == 3 and critic.batches == job.actor.batches
+        assert all(taken[i + 1] == left for i, event in enumerate(taken) if event == came)
+    for c in controllers:
+        (critic,), actor = c.placement.critics, c.placement.actor
+        assert critic.version == actor.version == 3 and critic.batches == actor.batches
         for sample in critic.batches[0]:
             kl = sum(a - b for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True))
             assert sample.returns["reward"][0] == pytest.approx(sample.reward - 0.1 * kl)
@@ -57,44 +86,74 @@ def test_a_critic_has_the_devices_with_the_actor(mode, size, tp):
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_every_prompt_is_accounted_for(mode, size, tp):
-    """Each prompt drawn is kept, filtered or carried by exactly one controller; what is kept is trained on once; the batch is full."""
-    jobs, _ = simulate(mode, size, tp=tp, steps=4)
-    config = jobs[0].config
+    """Each prompt drawn is kept, filtered or carried by exactly one controller.
+
+    What is kept is trained on once; the batch is full, or what it is short of is counted.
+    """
+    controllers, _ = simulate(mode, size, tp=tp, steps=4)
+    config, done = controllers[0].config, Counter()
     for step in range(config.steps):
-        served = [job.report.steps[step][1] for job in jobs]
-        kept = Counter((s.prompt_id, s.index) for each in served for s in each.kept)
-        assert kept == trained(jobs, step) and max(kept.values()) == 1
-        groups = len({prompt for prompt, _ in kept})
-        assert groups + served[0].lacking == config.prompts_per_step
-        fates = Counter(s.prompt_id for each in served for s in each.kept if s.index == 0)
-        fates += Counter(group[0].prompt_id for each in served for group in each.filtered + each.carried)
-        assert set(fates.values()) == {1}
-    # over the run: a draw is trained on or filtered at most once, and what was carried came again or still waits in the buffer
-    done = Counter(s.prompt_id for step in range(config.steps) for job in jobs for s in job.report.steps[step][1].kept if s.index == 0)
-    done += Counter(g[0].prompt_id for step in range(config.steps) for job in jobs for g in job.report.steps[step][1].filtered)
-    waiting = Counter(jobs[0].prompts.buffer)
-    assert done + waiting == Counter(range(jobs[0].prompts.cursor))
+        batches = batches_of(controllers, step)
+        kept = Counter((s.prompt_id, s.index) for batch in batches for s in batch.kept)
+        assert kept == trained(controllers, step) and max(kept.values()) == 1
+        groups = len({prompt_id for prompt_id, _ in kept})
+        assert groups + batches[0].missing_groups == config.prompts_per_step
+        used = Counter(s.prompt_id for batch in batches for s in batch.kept if s.index == 0)
+        used += Counter(group[0].prompt_id for batch in batches for group in batch.filtered)
+        carried = Counter(group[0].prompt_id for batch in batches for group in batch.carried)
+        assert set((used + carried).values()) == {1}
+        done += used
+    # over the run: a prompt is trained on or filtered at most once; what was carried came again or waits
+    prompts = controllers[0].prompts
+    assert done + Counter(prompts.requeued) == Counter(range(prompts.cursor))
 
 
 def test_the_batch_does_not_depend_on_ranks_or_mode():
-    """The same prompts make up every step on 1, 2 and 4 ranks, in both modes."""
-    runs = [simulate(mode, size)[0] for mode, size in (("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 4))]
+    """The same prompts make up every step on 1, 2, 3 and 4 ranks, in both modes."""
+    layouts = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4)]
+    runs = [simulate(mode, size)[0] for mode, size in layouts]
     for step in range(3):
-        first, *others = [trained(jobs, step) for jobs in runs]
+        first, *others = [trained(controllers, step) for controllers in runs]
         assert first and all(other == first for other in others)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_ranks_share_the_batch_evenly(mode, size, tp):
-    """Data-parallel ranks train on as many samples each, to within one; ranks of one model-parallel group on the same ones."""
-    jobs, _ = simulate(mode, size, tp=tp)
-    batches = [[(s.prompt_id, s.index) for s in job.actor.batches[0]] for job in jobs]
+    """Data-parallel ranks train on as many samples each, to within one.
+
+    Ranks of one model-parallel group train on the same ones.
+    """
+    controllers, _ = simulate(mode, size, tp=tp)
+    batches = [[(s.prompt_id, s.index) for s in c.placement.actor.batches[0]] for c in controllers]
     counts = {len(batch) for batch in batches}
     assert max(counts) - min(counts) <= 1
     assert all(batches[rank] == batches[rank - rank % tp] for rank in range(size))
 
 
-def test_partial_mode_judges_while_others_are_written():
+@pytest.mark.parametrize("mode", ["full", "partial"])
+@pytest.mark.parametrize("size,prompts", [(3, 16), (4, 6), (3, 1)])
+def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
+    """All are served, and all that was kept is trained on once: micro-batches are dealt, not prompts.
+
+    The ranks differ by one prompt that they serve at most, by one sample that they train on, and its work.
+    """
+    controllers, _ = simulate(mode, size, prompts_per_step=prompts, max_refill_waves=30)
+    for step in range(3):
+        batches = batches_of(controllers, step)
+        kept = [s for batch in batches for s in batch.kept]
+        assert len({s.prompt_id for s in kept}) == prompts
+        served = [len({s.prompt_id for s in b.kept}) + len(b.filtered) + len(b.carried) for b in batches]
+        assert max(served) - min(served) <= 1
+        assert trained(controllers, step) == Counter((s.prompt_id, s.index) for s in kept)
+        assert max(trained(controllers, step).values()) == 1
+        shares = [c.placement.actor.batches[step] for c in controllers]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        cost = controllers[0].placement.actor.cost
+        work = [[cost(len(s.prompt) + len(s.response)) for s in share] for share in shares]
+        assert max(map(sum, work)) - min(map(sum, work)) <= max(map(max, work))
+
+
+def test_partial_mode_judges_while_others_are_generated():
     """Side by side, the first verdict comes before the last answer; in turns, after it."""
     for mode, overlaps in (("partial", True), ("full", False)):
         spans = simulate(mode, 2, max_refill_waves=0)[0][0].report.steps[0][3]
@@ -106,35 +165,32 @@ def test_partial_mode_judges_while_others_are_written():
 def test_a_wave_costs_a_swap_in_full_mode_only():
     """genrm sleeps and wakes once for every wave in full mode, once a step in partial mode."""
     for mode, once_a_wave in (("full", True), ("partial", False)):
-        jobs, log = simulate(mode, 2)
-        waves = [served.waves for _, served, _, _ in jobs[0].report.steps]
+        controllers, log = simulate(mode, 2)
+        waves = [batch.waves for _, batch, _, _ in controllers[0].report.steps]
         assert max(waves) > 1
         wakes = sum(event == (1, "take", "genrm cache") for event in log)
         assert wakes == (sum(waves) if once_a_wave else len(waves))
+        history = controllers[0].state.history
+        assert [stats.genrm.wakes for stats in history] == (waves if once_a_wave else [1] * len(waves))
 
 
 def test_a_short_batch_is_trained_on_as_it_is():
-    """When no group has variance, the waves end, padding is counted and not trained on, and the loop goes on."""
-
-    def always_right(prompt, index, sampling):
-        question = "".join(map(chr, prompt))
-        text = ">" + question.split("+")[0]
-        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-    jobs, _ = simulate("partial", 2, write=always_right, steps=2)
-    for job in jobs:
-        for _, served, samples, _ in job.report.steps:
-            assert served.waves == 1 + job.config.max_refill_waves and served.lacking == job.config.prompts_per_step
-            assert not samples
+    """When no group has variance, the waves end, what is missing is counted, and the loop goes on."""
+    controllers, _ = simulate("partial", 2, write=always_right, steps=2)
+    for c in controllers:
+        for _, batch, samples, _ in c.report.steps:
+            assert batch.waves == 1 + c.config.max_refill_waves
+            assert batch.missing_groups == c.config.prompts_per_step and not samples
 
 
-def test_a_judge_that_never_parses_stops_every_rank():
-    """The limit is named, and no controller is left waiting."""
+def test_a_judge_that_never_parses_stops_every_rank(monkeypatch):
+    """In one line that says how it was read, and no controller is left waiting."""
+    monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
 
     def gibberish(prompt, index, sampling):
-        return Answer(0, [ord("?")], [-0.1], "stop", [])
+        return text_answer(0, "?")
 
-    with pytest.raises(ValueError, match="--max-judge-failures 5"):
+    with pytest.raises(ValueError, match=r"none of the first \d+ answers got a verdict"):
         simulate("partial", 2, verdict=gibberish)
 
 
@@ -142,27 +198,25 @@ def test_samples_of_a_failed_judgement_are_dropped_not_scored():
     """One unreadable verdict in a group: its sample leaves the batch, the rest of the group is trained on."""
 
     def sometimes(prompt, index, sampling):
-        from fakes import write_verdict
-
-        answer = write_verdict(prompt, index, sampling)
         unreadable = "".join(map(chr, prompt)).startswith("1")
-        return Answer(0, [ord("?")], [-0.1], "stop", []) if unreadable else answer
+        return text_answer(0, "?") if unreadable else write_verdict(prompt, index, sampling)
 
-    jobs, _ = simulate("partial", 2, verdict=sometimes)
-    for job in jobs:
-        for _, served, samples, _ in job.report.steps:
-            assert all(s.reward is not None for s in served.kept)
+    controllers, _ = simulate("partial", 2, verdict=sometimes)
+    for c in controllers:
+        for _, batch, samples, _ in c.report.steps:
+            assert all(s.reward is not None for s in batch.kept)
             assert not any(str(s.prompt_id).startswith("1") for s in samples if s.advantages is not None)
 
 
 def test_identical_answers_are_judged_once():
     """The judge gets one request for each distinct (question, answer) of a group."""
-    jobs, _ = simulate("partial", 2, steps=1, eval_every=1)
-    (job,) = [job for job in jobs if job.genrm.own]
-    served = [j.report.steps[0][1] for j in jobs]
-    samples = [s for each in served for s in each.kept + [s for g in each.filtered + each.carried for s in g]]
+    controllers, _ = simulate("partial", 2, steps=1, eval_every=1)
+    (c,) = [c for c in controllers if c.placement.genrm.own]
+    batches = batches_of(controllers, 0)
+    samples = [s for batch in batches for s in batch.kept]
+    samples += [s for batch in batches for group in batch.filtered + batch.carried for s in group]
     distinct = {(s.question, "".join(map(chr, s.response)).rsplit(">", 1)[1]) for s in samples}
-    assert job.genrm.own[0].server.requests == len(distinct) < len(samples)
+    assert c.placement.genrm.own.server.requests == len(distinct) < len(samples)
 
 
 def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
@@ -174,124 +228,60 @@ def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
             greedy.append(tuple(prompt))
         return write_answer(prompt, index, sampling)
 
-    jobs, _ = simulate("full", 2, steps=3, eval_every=2, write=write)
+    controllers, _ = simulate("full", 2, steps=3, eval_every=2, write=write)
     assert sorted(greedy) == sorted([tuple(prompt.tokens) for prompt in FakeSource.held_out] * 3)
-    right = sum(
-        "".join(map(chr, write_answer([ord(c) for c in f"{i}+0="], 0, None).tokens)).rsplit(">", 1)[1] == str(i) for i in range(10)
-    )
-    assert jobs[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
+    answers = [write_answer([ord(c) for c in f"{i}+0="], 0, None).tokens for i in range(10)]
+    texts = ["".join(map(chr, tokens)).rsplit(">", 1)[1] for tokens in answers]
+    right = sum(text == str(i) for i, text in enumerate(texts))
+    assert controllers[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
+
+
+def test_a_held_out_answer_that_an_engine_aborts_is_continued():
+    """By nobody's wish, half generated: the accuracies are those of a run in which nothing was aborted."""
+
+    def aborted_once(prompt, index, sampling):
+        if sampling.temperature > 0:
+            return write_answer(prompt, index, sampling)
+        begun = len(prompt) - prompt.index(ord("=")) - 1
+        answer = write_answer(prompt[: len(prompt) - begun], index, sampling)
+        half = len(answer.tokens) // 2
+        tokens, finish = (answer.tokens[begun:], "stop") if begun else (answer.tokens[:half], "abort")
+        return Answer(index, tokens, [-0.5] * len(tokens), finish, [])
+
+    undisturbed, _ = simulate("full", 2)
+    controllers, _ = simulate("full", 2, write=aborted_once)
+    assert controllers[0].report.accuracies == undisturbed[0].report.accuracies
+    assert all(undisturbed[0].report.accuracies.values())
 
 
 @pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
 def test_controllers_get_equal_work(mode, size):
-    """Of a ragged batch: as far apart as one sample can be, where padding is no work; and all that was served is there."""
-    jobs, _ = simulate(mode, size, steps=3)
+    """Of a ragged batch: as far apart as one sample can be; and all that was served is there."""
+    controllers, _ = simulate(mode, size, steps=3)
+    cost = controllers[0].placement.actor.cost
     for step in range(3):
-        trained_on = [[s for s in job.report.steps[step][2] if s.advantages is not None] for job in jobs]
-        work = [[jobs[0].actor.cost(len(s.prompt) + len(s.response)) for s in samples] for samples in trained_on]
+        trained_on = [c.report.steps[step][2] for c in controllers]
+        work = [[cost(len(s.prompt) + len(s.response)) for s in samples] for samples in trained_on]
         every = [cost for rank in work for cost in rank]
         assert len(set(every)) > 3 and max(map(sum, work)) - min(map(sum, work)) <= max(every)
+        assert len(every) == sum(len(batch.kept) for batch in batches_of(controllers, step))
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     mode=st.sampled_from(["full", "partial"]),
-    size=st.sampled_from([2, 4]),
+    size=st.sampled_from([2, 3, 4]),
     refills=st.integers(0, 3),
     answers=st.integers(2, 5),
     split=st.integers(0, 1),
 )
 def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
-    """Any layout: full batches or counted padding, and no draw in two places."""
-    jobs, _ = simulate(mode, size, rollout_ranks=split, max_refill_waves=refills, answers_per_prompt=answers, steps=2)
+    """Any layout: full batches or counted padding, and no prompt in two places."""
+    controllers, _ = simulate(
+        mode, size, rollout_ranks=split, max_refill_waves=refills, answers_per_prompt=answers, steps=2
+    )
     for step in range(2):
-        served = [job.report.steps[step][1] for job in jobs]
-        groups = {s.prompt_id for each in served for s in each.kept}
-        assert len(groups) + served[0].lacking == 8
-        assert all(each.waves == served[0].waves <= 1 + refills for each in served)
-
-
-def test_a_group_is_informative_if_its_judged_answers_differ():
-    """Failed judgements (None) don't make a group informative."""
-
-    def group(*rewards):
-        return [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
-
-    assert dynamic_sampling.is_informative(group(0.0, 1.0, None))
-    assert not dynamic_sampling.is_informative(group(1.0, 1.0))
-    assert not dynamic_sampling.is_informative(group(1.0, None))
-    assert not dynamic_sampling.is_informative(group(None, None))
-
-
-@pytest.mark.parametrize(
-    "mode,size,split,plan",
-    [
-        ("full", 1, 0, ((0,), (0,), (0,))),
-        ("full", 2, 0, ((0, 1), (0, 1), (0, 1))),
-        ("partial", 2, 0, ((0,), (1,), (0, 1))),
-        ("partial", 3, 0, ((0, 1), (2,), (0, 1, 2))),
-        ("partial", 4, 3, ((0, 1, 2), (3,), (0, 1, 2, 3))),
-    ],
-)
-def test_plans(mode, size, split, plan):
-    """The ranks of each role."""
-    assert placement.make_plans(Config(mode=mode, rollout_ranks=split), size) == [placement.Plan(mode, *plan)]
-
-
-@pytest.mark.parametrize(
-    "mode,size,split,message", [("partial", 1, 0, "at least 2 ranks"), ("partial", 4, 4, "leaves 0 of 4"), ("x", 2, 0, "--mode x")]
-)
-def test_plans_that_cannot_be(mode, size, split, message):
-    """The message names the setting and the numbers."""
-    with pytest.raises(ValueError, match=message):
-        placement.make_plans(Config(mode=mode, rollout_ranks=split), size)
-
-
-def splits(plans):
-    return [plan.split for plan in plans]
-
-
-@pytest.mark.parametrize(
-    "changes,size,expected",
-    [
-        (dict(mode="partial", rebalance=True), 4, ["2|2", "1|3", "3|1"]),
-        (dict(mode="partial", rebalance=True, rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
-        (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
-        (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full"]),
-        (dict(mode="auto"), 1, ["full"]),  # nothing to split
-        (dict(mode="auto", rollout_ranks=1), 3, ["1|2", "2|1", "full"]),
-        (dict(mode="partial", rebalance=True, rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
-        (dict(mode="partial", rebalance=True, rollout_tp=2, genrm_tp=4), 8, ["4|4"]),
-        (dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"), 6, ["3|3", "1|5", "2|4"]),
-        (dict(mode="auto", judge=("a", "b"), model="m"), 2, ["full"]),
-        (dict(mode="partial", rebalance=True, judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
-        *[(dict(mode=mode, model="m", rule=("right",)), 3, ["3|0"]) for mode in placement.PLANS],  # no judge: rules alone
-    ],
-)
-def test_plans_that_a_run_may_take(changes, size, expected):
-    """The first is where it starts; every judge has an engine in each, and no engine is cut."""
-    plans = placement.make_plans(Config(**changes), size)
-    assert splits(plans) == expected
-    for plan in plans:
-        config = Config(**changes)
-        assert all(lead + config.rollout_tp <= size and lead % config.rollout_tp == 0 for lead in plan.leads("rollout"))
-        leads = plan.leads("genrm")
-        assert {placement.judge_of(lead, config.genrm_tp, config.judges) for lead in leads} == set(range(config.judges))
-
-
-@pytest.mark.parametrize(
-    "changes,size,message",
-    [
-        (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
-        (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
-        (dict(rollout_tp=2), 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2 and a genrm engine of 1"),
-        (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
-        (dict(judge=("a", "b", "c"), model="m"), 3, "needs at least 4 ranks, .* for each of 3 judges; this run has 3"),
-        (dict(rollout_ranks=3, rollout_tp=2), 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm; this run takes 2, 4, 6"),
-        (dict(rollout_ranks=1, model="m", rule=("right",)), 2, "--rollout-ranks 1 leaves 1 of 2 ranks for genrm; this run takes 2"),
-    ],
-)
-def test_engines_that_do_not_fit(changes, size, message):
-    """With the number of ranks that would do."""
-    with pytest.raises(ValueError, match=message):
-        placement.make_plans(Config(**changes), size)
+        batches = batches_of(controllers, step)
+        groups = {s.prompt_id for batch in batches for s in batch.kept}
+        assert len(groups) + batches[0].missing_groups == 8
+        assert all(batch.waves == batches[0].waves <= 1 + refills for batch in batches)

@@ -35,11 +35,11 @@ def test_a_seed_is_the_same_in_every_process():
 @pytest.mark.parametrize("mode,settings", [("full", {}), ("partial", dict(over_dispatch=2.0, partial_rollout=True))])
 def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
     """From the run's seed, prompt and index: the same whoever asks whom, and when it is cut off and asked for again."""
-    jobs, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
-    served = [job.report.steps[step][1] for job in jobs for step in range(3)]
+    controllers, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
+    served = [c.report.steps[step][1] for c in controllers for step in range(3)]
     samples = [s for each in served for s in each.kept + each.dropped + [s for g in each.filtered + each.carried for s in g]]
-    asked = [seed for engine in jobs[0].rollout.all_engines for seed in engine.server.seeds]
-    held_out = {seed_of(5, -1 - i, 0) for i in range(len(jobs[0].prompts.held_out))}
+    asked = [seed for engine in controllers[0].rollout.all_engines for seed in engine.server.seeds]
+    held_out = {seed_of(5, -1 - i, 0) for i in range(len(controllers[0].prompts.held_out))}
     asked = [seed for seed in asked if seed not in held_out]
     assert set(asked) == {seed_of(5, s.prompt_id, s.index) for s in samples} and len(asked) > len(set(asked))
 
@@ -54,40 +54,40 @@ class MeasuredReport(FakeReport):
         super().__init__()
         self.metrics = []
 
-    async def step(self, step, served, samples, stats, job):
-        facts = await job.world.gather(local_facts(served, samples, job.timeline.spans, job))
-        metrics = summarize(facts, {"rollout": 1, "genrm": 1}) | stats
-        self.metrics.append(metrics | {"rollout/groups_per_kept": job.state.groups_per_kept})
-        await super().step(step, served, samples, stats, job)
+    async def step(self, c, step, batch, samples, stats):
+        facts = await c.world.gather(local_facts(c, batch, samples, c.timeline.spans))
+        metrics = summarize(facts) | stats
+        self.metrics.append(metrics | {"rollout/groups_per_kept": c.state.groups_per_kept})
+        await super().step(c, step, batch, samples, stats)
 
 
 def measured(mode, size, seed, steps=4, **settings):
-    """A run on engines of random speed; returns every rank's job. The servers' speeds change with `seed`, nothing else does."""
+    """A run on engines of random speed; returns every rank's c. The servers' speeds change with `seed`, nothing else does."""
 
     def prepare(servers):
         rng = random.Random(seed)
         for server in servers:
             server.server.pace = 0.005 * 10 ** rng.random()
 
-    def with_metrics(job):
-        job.report = MeasuredReport()
+    def with_metrics(c):
+        c.report = MeasuredReport()
 
     return simulate(mode, size, steps=steps, prepare=prepare, prepare_job=with_metrics, **settings)[0]
 
 
-def trained_on(jobs, step):
+def trained_on(controllers, step):
     """Every sample of a step's batch, whoever trained on it: tokens, log-probabilities, reward, advantages, and in which place."""
-    heads = [job for job in jobs if job.actor.is_head]
+    heads = [c for c in controllers if c.placement.actor.is_head]
     return sorted(
-        (s.prompt_id, s.index, s.response, s.logprobs, s.reward, s.advantages, job.actor.dp_rank, place)
-        for job in heads
-        for place, s in enumerate(job.actor.batches[step])
+        (s.prompt_id, s.index, s.response, s.logprobs, s.reward, s.advantages, c.placement.actor.dp_rank, place)
+        for c in heads
+        for place, s in enumerate(c.placement.actor.batches[step])
     )
 
 
-def used_up(jobs, step):
+def used_up(controllers, step):
     """Draws that a step trained on or filtered, by their owner; and what report.py would write to samples.jsonl first."""
-    served = [job.report.steps[step][1] for job in jobs]
+    served = [c.report.steps[step][1] for c in controllers]
     filtered = sorted((rank, group[0].prompt_id) for rank, each in enumerate(served) for group in each.filtered)
     return filtered, [(s.prompt_id, s.index) for s in served[0].kept]
 
@@ -105,9 +105,9 @@ def test_both_modes_train_on_the_same_samples(one, other, seed, refills, meet_ev
         runs.append(measured(mode, size, seed + number, max_refill_waves=refills, meet_every_s=meet_every_s, rebalance=moves))
     first, second = runs
     for step in range(4):
-        batches = [[entry[:6] for entry in trained_on(jobs, step)] for jobs in runs]
+        batches = [[entry[:6] for entry in trained_on(controllers, step)] for controllers in runs]
         assert batches[0] == batches[1] and first[0].state.groups_per_kept == second[0].state.groups_per_kept
-        metrics = [timing_free(jobs[0].report.metrics[step]) for jobs in runs]
+        metrics = [timing_free(controllers[0].report.metrics[step]) for controllers in runs]
         if one[1] == other[1]:  # then who trains on what is the same, too
             assert trained_on(first, step) == trained_on(second, step) and used_up(first, step) == used_up(second, step)
         else:

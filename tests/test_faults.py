@@ -21,7 +21,7 @@ LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 4)
 def strike(verb, role, rank):
     """An event: `die` or `hang` of the engines of a role, on one rank or on all (None)."""
 
-    def event(servers, jobs):
+    def event(servers, controllers):
         for server in servers:
             if server.role == role and rank in (None, server.rank):
                 {"die": server.die, "hang": server.hang}[verb]()
@@ -29,9 +29,9 @@ def strike(verb, role, rank):
     return event
 
 
-def trained(jobs, step):
+def trained(controllers, step):
     """What a step trained on: prompts, answers, rewards."""
-    return sorted((s.prompt_id, s.index, to_text(s.response), s.reward) for each in served_by(jobs, step) for s in each.kept)
+    return sorted((s.prompt_id, s.index, to_text(s.response), s.reward) for each in served_by(controllers, step) for s in each.kept)
 
 
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
@@ -39,24 +39,24 @@ UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
 
 @functools.cache
 def without_faults(mode, size):
-    """The jobs of a run that nothing happens to."""
+    """The controllers of a run that nothing happens to."""
     return simulate(mode, size, **UNBROKEN)[0]
 
 
-def check_as_unbroken(jobs):
+def check_as_unbroken(controllers):
     """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token is accounted for."""
-    check_prompts(jobs)
-    check_tokens(jobs)
+    check_prompts(controllers)
+    check_tokens(controllers)
     unbroken = without_faults("full", 1)
     for step in range(UNBROKEN["steps"]):
-        assert trained(jobs, step) == trained(unbroken, step) and len(trained(jobs, step)) == 8 * 4
-    assert all(job.report.accuracies == unbroken[0].report.accuracies for job in jobs)
-    assert all(job.report.restarts == jobs[0].report.restarts for job in jobs)
+        assert trained(controllers, step) == trained(unbroken, step) and len(trained(controllers, step)) == 8 * 4
+    assert all(c.report.accuracies == unbroken[0].report.accuracies for c in controllers)
+    assert all(c.report.restarts == controllers[0].report.restarts for c in controllers)
 
 
-def seconds_of(jobs, step, name="serve"):
+def seconds_of(controllers, step, name="serve"):
     """Start and end of a step's span on rank 0."""
-    return next(span for span in jobs[0].report.steps[step][3] if span.name == name)[2:4]
+    return next(span for span in controllers[0].report.steps[step][3] if span.name == name)[2:4]
 
 
 # ---------------------------------------------------------------- engines
@@ -72,8 +72,8 @@ def test_a_run_with_faults_trains_on_the_same_samples(layout, faults):
     """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts."""
     mode, size = layout
     events = [(seconds, strike(verb, role, rank)) for seconds, verb, role, rank in faults]
-    jobs, _ = simulate(mode, size, events=events, **UNBROKEN)
-    check_as_unbroken(jobs)
+    controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
+    check_as_unbroken(controllers)
 
 
 def middle_of_serving(mode, size, step):
@@ -87,12 +87,12 @@ def middle_of_serving(mode, size, step):
 def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s):
     """What it owed is written by others, if there are any; it is started again and asked again in the next step."""
     moment = middle_of_serving(mode, size, 1)
-    jobs, _ = simulate(mode, size, events=[(moment, strike(verb, "rollout", 0))], **UNBROKEN)
-    check_as_unbroken(jobs)
-    assert sum(jobs[0].report.restarts) == 1
-    (note,) = [note for note in jobs[0].report.notes if "is started again" in note]
+    controllers, _ = simulate(mode, size, events=[(moment, strike(verb, "rollout", 0))], **UNBROKEN)
+    check_as_unbroken(controllers)
+    assert sum(controllers[0].report.restarts) == 1
+    (note,) = [note for note in controllers[0].report.notes if "is started again" in note]
     assert note == f"the rollout engine of rank 0 {'died' if verb == 'die' else 'gave no sign of life'}: it is started again"
-    (engine,) = [engine for engine in jobs[0].rollout.all_engines if engine.rank == 0]
+    (engine,) = [engine for engine in controllers[0].rollout.all_engines if engine.rank == 0]
     back = moment + after_s + RESTART_S
     asked = [(sent, version) for sent, version in engine.server.asked if sent > moment + after_s]
     assert asked and asked[0][0] >= back and {version for _, version in asked} == {*range(asked[0][1], 5)}
@@ -104,12 +104,12 @@ def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s):
 def test_all_rollout_engines_die(mode, size):
     """In the middle of a step they come back with the weights of that step, and it is finished."""
     moment = middle_of_serving(mode, size, 1)
-    jobs, log = simulate(mode, size, events=[(moment, strike("die", "rollout", None))], **UNBROKEN)
-    check_as_unbroken(jobs)
-    engines = {engine.rank for engine in jobs[0].rollout.engines}
-    assert jobs[0].report.restarts == [0, len(engines), 0, 0]
+    controllers, log = simulate(mode, size, events=[(moment, strike("die", "rollout", None))], **UNBROKEN)
+    check_as_unbroken(controllers)
+    engines = {engine.rank for engine in controllers[0].rollout.engines}
+    assert controllers[0].report.restarts == [0, len(engines), 0, 0]
     assert log.count((0, "take", "actor")) == 1 + 4 + 1  # it woke once more, to push
-    for engine in jobs[0].rollout.engines:
+    for engine in controllers[0].rollout.engines:
         asked = [version for sent, version in engine.server.asked if sent > moment]
         assert asked[0] == 1 and sorted(asked) == asked
 
@@ -121,10 +121,10 @@ def test_an_engine_lost_asleep(mode, size, role, verb):
     """It is found when it is to wake, and started again then."""
     training, _ = seconds_of(without_faults(mode, size), 1, "train")
     rank = size - 1 if role == "genrm" else 0
-    jobs, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
-    check_as_unbroken(jobs)
-    assert sum(jobs[0].report.restarts) == 1
-    assert sum(f"the {role} engine of rank {rank} didn't answer: it is started again" == note for note in jobs[0].report.notes) == 1
+    controllers, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
+    check_as_unbroken(controllers)
+    assert sum(controllers[0].report.restarts) == 1
+    assert sum(f"the {role} engine of rank {rank} didn't answer: it is started again" == note for note in controllers[0].report.notes) == 1
 
 
 def test_a_judge_is_welcome_at_once():
@@ -137,9 +137,9 @@ def test_a_judge_is_welcome_at_once():
 
     unbroken, _ = simulate("partial", 4, **slow, prepare=slowly)
     start, end = seconds_of(unbroken, 0)
-    jobs, _ = simulate("partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))])
-    assert trained(jobs, 0) == trained(unbroken, 0)
-    (engine,) = [engine for engine in jobs[0].genrm.all_engines if engine.rank == 3]
+    controllers, _ = simulate("partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))])
+    assert trained(controllers, 0) == trained(unbroken, 0)
+    (engine,) = [engine for engine in controllers[0].genrm.all_engines if engine.rank == 3]
     assert any(start + 5 + RESTART_S <= sent < end for sent, _ in engine.server.asked)
 
 
@@ -149,16 +149,16 @@ def test_an_engine_that_never_starts_again_stops_every_rank(mode, size, role):
     """It fails a second and a third time as it starts; its log's end is shown."""
     moment, rank = middle_of_serving(mode, size, 1), size - 1 if role == "genrm" else 0
 
-    def for_good(servers, jobs):
+    def for_good(servers, controllers):
         for server in servers:
             server.starts = 0
-        strike("die", role, rank)(servers, jobs)
+        strike("die", role, rank)(servers, controllers)
 
     message = f"the {role} engine of rank {rank} failed 3 times in a row: it didn't start again: its log; the end of its log"
-    jobs = []
+    controllers = []
     with pytest.raises(ValueError, match=message):
-        simulate(mode, size, events=[(moment, for_good)], jobs=jobs, **UNBROKEN)
-    assert len({len(job.report.steps) for job in jobs}) == 1  # other engines may finish steps meanwhile
+        simulate(mode, size, events=[(moment, for_good)], controllers=controllers, **UNBROKEN)
+    assert len({len(c.report.steps) for c in controllers}) == 1  # other engines may finish steps meanwhile
 
 
 @pytest.mark.parametrize("deaths,stops", [(1, False), (2, False), (3, True)])
@@ -166,9 +166,9 @@ def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
     """The only rollout engine dies once, twice or three times in every step, each time just after it was pushed weights."""
     left = []
 
-    def die_again(job):
-        if job.world.rank == 0:
-            (engine,), end_step, wake = job.rollout.own, job.rollout.end_step, job.rollout.wake_kv_cache
+    def die_again(c):
+        if c.world.rank == 0:
+            (engine,), end_step, wake = c.rollout.own, c.rollout.end_step, c.rollout.wake_kv_cache
 
             def again():
                 left[:] = [deaths]
@@ -180,15 +180,15 @@ def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
                     left[0] -= 1
                     asyncio.get_running_loop().call_later(0.2, engine.server.die)
 
-            job.rollout.end_step, job.rollout.wake_kv_cache = again, wake_and_die
+            c.rollout.end_step, c.rollout.wake_kv_cache = again, wake_and_die
 
     if stops:
         with pytest.raises(ValueError, match="rollout engine of rank 0 failed 3 times in a row: it died; the end of its log"):
             simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
     else:
-        jobs, _ = simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
-        check_as_unbroken(jobs)
-        assert jobs[0].report.restarts == [0] + [deaths] * 3
+        controllers, _ = simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
+        check_as_unbroken(controllers)
+        assert controllers[0].report.restarts == [0] + [deaths] * 3
 
 
 # ---------------------------------------------------------------- stops
@@ -202,35 +202,35 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
     mode, size = layout
     options = dict(UNBROKEN, over_dispatch=over_dispatch, partial_rollout=partial_rollout)
 
-    def ask(servers, jobs):
-        jobs[rank % size].stop.asked = 15
+    def ask(servers, controllers):
+        controllers[rank % size].stop.asked = 15
 
-    jobs, _ = simulate(mode, size, events=[(seconds, ask)], **options)
+    controllers, _ = simulate(mode, size, events=[(seconds, ask)], **options)
     unbroken, _ = simulate(mode, size, **options)
-    (done,) = {job.state.step for job in jobs}
-    assert [job.stopping for job in jobs] == ([15] * size if done < 4 or jobs[0].stopping else [0] * size)
-    if not jobs[0].stopping:
+    (done,) = {c.state.step for c in controllers}
+    assert [c.stopping for c in controllers] == ([15] * size if done < 4 or controllers[0].stopping else [0] * size)
+    if not controllers[0].stopping:
         return
-    for job in jobs:
-        ((step, cursor, buffer),) = job.checkpoints.saved
-        assert step == done == job.actor.version == len(job.report.steps)
+    for c in controllers:
+        ((step, cursor, buffer),) = c.checkpoints.saved
+        assert step == done == c.placement.actor.version == len(c.report.steps)
         to_come = (buffer + list(range(cursor, 100)))[:50]
-        report = job.report
+        report = c.report
         before = report.buffers[done - 1] + list(range(report.cursors[done - 1], 100)) if done else list(range(100))
         assert to_come == before[:50]
     if over_dispatch == 1:
-        assert all(trained(jobs, step) == trained(unbroken, step) for step in range(done))
+        assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
 
 
 def test_a_stop_while_every_engine_is_down():
     """Nobody waits for answers that will not be needed."""
     moment = middle_of_serving("partial", 2, 1)
 
-    def ask(servers, jobs):
-        jobs[1].stop.asked = 2
+    def ask(servers, controllers):
+        controllers[1].stop.asked = 2
 
-    jobs, _ = simulate("partial", 2, events=[(moment, strike("die", "rollout", None)), (moment + 2, ask)], **UNBROKEN)
-    assert [job.checkpoints.saved[0][0] for job in jobs] == [1, 1]
+    controllers, _ = simulate("partial", 2, events=[(moment, strike("die", "rollout", None)), (moment + 2, ask)], **UNBROKEN)
+    assert [c.checkpoints.saved[0][0] for c in controllers] == [1, 1]
 
 
 # ---------------------------------------------------------------- updates that aren't finite
@@ -247,14 +247,14 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped,
         return await update(self, mini_batches) | {f"{model.__name__}/not_finite": float(version in skipped)}
 
     monkeypatch.setattr(model, "update", sometimes)
-    jobs = []
+    controllers = []
     if steps_done == 4:
-        simulate("partial", 2, jobs=jobs, **settings)
+        simulate("partial", 2, controllers=controllers, **settings)
     else:
         with pytest.raises(ValueError, match=r"--max-skips 3: .* in OUT/skipped_samples\.jsonl"):
-            simulate("partial", 2, jobs=jobs, **settings)
-        assert all(job.report.dumped == job.actor.batches[-1] for job in jobs)
-    assert [len(job.report.steps) for job in jobs] == [steps_done] * 2
+            simulate("partial", 2, controllers=controllers, **settings)
+        assert all(c.report.dumped == c.placement.actor.batches[-1] for c in controllers)
+    assert [len(c.report.steps) for c in controllers] == [steps_done] * 2
 
 
 # ---------------------------------------------------------------- real runs

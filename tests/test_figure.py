@@ -33,159 +33,142 @@ CUT = life(  # in step 0, and written to its end in step 1
     7, ("queued", 0.0, 1.0, 0), ("decoding", 1.0, 3.0, 0), ("aborted", 3.0, 3.0, 0),
     ("queued", 5.0, 5.5, 1), ("resumed", 5.5, 6.0, 1), ("judging", 6.0, 7.0, 1), ("done", 7.0, 7.0, 1),
 )  # fmt: skip
-WHOLE = life(8, ("queued", 0.0, 0.5, 0), ("decoding", 0.5, 2.0, 0), ("judging", 2.0, 2.5, 0), ("done", 2.5, 2.5, 0))
-LATER = life(9, ("queued", 5.0, 5.25, 1), ("decoding", 5.25, 8.0, 1), ("judging", 8.0, 8.5, 1), ("done", 8.5, 8.5, 1))
+WHOLE = life(
+    8, ("queued", 0.0, 0.5, 0), ("decoding", 0.5, 2.0, 0), ("judging", 2.0, 2.5, 0), ("done", 2.5, 2.5, 0)
+)
+LATER = life(
+    9, ("queued", 5.0, 5.25, 1), ("decoding", 5.25, 8.0, 1), ("judging", 8.0, 8.5, 1), ("done", 8.5, 8.5, 1)
+)
 MARKS = [
     tl.Mark(kind, text, rank, time + rank / 8, step)
     for rank in (1, 2)
     for kind, text, time, step in (
-        ("wave", "wave 1", 0.0, 0), ("wave", "wave 2", 2.0, 0), ("weights", "v1", 4.75, 0), ("split", "1|1", 5.0, 1),
+        ("wave", "wave 1", 0.0, 0), ("wave", "wave 2", 2.0, 0), ("weights", "v1", 4.75, 0),
+        ("split", "1|1", 5.0, 1),
     )
 ]  # fmt: skip
 
 
-def drawn(pictures, path, monkeypatch):
-    """`draw`, and the figure that it drew."""
-    import matplotlib.pyplot as plt
-
-    figures, close = [], plt.close
-    monkeypatch.setattr(plt, "close", lambda one: (figures.append(one), close(one)))
-    figure.draw(pictures, path)
-    return figures[0]
+# ---------------------------------------------------------------- the rows of answers
 
 
-# ---------------------------------------------------------------- the lives of answers
-
-
-@pytest.mark.parametrize(
-    "states,ends",
-    [
-        ("queued decoding judging done", [4]),
-        ("decoding aborted resumed judging done", [5]),
-        ("decoding aborted queued resumed aborted queued resumed done", [8]),
-        ("queued aborted queued resumed", [4]),  # cut before its first token
-        ("decoding aborted queued decoding done", [2, 3]),  # over-dispatch: thrown away, and its prompt drawn again
-        ("decoding judging done queued decoding judging done", [3, 4]),  # a surplus group's prompt comes again
-        ("decoding queued judging done", [4]),  # it waits for the judge
-        ("done judging", [2]),
-        ("decoding aborted queued", [2, 1]),
-    ],
-)
-def test_a_life_ends_where_an_answer_is_written_anew(states, ends):
-    """Lengths of the lives that the states of one answer's number make, one a second."""
-    instants = itertools.count()
-    stretches = life(3, *((state, i, i + (state not in tl.INSTANTS), i) for state, i in zip(states.split(), instants, strict=False)))
-    assert [len(one) for one in figure.lives(stretches[::-1])] == ends
-
-
-def test_lives_are_in_the_order_in_which_they_left_the_queue():
+def test_answers_are_in_the_order_in_which_they_left_the_queue():
     """Those that left it as good as together by their ends; one cut in the queue left it then."""
-    early = [life(i, ("queued", 0.0, 1.0 + i / 1e6, 0), ("decoding", 1.0 + i / 1e6, 9.0 - i, 0)) for i in range(4)]
+    early = [
+        life(i, ("queued", 0.0, 1.0 + i / 1e6, 0), ("decoding", 1.0 + i / 1e6, 9.0 - i, 0)) for i in range(4)
+    ]
     cut = life(5, ("queued", 0.0, 4.0, 0), ("aborted", 4.0, 4.0, 0))
     late = life(6, ("queued", 0.0, 7.0, 0), ("decoding", 7.0, 8.0, 0))
-    found = figure.lives([*late, *cut, *itertools.chain(*early)])
-    assert found == [*early[::-1], cut, late]
-    assert figure.lives([]) == []
+    rows = figure.rows_of([*late, *cut, *itertools.chain(*early)])
+    in_order = [*early[::-1], cut, late]
+    assert rows == [(row, stretch) for row, answer in enumerate(in_order) for stretch in answer]
+    assert figure.rows_of([]) == []
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
-def test_rows_hold_one_answer_a_step(steps):
-    """No two lives share a row in one step, a step's new lives are in order from the top, and there are as few rows as can be."""
-    lives = [
-        life(i, ("decoding", first, first, first), ("done", first + more, first + more, first + more))
-        for i, (first, more) in enumerate(sorted(steps))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30), st.randoms())
+def test_in_each_step_an_answer_has_a_row(steps, rng):
+    """Every stretch is drawn once; a step's rows count from the top; an answer has one."""
+    answers = [
+        life(
+            i,
+            ("decoding", first, first + 1.0, first),
+            ("resumed", first + more, first + more + 1.0, first + more),
+        )
+        for i, (first, more) in enumerate(steps)
     ]
-    rows = figure.rows_of(lives)
-    held = [(row, step) for row, one in zip(rows, lives, strict=True) for step in range(one[0].step, one[-1].step + 1)]
-    assert len(held) == len(set(held))
-    for step in range(6):
-        new = [row for row, one in zip(rows, lives, strict=True) if one[0].step == step]
-        assert new == sorted(new)
-    assert len(set(rows)) == max((sum(at == step for _, at in held) for step in range(8)), default=0)
+    samples = [stretch for answer in answers for stretch in answer]
+    rng.shuffle(samples)
+    rows = figure.rows_of(samples)
+    assert sorted(stretch for _, stretch in rows) == sorted(samples)
+    for step in range(8):
+        held = {(row, stretch.prompt_id) for row, stretch in rows if stretch.step == step}
+        assert sorted(row for row, _ in held) == list(range(len({prompt_id for _, prompt_id in held})))
 
 
-@pytest.mark.parametrize("answers,every", [(0, 1), (1, 1), (250, 1), (251, 2), (500, 2), (501, 3)])
-def test_of_too_many_answers_every_nth_is_drawn(answers, every):
-    """Evenly over the step, so that the shape stays; how many steps there are plays no part."""
-    lives = [life(i, ("decoding", i, i + 1.0, step)) for step in (0, 1) for i in range(answers)]
-    assert figure.thinned(lives) == (lives[::every], every)
-
-
-def test_each_kind_of_mark_once():
-    """By the lowest rank that made any."""
-    waves = [tl.Mark("wave", "w", 2, 1.0, 0), tl.Mark("wave", "w", 1, 1.1, 0), tl.Mark("wave", "x", 1, 5.0, 0)]
-    marks = [*waves, tl.Mark("split", "s", 3, 0.0, 0)]
-    assert figure.once(marks) == marks[1:] and figure.once([]) == []
+def test_marks_are_the_lowest_rank_s():
+    """All ranks make them at once; wave 1 is where its step begins."""
+    marks = [tl.Mark("wave", text, rank, 1.0, 0) for rank in (2, 1) for text in ("wave 1", "wave 2")]
+    assert figure.Picture("t", tl.Records(marks=marks), 4).marks == marks[3:]
+    assert figure.Picture("t", tl.Records(), 4).marks == []
 
 
 # ---------------------------------------------------------------- what is drawn
 
 
-def bars(axes):
-    """(colour, row, start, end) of every bar."""
-    boxes = [(to_hex(p.get_facecolor()), p.get_bbox()) for p in axes.patches]
-    return sorted((color, (box.y0 + box.y1) / 2, box.x0, box.x1) for color, box in boxes)
+def lines(axes):
+    """(colour, row, start, end) of every stretch of an answer, and of the instants, which have no length."""
+    found = []
+    for collection in axes.collections:
+        color = to_hex(collection.get_colors()[0]) if len(collection.get_colors()) else ""
+        for (x0, y0), (x1, y1) in collection.get_segments():
+            found.append((color, (y0 + y1) / 2, x0, x1))
+    return sorted(found)
 
 
-def ticks(axes, state):
-    """(time, row) of the ticks of one state."""
-    found = [c for c in axes.collections if len(c.get_colors()) and to_hex(c.get_colors()[0]) == tl.STATES[state]]
-    return sorted((line[0][0], (line[0][1] + line[1][1]) / 2) for c in found for line in c.get_segments())
-
-
-def test_the_answers_are_drawn_as_they_lived(tmp_path, monkeypatch):
-    """One row through abort and resumption over two steps, coloured by state, on the clock of the lanes; rows are used again."""
-    spans = [tl.Span("rollout", 0, -1.0, 4.0, 0), tl.Span("train", 0, 4.0, 4.5, 0), tl.Span("train", 0, 9.0, 9.5, 1)]
+def test_the_answers_are_drawn_as_they_lived():
+    """A row in each step, coloured by state, on the clock of the lanes."""
+    spans = [
+        tl.Span("rollout", 0, -1.0, 4.0, 0),
+        tl.Span("train", 0, 4.0, 4.5, 0),
+        tl.Span("train", 0, 9.0, 9.5, 1),
+    ]
     picture = figure.Picture("t", tl.Records(spans, [*LATER, *CUT, *WHOLE]), 4)
-    lanes, answers = drawn([picture], tmp_path / "x.png", monkeypatch).axes
-    rows = {8: 0, 7: 1, 9: 0}  # 8 left the queue before 7, and is done before 9 begins
-    slices = [s for s in CUT + WHOLE + LATER if s.state not in tl.INSTANTS]
-    assert bars(answers) == sorted((tl.STATES[s.state], rows[s.prompt_id], s.start + 1, s.end + 1) for s in slices)
-    assert ticks(answers, "aborted") == [(4.0, 1)] and ticks(answers, "done") == [(3.5, 0), (8.0, 1), (9.5, 0)]
-    assert lanes.get_shared_x_axes().joined(lanes, answers) and lanes.get_position().y0 > answers.get_position().y0
+    lanes, answers = figure.make_figure([picture]).axes
+    rows = {
+        (8, 0): 0,
+        (7, 0): 1,
+        (9, 1): 0,
+        (7, 1): 1,
+    }  # (prompt, step): 8 left the queue before 7, and 9 in step 1
+    stretches = [*CUT, *WHOLE, *LATER]
+    expected = [(tl.STATES[s.state], rows[s.prompt_id, s.step], s.start + 1, s.end + 1) for s in stretches]
+    assert lines(answers) == sorted(expected)
+    assert lanes.get_shared_x_axes().joined(lanes, answers)
+    assert lanes.get_position().y0 > answers.get_position().y0
 
 
-def test_marks_are_drawn_once_and_named(tmp_path, monkeypatch):
-    """By the lowest rank, at its time; waves go through the answers as dotted lines, steps as whole ones."""
-    picture = figure.Picture("t", tl.Records(MIXED, CUT + WHOLE, MARKS), 4)
-    panels = drawn([picture], tmp_path / "x.png", monkeypatch).axes
+def test_marks_are_drawn_and_named():
+    """At the lowest rank's time; waves go through the answers as dotted lines, steps as whole ones."""
+    panels = figure.make_figure([figure.Picture("t", tl.Records(MIXED, CUT + WHOLE, MARKS), 4)]).axes
     texts = sorted((text.get_text().strip(), text.get_position()[0]) for text in panels[0].texts)
-    assert texts == [("split 1|1", 5.125), ("step 0", 0), ("step 1", 9), ("v1", 4.875), ("wave 1", 0.125), ("wave 2", 2.125)]
+    assert texts == [("split 1|1", 5.125), ("step 0", 0), ("step 1", 9), ("v1", 4.875), ("wave 2", 2.125)]
     for axes in panels:
-        lines = sorted((line.get_xdata()[0], line.get_linestyle() == "-") for line in axes.lines)
-        assert lines == [(0.0, True), (0.125, False), (2.125, False), (9.0, True)]
+        verticals = sorted((line.get_xdata()[0], line.get_linestyle() == "-") for line in axes.lines)
+        assert verticals == [(0.0, True), (2.125, False), (9.0, True)]
 
 
-def test_weights_at_the_very_start_are_named_before_it(tmp_path, monkeypatch):
-    """Where their text would stand on the first step's name; a wave's stands behind its time anyway."""
-    marks = [tl.Mark("weights", "v0", 0, 0.1, 0), tl.Mark("wave", "wave 1", 0, 0.1, 0)]
-    axes = drawn([figure.Picture("t", tl.Records(MIXED, [], marks), 4)], tmp_path / "x.png", monkeypatch).axes
-    places = {text.get_text().strip(): (text.get_position()[0], text.get_ha()) for text in axes[0].texts}
-    assert places["v0"] == (0, "right") and places["wave 1"] == (0.1, "left")
-
-
-def test_without_answers_there_is_no_panel_for_them(tmp_path, monkeypatch):
-    """Marks alone make none. Of several runs those with answers get one each; the legend of their states comes once."""
+def test_without_answers_there_is_no_panel_for_them():
+    """Marks alone make none. Of several runs those with answers get one each; there is one legend."""
     bare, full = (figure.Picture("t", tl.Records(MIXED, samples, MARKS), 4) for samples in ([], WHOLE))
     for pictures, labels in (([bare], [""]), ([full, bare, full], ["", "answers", "", "", "answers"])):
-        with monkeypatch.context() as patch:
-            whole = drawn(pictures, tmp_path / "x.png", patch)
+        whole = figure.make_figure(pictures)
         assert [axes.get_ylabel() for axes in whole.axes] == labels
-        assert len(whole.legends) == ("answers" in labels)
+        (legend,) = whole.legends
+        names = ", ".join(text.get_text() for text in legend.get_texts())
+        assert sorted(names.split(", ")) == sorted([*tl.COLORS, *tl.STATES])
 
 
-def test_the_title_says_when_answers_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(figure, "MOST_ROWS", 3)
-    samples = [tl.SampleSpan("decoding", i, 0, 0, i / 10, 1.0, 0) for i in range(8)]
-    lanes, answers = drawn([figure.Picture("a title", tl.Records(MIXED, samples), 4)], tmp_path / "x.png", monkeypatch).axes
-    assert lanes.get_title(loc="left") == "a title (1 of 3 answers drawn)"
-    assert [(row, start) for _, row, start, _ in bars(answers)] == [(0, 0.0), (1, pytest.approx(0.3)), (2, pytest.approx(0.6))]
+def test_thousands_of_answers_make_no_taller_picture():
+    """Their rows get thinner, and none is left out."""
+    samples = [tl.SampleSpan("decoding", i, 0, 0, i / 1000, 4.0, 0) for i in range(3000)]
+    few, many = (
+        figure.make_figure([figure.Picture("t", tl.Records(MIXED, samples[:n]), 4)]) for n in (300, 3000)
+    )
+    assert few.get_figheight() == many.get_figheight() and len(lines(many.axes[1])) == 3000
+    widths = [whole.axes[1].collections[1].get_linewidth()[0] for whole in (few, many)]
+    assert widths[0] > widths[1] > 0
 
 
 @pytest.mark.parametrize(
     "records",
-    [tl.Records(MIXED), tl.Records(MIXED[:1]), tl.Records(), tl.Records(MIXED, CUT + WHOLE, MARKS), tl.Records([], WHOLE[:1], MARKS)],
+    [
+        tl.Records(MIXED),
+        tl.Records(MIXED[:1]),
+        tl.Records(),
+        tl.Records(MIXED, CUT + WHOLE, MARKS),
+        tl.Records([], WHOLE[:1], MARKS),
+    ],
     ids=["mixed", "one", "none", "all", "spanless"],
 )
 def test_the_figure_is_a_picture(tmp_path, records):
@@ -200,17 +183,31 @@ def test_the_figure_is_a_picture(tmp_path, records):
 
 @pytest.mark.parametrize(
     "first,last,steps",
-    [(-3, -1, {9, 10, 11}), (0, 0, {0}), (2, 4, {2, 3, 4}), (10, 99, {10, 11}), (-99, 1, {0, 1}), (5, 4, set()), (50, 60, set())],
+    [
+        (-3, -1, {9, 10, 11}),
+        (0, 0, {0}),
+        (2, 4, {2, 3, 4}),
+        (10, 99, {10, 11}),
+        (-99, 1, {0, 1}),
+        (5, 4, set()),
+        (50, 60, set()),
+    ],
 )
 def test_steps_of_a_run(first, last, steps):
-    """Of 12 steps; the evaluation after the last belongs to none, and what has no colour isn't drawn. Samples and marks follow."""
+    """Of 12 steps; the evaluation after the last belongs to none; what has no colour isn't drawn."""
     spans = [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
     spans += [tl.Span("rollout", 1, 120.0, 121.0, 12), tl.Span("evaluate", 0, 0.0, 9.0, 3)]
     samples = [tl.SampleSpan("decoding", 0, 0, 0, 10.0 * i, 10.0 * i + 4, i) for i in range(13)]
     marks = [tl.Mark("wave", "wave 1", 0, 10.0 * i, i) for i in range(13)]
     chosen = figure.of_steps(tl.Records(spans, samples, marks), first, last)
     assert {s.name for s in chosen.spans} <= {"train"}
-    assert all({record.step for record in kind} == steps for kind in (chosen.spans, chosen.samples, chosen.marks))
+    assert all({r.step for r in kind} == steps for kind in (chosen.spans, chosen.samples, chosen.marks))
+
+
+def test_steps_of_a_run_that_does_not_train():
+    """Then the last step is the last with any span."""
+    spans = [tl.Span("rollout", 0, 10.0 * i, 10.0 * i + 4, i) for i in range(3)]
+    assert figure.of_steps(tl.Records(spans), -2, -1).spans == spans[1:]
 
 
 def write_run(out, mode, spans):
@@ -218,59 +215,60 @@ def write_run(out, mode, spans):
     (out / "spans").mkdir(parents=True)
     (out / "config.json").write_text(json.dumps({"mode": mode, "ranks": 2, "max_running_requests": 4}))
     for rank in (0, 1):
-        (out / "spans" / f"rank{rank}.jsonl").write_text("".join(json.dumps(["span", *s]) + "\n" for s in spans if s.rank == rank))
+        (out / "spans" / f"rank{rank}.jsonl").write_text(
+            "".join(json.dumps(["span", *s]) + "\n" for s in spans if s.rank == rank)
+        )
+
+
+def bars(axes):
+    """(colour, start, width, alpha) of every bar of the lanes."""
+    boxes = [(p.get_facecolor(), p.get_bbox()) for p in axes.patches]
+    return sorted((to_hex(color), box.x0, round(box.width, 9), color[3]) for color, box in boxes)
 
 
 def test_two_runs_on_one_clock(tmp_path, monkeypatch):
     """Both runs start at 0, whenever they began, share the axis, and say which is which."""
-    import matplotlib.axes
     import matplotlib.image
 
-    bars = []
-    plain = matplotlib.axes.Axes.barh
-
-    def barh(self, y, width, left, **style):
-        bars.append((self, left))
-        return plain(self, y, width, left=left, **style)
-
-    monkeypatch.setattr(matplotlib.axes.Axes, "barh", barh)
+    made, make = [], figure.make_figure
+    monkeypatch.setattr(figure, "make_figure", lambda pictures: made.append(make(pictures)) or made[0])
     write_run(tmp_path / "a", "full", MIXED)
-    write_run(tmp_path / "b", "partial", [s._replace(start=s.start + 100, end=s.end + 100) for s in MIXED])
+    write_run(tmp_path / "b", "partial", [s._replace(start=s.start + 128, end=s.end + 128) for s in MIXED])
     path, runs = tmp_path / "both.png", [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr("sys.argv", ["timeline.py", *runs, "--steps", "0", "1", "--figure", str(path)])
-    tl.main()
-    top, bottom = dict.fromkeys(axes for axes, _ in bars)
-    first, second = ([left for axes, left in bars if axes is row] for row in (top, bottom))
-    assert min(first) == 0 and first == pytest.approx(second)
+    monkeypatch.setattr("sys.argv", ["figure.py", *runs, "--steps", "0", "1", "--figure", str(path)])
+    figure.main()
+    top, bottom = made[0].axes
+    assert bars(top) == bars(bottom) and min(start for _, start, *_ in bars(top)) == 0
     assert top.get_shared_x_axes().joined(top, bottom) and top.get_position().y0 > bottom.get_position().y0
     assert [axes.get_title(loc="left") for axes in (top, bottom)] == [
-        f"{tmp_path}/a: full colocation, 2 ranks", f"{tmp_path}/b: partial colocation, 2 ranks",
-    ]  # fmt: skip
+        f"{tmp_path}/a: full colocation, 2 ranks",
+        f"{tmp_path}/b: partial colocation, 2 ranks",
+    ]
     assert matplotlib.image.imread(path).shape[1] > 1000
 
 
-@pytest.mark.parametrize("steps,message", [(("7", "9"), "has no steps 7 to 9"), (("0", "1"), "is not what a run left behind")])
+@pytest.mark.parametrize(
+    "steps,message", [(("7", "9"), "has no steps 7 to 9"), (("0", "1"), "is not what a run left behind")]
+)
 def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, steps, message):
     run = tmp_path / "run"
     if steps[0] == "7":
         write_run(run, "full", MIXED)
-    monkeypatch.setattr("sys.argv", ["timeline.py", str(run), "--steps", *steps, "--figure", str(tmp_path / "x.png")])
+    monkeypatch.setattr(
+        "sys.argv", ["figure.py", str(run), "--steps", *steps, "--figure", str(tmp_path / "x.png")]
+    )
     with pytest.raises(SystemExit, match=message) as error:
-        tl.main()
+        figure.main()
     assert "\n" not in str(error.value) and not (tmp_path / "x.png").exists()
 
 
-def test_the_figure_starts_at_its_first_span(tmp_path, monkeypatch):
-    """Of 12 steps the last three."""
-    import matplotlib.axes
-
-    bars = []
-    monkeypatch.setattr(matplotlib.axes.Axes, "barh", lambda self, y, width, left, alpha, **style: bars.append((y, width, left, alpha)))
+def test_the_figure_starts_at_its_first_span():
+    """Of 12 steps the last three. Shade is occupancy."""
     spans = [tl.Span("rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
     spans += [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
     spans.append(tl.Span("rollout", 1, 120.0, 121.0, 12))  # the evaluation at the end belongs to no step
-    figure.draw([figure.Picture("t", figure.of_steps(tl.Records(spans), -3, -1), 2)], tmp_path / "timeline.png")
-    drawn = {(10.0 * i + offset, width) for i in range(3) for offset, width in ((0, 4.0), (5, 1.0))}
-    assert {(left, width) for _, width, left, _ in bars} == drawn
-    assert {y for y, *_ in bars} == {0}
-    assert {alpha for *_, alpha in bars} == {1.0, 0.35 + 0.65 / 2}  # training; one request where two have room
+    (axes,) = figure.make_figure([figure.Picture("t", figure.of_steps(tl.Records(spans), -3, -1), 2)]).axes
+    half, full = 0.35 + 0.65 / 2, 1.0  # one request where two have room; training
+    drawn = [("rollout", 10.0 * i, 4.0, half) for i in range(3)]
+    drawn += [("train", 10.0 * i + 5, 1.0, full) for i in range(3)]
+    assert bars(axes) == sorted((tl.COLORS[name], *numbers) for name, *numbers in drawn)

@@ -1,22 +1,30 @@
-"""Rules and Safe-RLHF: what a rule sees and says, the mixture, what fails; lambda by hand and in the real loop under fakes."""
+"""Rewards: the list of judges and rules, what a rule sees and says, what fails; Safe-RLHF's lambda."""
 
 import asyncio
 import math
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-from fakes import simulate, to_text
+from fakes import VirtualClock, simulate, to_text
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import genrm
 import rewards
-from algorithms import ALGORITHMS, lagrangian, multiplier_of, set_advantages, signals_of, update_multiplier
+from algorithms import (
+    ALGORITHMS,
+    algorithm_of,
+    lagrange_multiplier,
+    lagrangian,
+    set_advantages,
+    signals_of,
+    update_multiplier,
+)
 from config import Config, parse_config
 from sample import Sample
-from scheduling.dynamic_sampling import is_informative
-
-HALF = "def reward(sample):\n    return 0.5 if len(sample.text) % 2 else 0.0\n"
+from scheduling.dynamic_sampling import is_informative, is_judged
 
 
 def write(tmp_path, text, name="mine.py"):
@@ -26,216 +34,385 @@ def write(tmp_path, text, name="mine.py"):
     return str(path)
 
 
-def kept(jobs, steps=3):
+class StubJudge:
+    """A judge that says `value` of every answer, whatever pool it is given."""
+
+    format, failed, parsed = genrm.FORMATS["chat"], 0, 0
+
+    def __init__(self, value, key="reward"):
+        self.value, self.key = value, key
+
+    def reset(self):
+        pass
+
+    async def ask(self, question, answer, pool):
+        return genrm.Judgement(f"says {self.value}", self.value)
+
+
+def says(value, key="reward"):
+    """A rule that says `value` of every answer."""
+    return rewards.Rule(key, lambda sample: value, rewards.UserCode(f"--{key} {value}"))
+
+
+def score(sample, judges=(), rules=(), weights=()):
+    """Fill the fields of a sample; returns it."""
+    config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
+    config = replace(config, judge_format=("chat",))
+    listed = rewards.Rewards(config, list(judges), list(rules), to_text)
+    asyncio.run(listed.score(sample, None))
+    return sample
+
+
+def answered(text, **fields):
+    """An answer that is finished, as rollout has it."""
+    return Sample(0, 0, [1], response=[ord(c) for c in text], finish="stop", **fields)
+
+
+def kept(controllers, steps=3):
     """Every sample that was trained on, once."""
-    return [s for job in jobs if job.actor.is_head for step in range(steps) for s in job.report.steps[step][1].kept]
+    return [
+        s
+        for c in controllers
+        if c.placement.actor.is_head
+        for step in range(steps)
+        for s in c.report.steps[step][1].kept
+    ]
 
 
-def served(jobs, steps=3):
-    return [job.report.steps[step][1] for job in jobs for step in range(steps)]
+def served(controllers, steps=3):
+    return [c.report.steps[step][1] for c in controllers for step in range(steps)]
 
 
 def costly(costs, **fields):
     """Samples of one prompt."""
     values = {"reward": [0.0], "cost": [0.0]}
-    return [Sample(0, i, [1], response=[2], logprobs=[-1.0], reward=0.0, cost=c, values=values, **fields) for i, c in enumerate(costs)]
+    fields |= dict(response=[2], logprobs=[-1.0], reward=0.0, values=values)
+    return [Sample(0, i, [1], cost=cost, **fields) for i, cost in enumerate(costs)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- rules
+# ---------------------------------------------------------------- the list
+
+TENTHS = st.integers(0, 10).map(lambda tenths: Fraction(tenths, 10))
+QUARTERS = st.integers(0, 4).map(lambda quarters: Fraction(quarters, 4))
+WEIGHTED = st.lists(st.tuples(TENTHS, QUARTERS, QUARTERS), min_size=1, max_size=5)
+
+
+@given(WEIGHTED.filter(lambda rows: any(row[0] for row in rows)))
+def test_the_weighted_mean(rows):
+    """Against exact fractions; equal exactly where those are, or a group would seem to have variance."""
+    weights, one, other = (list(column) for column in zip(*rows, strict=True))
+    means = [
+        sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights) for values in (one, other)
+    ]
+    in_floats = [list(map(float, values)) for values in (weights, one, other)]
+    found = [rewards.weighted_mean(values, in_floats[0]) for values in in_floats[1:]]
+    assert found == pytest.approx([float(mean) for mean in means], abs=1e-9)
+    assert (found[0] == found[1]) == (means[0] == means[1])
+
+
+def test_equal_rewards_in_floats():
+    """0.1 + 0.2 against 0.3, by hand: two judges of those weights accept, or the third does."""
+    weights = [0.1, 0.2, 0.3]
+    assert (
+        rewards.weighted_mean([1.0, 1.0, 0.0], weights)
+        == rewards.weighted_mean([0.0, 0.0, 1.0], weights)
+        == 0.5
+    )
+
+
+NUMBERS = st.floats(-5, 5)
+
+
+@given(
+    st.lists(st.tuples(NUMBERS, st.floats(0.1, 3)), min_size=1, max_size=3),
+    st.lists(st.tuples(NUMBERS, st.floats(0, 3)), max_size=3),
+    st.lists(NUMBERS, max_size=2),
+    st.lists(NUMBERS, max_size=3),
+)
+def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(judged, ruled, cost_judges, cost_rules):
+    """Over judges and rules alike; the verdict is the judges' alone."""
+    judges = [StubJudge(value) for value, _ in judged] + [StubJudge(value, "cost") for value in cost_judges]
+    rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]
+    weights = tuple(weight for _, weight in judged + ruled)
+    sample = score(answered("It is 5"), judges, rules, weights)
+    expected = sum(value * weight for value, weight in judged + ruled) / sum(weights)
+    assert sample.reward == pytest.approx(expected, abs=1e-8)
+    costs = cost_judges + cost_rules
+    assert sample.cost == (pytest.approx(sum(costs), abs=1e-9) if costs else None)
+    mean = math.fsum(value for value, _ in judged) / len(judged)
+    assert sample.verdict == (mean > 0.5) or mean == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.5, 0.75, -2.5, 0.123456789])
+def test_the_reward_of_a_single_judge_is_what_it_says(value):
+    """To the last bit, and its critique is the sample's."""
+    sample = score(answered("5"), [StubJudge(value)])
+    assert (sample.reward, sample.critique, sample.cost) == (value, f"says {value}", None)
+    assert sample.verdict is (value > 0.5)
+
+
+@pytest.mark.parametrize("judges, rules", [([None, 1.0], []), ([None], [1.0]), ([None, None], [2.0, 1.0])])
+@pytest.mark.parametrize("key", ["reward", "cost"])
+def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
+    """No part is taken for the whole: neither a reward nor a cost, nor a verdict. The words are kept."""
+    judges = [StubJudge(1.0), *(StubJudge(value, key) for value in judges)]
+    sample = score(answered("5"), judges, [says(value, key) for value in rules])
+    assert (sample.reward, sample.cost, sample.verdict) == (None, None, None)
+    assert "judge 1:\nsays None" in sample.critique
+
+
+def test_the_words_of_all_are_told_apart():
+    sample = score(answered("5"), [StubJudge(1.0), StubJudge(0.0)], [says(0.25), says(2, "cost")])
+    assert sample.critique == "judge 0:\nsays 1.0\njudge 1:\nsays 0.0\n--reward 0.25: 0.25\n--cost 2: 2.0"
+    assert score(answered("5"), [], [says(0.25)]).critique == "--reward 0.25: 0.25"
+
+
+# ---------------------------------------------------------------- rules
+
+
+def test_all_are_asked_at_once():
+    """Judges and rules of 2 s each: 2 s."""
+
+    class Slow(StubJudge):
+        async def ask(self, question, answer, pool):
+            await asyncio.sleep(2.0)
+            return await super().ask(question, answer, pool)
+
+    async def slowly(sample):
+        await asyncio.sleep(2.0)
+        return 1.0
+
+    rules = [rewards.Rule(key, slowly, rewards.UserCode(f"--{key}")) for key in ("reward", "cost")]
+    config = Config(model="m", rule=("right",), judge_format=("chat",))
+
+    async def together():
+        await rewards.Rewards(config, [Slow(1.0), Slow(0.5)], rules, to_text).score(answered("5"), None)
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        assert runner.run(together()) == 2.0
 
 
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):
-    """All judged while others are written; the reward is the weighted mean of the judges' and the rule's."""
+    """All judged while others are written; the reward is the weighted mean of the judge's and the rules'."""
     rule = write(
         tmp_path,
         "seen = []\n"
         "def score(sample):\n"
-        "    seen.append((sample.question, sample.text, sample.answer, sample.answer_key, sample.reward))\n"
+        "    seen.append((sample.text, sample.answer, sample.question, sample.reward))\n"
         "    return float(sample.answer == sample.answer_key)\n",
     )
-    jobs, _ = simulate("partial", 2, rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
-    samples = kept(jobs)
+    named = dict(rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
+    controllers, _ = simulate("partial", 2, **named)
+    samples = kept(controllers)
     assert samples
     for sample in samples:
         right = float(to_text(sample.response).split(">")[1] == sample.answer_key)
         assert sample.reward == pytest.approx((3 * right + len(sample.response) / 100) / 4)
         assert sample.verdict == (right == 1.0), "the verdict is the judges'"
         assert sample.cost is None and f"--rule {rule}:score: {right}" in sample.critique
-    seen = [row for job in jobs for row in job.rules.rewards[0].function.__globals__["seen"]]
-    assert all(reward is None and text.endswith(f">{answer}") for _, text, answer, _, reward in seen)
-
-
-def test_without_rules_nothing_is_touched():
-    """The judges' reward, critique and verdict stay the very objects that they are."""
-    sample = Sample(0, 0, [1], critique="c", verdict=True, reward=0.1 + 0.2)
-    before = dict(vars(sample))
-    rules = rewards.Rules()
-    rules.mix(sample, [])
-    assert vars(sample) == before and sample.reward is before["reward"]
+    seen = [row for c in controllers for row in c.rewards.rules[0].function.__globals__["seen"]]
+    assert seen and all(reward is None and question for *_, question, reward in seen)
+    assert all(text.endswith(f">{answer}") for text, answer, *_ in seen)
 
 
 @pytest.mark.parametrize("mode", ["full", "partial", "auto"])
 def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
-    """Rollout has all ranks in every mode, and nothing takes turns; a run that goes on from a checkpoint equals the unbroken one."""
-    more = dict(judge=(), rule=("right", "length:100"), cost_rule=("length:50",), reward_weights=(0.9, 0.1), steps=4)
-    jobs, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
-    samples = kept(jobs, 4)
+    """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
+    named = dict(
+        model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), reward_weights=(0.9, 0.1)
+    )
+    more = named | dict(steps=4)
+    controllers, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
+    samples = kept(controllers, 4)
     assert len(samples) == 4 * 8 * 4
     for sample in samples:
         right = to_text(sample.response).endswith(f">{sample.answer_key}")
-        assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response)) and sample.verdict is None
-        assert sample.cost == len(sample.response) / 50
-    for job in jobs:
-        assert job.plan.split == "2|0" and job.genrm.all_engines == [] and [e.rank for e in job.rollout.engines] == [0, 1]
-        assert "genrm" not in {span.name for *_, spans in job.report.steps for span in spans}
+        assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
+        assert sample.verdict is None and sample.cost == len(sample.response) / 50
+    for c in controllers:
+        assert c.placement.genrm.all_engines == []
+        assert [engine.rank for engine in c.placement.rollout.engines] == [0, 1]
+        assert "genrm" not in {span.name for *_, spans in c.report.steps for span in spans}
     again, _ = simulate(mode, 2, resumed=tmp_path / "checkpoints" / "step_2", **more)
     for step in (2, 3):
-        whole, resumed = ({(s.prompt_id, s.index): s.reward for s in kept_of(*run)} for run in ((jobs, step), (again, step - 2)))
+        runs = ((controllers, step), (again, step - 2))
+        whole, resumed = ({(s.prompt_id, s.index): s.reward for s in kept_of(*run)} for run in runs)
         assert whole == resumed
 
 
-@given(
-    st.lists(st.tuples(st.floats(-5, 5), st.floats(0, 3)), min_size=1, max_size=4),
-    st.lists(st.floats(-5, 5), max_size=3), st.floats(-5, 5), st.floats(0.1, 3),
-)  # fmt: skip
-def test_the_mixture_is_the_weighted_mean_and_the_cost_the_sum(rules, costs, judged, judges_weight):
-    rule = lambda title: rewards.Rule(title, lambda sample: 0.0)  # noqa: E731
-    weights = (judges_weight, *(weight for _, weight in rules))
-    mixed = rewards.Rules(tuple(rule(f"r{i}") for i in range(len(rules))), tuple(rule(f"c{i}") for i in range(len(costs))), weights)
-    sample = Sample(0, 0, [1], reward=judged)
-    mixed.mix(sample, [said for said, _ in rules] + costs)
-    expected = (judges_weight * judged + sum(said * weight for said, weight in rules)) / sum(weights)
-    assert sample.reward == pytest.approx(expected, abs=1e-8)
-    assert sample.cost == (pytest.approx(sum(costs), abs=1e-9) if costs else None)
-    judged = Sample(0, 0, [1], reward=judged, cost=0.75)  # by a judge of costs
-    mixed.mix(judged, [said for said, _ in rules] + costs)
-    assert judged.cost == pytest.approx(0.75 + sum(costs), abs=1e-9)
+ERRORS = [
+    (
+        "def reward(sample):\n    return 1 / 0\n",
+        r"--rule .*mine\.py \(.*py:2\): ZeroDivisionError: division by zero$",
+    ),
+    (
+        "def reward(sample):\n    helper()\ndef helper():\n    raise ValueError('two\\nlines')\n",
+        r"py:4\): ValueError: two lines$",
+    ),
+    ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
+    ("def reward(sample):\n    raise ConnectionError('down')\n", r"mine\.py:2\): ConnectionError: down$"),
+    ("async def reward(sample):\n    raise TimeoutError\n", r"mine\.py:2\): TimeoutError: $"),
+    ("def reward(sample):\n    next(iter(()))\n", r"mine\.py:2\): StopIteration: $"),
+    ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
+    ("def reward(sample):\n    return float('inf')\n", r"returned inf: a finite number is needed$"),
+    ("def reward(sample):\n    return 'high'\n", r"returned 'high': a finite number is needed$"),
+    ("import nothing_of_this_name\n", r"mine\.py:1\): ModuleNotFoundError"),
+    ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
+    ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
+]
 
 
-@pytest.mark.parametrize(
-    "text, wrong",
-    [
-        ("def reward(sample):\n    return 1 / 0\n", r"--rule .*mine\.py \(.*mine\.py:2\): ZeroDivisionError: division by zero$"),
-        ("def reward(sample):\n    helper()\ndef helper():\n    raise ValueError('two\\nlines')\n", r"py:4\): ValueError: two lines$"),
-        ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
-        ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
-        ("def reward(sample):\n    return float('inf')\n", r"returned inf: a finite number is needed$"),
-        ("def reward(sample):\n    return 'high'\n", r"returned 'high': a finite number is needed$"),
-        ("import nothing_of_this_name\n", r"mine\.py:1\): ModuleNotFoundError"),
-        ("x = 1\n\ndef reward(sample:\n", r"mine\.py:3\): SyntaxError"),
-        ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
-    ],
-)
+@pytest.mark.parametrize("text, wrong", ERRORS)
 def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wrong):
+    path = write(tmp_path, text)
     with pytest.raises(ValueError, match=wrong) as caught:
-        simulate("partial", 2, steps=1, rule=(write(tmp_path, text),))
+        score(answered("5"), [], [rewards.load("reward", path)])
     assert "\n" not in str(caught.value)
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
-@pytest.mark.parametrize("spec", ["nothing.py", "nothing", "length", "length:0", "length:x", "right:1", "forbidden", "a.txt:b"])
+def test_an_error_of_the_user_s_ends_the_run(tmp_path):
+    path = write(tmp_path, "def reward(sample):\n    return 1 / 0\n")
+    with pytest.raises(ValueError, match=r"mine\.py:2\): ZeroDivisionError"):
+        simulate("partial", 2, steps=1, rule=(path,))
+
+
+def test_to_be_interrupted_is_no_error_of_the_user_s(tmp_path):
+    """Ctrl-C while a rule computes goes through."""
+    path = write(tmp_path, "def reward(sample):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        score(answered("5"), [], [rewards.load("reward", path)])
+
+
+SPECS = [
+    "nothing.py",
+    "nothing",
+    "length",
+    "length:0",
+    "length:x",
+    "right:1",
+    "forbidden",
+    "forbidden:",
+    "a.txt:b",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_rule_that_isn_t_there_is_refused(spec):
-    with pytest.raises(ValueError, match=f"^--rule {spec}: "):
-        rewards.load("--rule", spec)
+    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; say FILE.py, .*length:40"):
+        rewards.load("reward", spec)
 
 
 def test_the_rules_that_are_there():
     sample = rewards.TextSample(0, 0, [1], response=[2] * 10, answer_key="12", text="3+9=12;>12", answer="12")
     cut_off = rewards.TextSample(0, 0, [1], question="3+9=", answer_key="12", text=">", answer=None)
-    say = lambda spec, sample: rewards.load("--cost-rule", spec).function(sample)  # noqa: E731
+    say = lambda spec, sample: rewards.load("cost", spec).function(sample)  # noqa: E731
     assert say("right", sample) == 1.0 and say("right", cut_off) == 0.0
-    with pytest.raises(ValueError, match="no `answer` beside the prompt '3\\+9='"):
-        say("right", replace(cut_off, answer_key=None))
-    assert say("length:40", sample) == 0.25 and say("forbidden:9", sample) == 1.0 and say("forbidden:8", sample) == 0.0
+    assert say("length:40", sample) == 0.25
+    assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>", "\n")] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_what_has_no_answer_key_can_t_be_compared():
+    with pytest.raises(ValueError, match=r"^--rule right: .*prompt '3\+9=' has no `answer`"):
+        score(answered("5", question="3+9="), [], [rewards.load("reward", "right")])
 
 
 def test_a_file_s_default_function_goes_by_the_option(tmp_path):
     path = write(tmp_path, "def reward(sample):\n    return 1.0\n\ndef cost(sample):\n    return 2.0\n")
-    assert [rewards.load(option, path).function(None) for option in ("--rule", "--cost-rule")] == [1.0, 2.0]
+    assert [rewards.load(key, path).function(None) for key in ("reward", "cost")] == [1.0, 2.0]
 
 
-OUTAGE = """
+AGAIN = """
 import asyncio
 calls = {}
 async def reward(sample):
     await asyncio.sleep(0.2)
     key = sample.prompt_id, sample.index, sample.text
     calls[key] = calls.get(key, 0) + 1
-    if sample.index == 2:
-        raise ConnectionError("never there")
     if sample.index == 1 and calls[key] < 3:
-        raise TimeoutError
+        return await reward(sample)
     return float(len(sample.text))
 """
 
 
 @pytest.mark.parametrize("mode", ["full", "partial"])
-def test_a_rule_that_can_t_be_reached_is_asked_again_then_the_sample_is_dropped_and_counted(tmp_path, mode):
-    """Never scored 0; the others of the group train, those that were asked again among them."""
-    jobs, _ = simulate(mode, 2, steps=2, rule=(write(tmp_path, OUTAGE),))
-    samples = kept(jobs, 2)
-    dropped = [sample for each in served(jobs, 2) for sample in each.dropped]
-    assert {sample.index for sample in samples} == {0, 1, 3} and {sample.index for sample in dropped} == {2}
-    assert all(sample.reward is None and sample.verdict is None for sample in dropped)
-    assert all(sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2) for sample in samples)
-    calls = jobs[0].rules.rewards[0].function.__globals__["calls"]
-    assert {index: count for (_, index, _), count in calls.items()} == {0: 1, 1: 3, 2: 3, 3: 1}
-
-
-def test_a_rule_that_never_can_be_reached_stops_the_run(tmp_path):
-    path = write(tmp_path, "def reward(sample):\n    raise ConnectionError\n")
-    with pytest.raises(ValueError, match="couldn't be asked about any of the first 5 answers"):
-        simulate("partial", 2, rule=(path,), max_judge_failures=5)
+def test_a_rule_may_ask_again_by_itself(tmp_path, mode):
+    """It is asked about each answer once, and waited for."""
+    controllers, _ = simulate(mode, 2, steps=2, rule=(write(tmp_path, AGAIN),))
+    samples = kept(controllers, 2)
+    assert {sample.index for sample in samples} == {0, 1, 2, 3} and not any(
+        each.dropped for each in served(controllers, 2)
+    )
+    assert all(
+        sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2) for sample in samples
+    )
+    calls = controllers[0].rewards.rules[0].function.__globals__["calls"]
+    assert {index: count for (_, index, _), count in calls.items()} == {0: 1, 1: 3, 2: 1, 3: 1}
 
 
 def test_an_answer_that_is_given_up_while_its_rule_is_asked_keeps_no_half_a_reward(tmp_path):
     """It comes again with its tokens, and is judged by all sources then."""
-    slow = "import asyncio\nasync def reward(sample):\n    await asyncio.sleep(sample.prompt_id % 5)\n    return 1.0 + sample.index\n"
-    more = dict(over_dispatch=2.0, partial_rollout=True, steps=5, answers_per_prompt=3)
-    jobs, _ = simulate("partial", 2, rule=(write(tmp_path, slow),), **more)
-    carried = [sample for each in served(jobs, 5) for group in each.carried for sample in group]
+    slow = (
+        "import asyncio\n"
+        "async def reward(sample):\n"
+        "    await asyncio.sleep(sample.prompt_id % 5)\n"
+        "    return 1.0 + sample.index\n"
+    )
+    controllers, _ = simulate(
+        "partial", 2, rule=(write(tmp_path, slow),), over_dispatch=2.0, steps=5, answers_per_prompt=3
+    )
+    carried = [sample for each in served(controllers, 5) for group in each.carried for sample in group]
     assert any(sample.finish == "stop" and sample.reward is None for sample in carried), "none was given up"
-    assert all(sample.reward == (sample.verdict + 1.0 + sample.index) / 2 for sample in kept(jobs, 5))
-    assert all(not job.rules._calls for job in jobs)
+    assert all(sample.reward == (sample.verdict + 1.0 + sample.index) / 2 for sample in kept(controllers, 5))
 
 
-@pytest.mark.parametrize("judged, said", [(None, [1.0, 2.0]), (1.0, [None, 2.0]), (1.0, [1.0, None])])
-def test_a_sample_that_is_dropped_has_no_cost_either(judged, said):
-    """A part of one would be taken for all of it."""
-    rule = rewards.Rule("r", lambda sample: 0.0)
-    sample = Sample(0, 0, [1], verdict=judged and True, reward=judged, cost=judged)
-    rewards.Rules((rule,), (rule,)).mix(sample, said)
-    assert (sample.reward, sample.cost, sample.verdict) == (None, None, None)
-
-
-def test_a_rule_is_not_asked_again_after_it_was_given_up():
-    """It couldn't be reached, and pauses before it would be asked again: that is ended, too."""
+def test_what_is_given_up_is_ended_and_asked_anew_later():
+    """A rule that hangs is cancelled, which is no failure. What is done isn't asked again."""
     calls = []
 
-    async def down(sample):
-        calls.append(sample)
-        raise ConnectionError
+    async def slow(sample):
+        calls.append(sample.index)
+        await asyncio.sleep(1.0 if sample.index == 0 or len(calls) > 2 else 1e3)
+        return 1.0
 
-    async def give_up():
-        rules = rewards.Rules((rewards.Rule("down", down),))
-        asked = asyncio.create_task(rules.ask(Sample(0, 0, [1])))
-        await asyncio.sleep(0.01)
-        await rules.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asked, 1)
+    rule = rewards.Rule("reward", slow, rewards.UserCode("--rule slow"))
+    listed = rewards.Rewards(Config(model="m", rule=("right",), judge_format=("chat",)), [], [rule], to_text)
+    done, given_up = answered("5"), replace(answered("5"), index=1)
 
-    asyncio.run(give_up())
-    assert len(calls) == 1
+    async def together():
+        waiting = [asyncio.create_task(listed.score(sample, None)) for sample in (done, given_up)]
+        await asyncio.sleep(5)
+        with pytest.raises(AssertionError, match="outlived its step"):
+            listed.reset()
+        await listed.cancel()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert results[0] is None and isinstance(results[1], asyncio.CancelledError)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert (done.reward, given_up.reward) == (1.0, None)
+        await listed.score(given_up, None)
+        listed.reset()
+        assert given_up.reward == 1.0 and calls == [0, 1, 1]
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(together())
 
 
 def test_what_isn_t_needed_any_more_isn_t_waited_for(tmp_path):
-    """A rule that takes 100 s on some prompts: the others make the batch, and its calls are given up with their groups."""
-    slow = "import asyncio\nasync def reward(sample):\n    await asyncio.sleep(100 * (sample.prompt_id % 4 == 3))\n    return 1.0\n"
-    jobs, _ = simulate("partial", 2, rule=(write(tmp_path, slow),), prompts_per_step=4, over_dispatch=4.0, steps=1)
-    assert jobs[0].timeline.now() < 100 and all(not job.rules._calls for job in jobs)
-    assert kept(jobs, 1) and all(sample.prompt_id % 4 != 3 for sample in kept(jobs, 1))
+    """A rule that takes 100 s on some prompts: the others make the batch, and its calls are given up."""
+    slow = (
+        "import asyncio\n"
+        "async def reward(sample):\n"
+        "    await asyncio.sleep(100 * (sample.prompt_id % 4 == 3))\n"
+        "    return 1.0\n"
+    )
+    named = dict(rule=(write(tmp_path, slow),), prompts_per_step=4, over_dispatch=4.0, steps=1)
+    controllers, _ = simulate("partial", 2, **named)
+    assert controllers[0].timeline.now() < 100
+    assert kept(controllers, 1) and all(sample.prompt_id % 4 != 3 for sample in kept(controllers, 1))
 
 
-# ---------------------------------------------------------------------------------------------------------------- Safe-RLHF
+# ---------------------------------------------------------------- Safe-RLHF
 
 
 def test_the_combined_advantage_by_hand():
@@ -246,152 +423,183 @@ def test_the_combined_advantage_by_hand():
 
 
 def constraint(**changes):
-    return SimpleNamespace(**vars(Config()) | {"algorithm": "safe_rlhf", "cost_limit": 0.2, "lagrange_init": 0.5} | changes)
+    """Safe-RLHF's row."""
+    settings = {"cost_limit": 0.2, "lagrange_init": 0.5} | changes
+    return algorithm_of(Config(algorithm=safe_rlhf(**settings), cost_rule=("length:50",)))
+
+
+def safe_rlhf(**settings):
+    """As on the command line."""
+    return ("safe_rlhf", *(f"{name}={value}" for name, value in settings.items()))
 
 
 def test_a_step_of_the_multiplier_by_hand():
-    """Mean cost 0.6 over two ranks, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4; then with a mean of 0 it falls."""
-    config, state = constraint(), SimpleNamespace(log_multiplier=0.0)
-    parts = [signals_of(costly([0.4]), config), {"reward": {}, "cost": {1: {0: 0.8, 3: 0.6}}}]
-    got = update_multiplier(state, parts, config)
+    """Mean cost 0.6 over two ranks, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4."""
+    algorithm, state = constraint(), SimpleNamespace(log_multiplier=0.0)
+    parts = [signals_of(costly([0.4]), algorithm), {"reward": {}, "cost": {1: {0: 0.8, 3: 0.6}}}]
+    got = update_multiplier(state, parts, algorithm)
     assert state.log_multiplier == pytest.approx(0.02)
-    assert got == pytest.approx({"cost/mean": 0.6, "cost/multiplier": 0.5 * math.exp(0.02), "cost/violation": 0.4})
-    update_multiplier(state, [{"cost": {1: {0: 0.0}}}], config)
+    assert got == pytest.approx(
+        {"cost/mean": 0.6, "cost/multiplier": 0.5 * math.exp(0.02), "cost/violation": 0.4}
+    )
+    update_multiplier(state, [{"cost": {1: {0: 0.0}}}], algorithm)
     assert state.log_multiplier == pytest.approx(0.02 - 0.1 * 0.5 * math.exp(0.02) * 0.2)
-    assert update_multiplier(state, [{"reward": {1: {0: 0.0}}}], config) == {}
+    assert update_multiplier(state, [{"reward": {1: {0: 0.0}}}], algorithm) == {}
 
 
-@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.integers(1, 4), st.floats(0, 5), st.floats(-1, 1))
+@given(
+    st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.integers(1, 4), st.floats(0, 5), st.floats(-1, 1)
+)
 @example([1e16, 1.0, -1e16], 2, 1.0, 0.0)  # added in another order, floats would give another sum
 def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, ranks, init, limit):
-    config = constraint(lagrange_init=init, cost_limit=limit)
+    algorithm = constraint(lagrange_init=init, cost_limit=limit)
     results = []
     for parts in ([costs], [costs[rank::ranks] for rank in range(ranks)]):
         state = SimpleNamespace(log_multiplier=0.3)
-        before = multiplier_of(state, config)
-        update_multiplier(state, [{"cost": {rank: dict(enumerate(part))}} for rank, part in enumerate(parts)], config)
+        before = lagrange_multiplier(state, algorithm)
+        gathered = [{"cost": {rank: dict(enumerate(part))}} for rank, part in enumerate(parts)]
+        update_multiplier(state, gathered, algorithm)
         results.append(state.log_multiplier)
-        after, broken = multiplier_of(state, config), math.fsum(costs) / len(costs) > limit
+        after, broken = lagrange_multiplier(state, algorithm), math.fsum(costs) / len(costs) > limit
         assert after >= 0 and (after >= before if broken else after <= before)
     assert results[0] == results[1]
 
 
 def test_the_multiplier_settles_where_the_constraint_is_met():
-    """A policy whose cost falls with lambda, as 1 / (1 + lambda): at a limit of 0.25, lambda comes to 3 and stays."""
-    config, state, seen = constraint(cost_limit=0.25, lagrange_lr=0.3), SimpleNamespace(log_multiplier=0.0), []
+    """A policy whose cost is 1 / (1 + lambda): at a limit of 0.25, lambda comes to 3 and stays."""
+    algorithm, state, seen = (
+        constraint(cost_limit=0.25, lagrange_lr=0.3),
+        SimpleNamespace(log_multiplier=0.0),
+        [],
+    )
     for _ in range(200):
-        mean = 1 / (1 + multiplier_of(state, config))
-        seen.append(update_multiplier(state, [{"cost": {0: {0: mean}}}], config)["cost/multiplier"])
+        mean = 1 / (1 + lagrange_multiplier(state, algorithm))
+        seen.append(update_multiplier(state, [{"cost": {0: {0: mean}}}], algorithm)["cost/multiplier"])
     assert seen == sorted(seen) and seen[-1] == pytest.approx(3.0, rel=0.02)
     for limit in (0.25, 1.0):  # where it starts from doesn't matter
-        state.log_multiplier, config.cost_limit = 4.0, limit
+        state.log_multiplier, algorithm = 4.0, replace(algorithm, cost_limit=limit)
         for _ in range(400):
-            update_multiplier(state, [{"cost": {0: {0: 1 / (1 + multiplier_of(state, config))}}}], config)
-        assert multiplier_of(state, config) == pytest.approx(1 / limit - 1, abs=0.1)
+            mean = 1 / (1 + lagrange_multiplier(state, algorithm))
+            update_multiplier(state, [{"cost": {0: {0: mean}}}], algorithm)
+        assert lagrange_multiplier(state, algorithm) == pytest.approx(1 / limit - 1, abs=0.1)
 
 
 def test_a_large_multiplier_stops_at_100_and_finds_back():
-    """A constraint that can't be met for a while, then one step of slack: lambda falls by e, not to nothing."""
-    config, state = constraint(cost_limit=0.0, lagrange_lr=1.0), SimpleNamespace(log_multiplier=0.0)
+    """A constraint that can't be met for a while, then a step of slack: lambda falls by e, not to nothing."""
+    algorithm, state = constraint(cost_limit=0.0, lagrange_lr=1.0), SimpleNamespace(log_multiplier=0.0)
     for _ in range(50):
-        update_multiplier(state, [{"cost": {0: {0: 1.0}}}], config)
-    assert multiplier_of(state, config) == pytest.approx(100)
-    update_multiplier(state, [{"cost": {0: {0: -1.0}}}], config)
-    assert multiplier_of(state, config) == pytest.approx(100 / math.e)
+        update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm)
+    assert lagrange_multiplier(state, algorithm) == pytest.approx(100)
+    update_multiplier(state, [{"cost": {0: {0: -1.0}}}], algorithm)
+    assert lagrange_multiplier(state, algorithm) == pytest.approx(100 / math.e)
 
 
 @pytest.mark.parametrize("mode,size,tp", [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1)])
 def test_safe_rlhf_in_the_real_loop(mode, size, tp):
-    """Two critics, by name; lambda from all samples of the step, the same on every controller; nothing is filtered."""
-    jobs, _ = simulate(mode, size, tp=tp, algorithm="safe_rlhf", cost_limit=0.1, lagrange_lr=0.5)
-    assert len({job.state.log_multiplier for job in jobs}) == 1
-    assert not any(each.filtered for each in served(jobs))
+    """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
+    controllers, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5))
+    assert len({c.state.log_multiplier for c in controllers}) == 1
+    assert not any(each.filtered for each in served(controllers))
     log_multiplier = 0.0
     for step in range(3):
-        samples = kept_of(jobs, step)
+        samples = kept_of(controllers, step)
         assert len(samples) == 32 and all(sample.cost == len(sample.response) / 50 for sample in samples)
         mean = math.fsum(sample.cost for sample in samples) / len(samples)
         log_multiplier += 0.5 * math.exp(log_multiplier) * (mean - 0.1)
         for sample in samples:
             assert sample.returns["reward"] == pytest.approx([sample.reward] * len(sample.response))
             assert sample.returns["cost"] == pytest.approx([sample.cost] * len(sample.response))
-    assert jobs[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
-    for job in jobs:
-        assert [critic.name for critic in job.critics] == ["reward", "cost"] and all(critic.version == 3 for critic in job.critics)
-    easy, _ = simulate(mode, size, tp=tp, algorithm="safe_rlhf", cost_limit=5.0)
+    assert controllers[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
+    for c in controllers:
+        assert [critic.name for critic in c.placement.critics] == ["reward", "cost"] and all(
+            critic.version == 3 for critic in c.placement.critics
+        )
+    easy, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=5.0))
     assert easy[0].state.log_multiplier < 0
-    off, _ = simulate(mode, size, tp=tp, algorithm="safe_rlhf", cost_limit=0.1, lagrange_init=0.0)
-    ppo, _ = simulate(mode, size, tp=tp, algorithm="ppo")
+    off, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_init=0.0))
+    ppo, _ = simulate(mode, size, tp=tp, algorithm=("ppo",))
     advantages = [{(s.prompt_id, s.index): s.advantages for s in kept_of(run, 2)} for run in (off, ppo)]
     assert advantages[0] == advantages[1], "with lambda 0 it is PPO"
-    assert multiplier_of(off[0].state, off[0].config) == 0
+    assert lagrange_multiplier(off[0].state, off[0].algorithm) == 0
 
 
-def kept_of(jobs, step):
+def kept_of(controllers, step):
     """What was trained on, as the ranks that train have it."""
-    samples = {(s.prompt_id, s.index): s for job in jobs for s in job.report.steps[step][2]}
+    samples = {(s.prompt_id, s.index): s for c in controllers for s in c.report.steps[step][2]}
     return list(samples.values())
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
 def test_resume_is_exact(tmp_path, sizes):
     """Lambda goes on from where it was saved, and so does all that follows from it, also on other ranks."""
-    more = dict(algorithm="safe_rlhf", cost_limit=0.1, lagrange_lr=0.5, steps=4, save_every=2, out=tmp_path)
+    more = dict(algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5), steps=4, save_every=2, out=tmp_path)
     whole, _ = simulate("full", sizes[0], **more)
-    again, _ = simulate("full", sizes[1], resumed=tmp_path / "checkpoints" / "step_2", **more | {"save_every": 0})
+    again, _ = simulate(
+        "full", sizes[1], resumed=tmp_path / "checkpoints" / "step_2", **more | {"save_every": 0}
+    )
     assert again[0].state.log_multiplier == whole[0].state.log_multiplier != 0.0
-    after = [{(s.prompt_id, s.index): s.advantages for s in kept_of(jobs, -1)} for jobs in (whole, again)]
+    after = [
+        {(s.prompt_id, s.index): s.advantages for s in kept_of(controllers, -1)}
+        for controllers in (whole, again)
+    ]
     assert after[0].keys() == after[1].keys()
     assert all(after[0][key] == pytest.approx(after[1][key]) for key in after[0])
 
 
-def test_a_checkpoint_of_before_there_was_a_multiplier_can_be_read(tmp_path):
-    simulate("full", 1, steps=2, save_every=2, out=tmp_path)
-    common = tmp_path / "checkpoints" / "step_2" / "common.json"
-    common.write_text(common.read_text().replace('"log_multiplier"', '"something_else"'))
-    again, _ = simulate("full", 1, steps=3, out=tmp_path, resumed=common.parent)
-    assert again[0].state.step == 3 and again[0].state.log_multiplier == 0.0
-
-
 def test_the_kl_comes_off_once_whatever_lambda_is():
-    """Off the reward and onto the cost: (r - kl - lambda (c + kl)) / (1 + lambda) = (r - lambda c) / (1 + lambda) - kl."""
-    config = constraint(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    """Off the reward and onto the cost, with l for lambda:
+
+    (r - kl - l (c + kl)) / (1 + l) = (r - l c) / (1 + l) - kl.
+    """
+    algorithm = constraint(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
     for multiplier in (0.0, 1.0, 9.0):
         (sample,) = costly([0.5], reference_logprobs=[-3.0])
-        set_advantages([sample], [signals_of([sample], config)], config, multiplier)
+        set_advantages([sample], [signals_of([sample], algorithm)], algorithm, multiplier)
         assert sample.advantages == pytest.approx([-multiplier * 0.5 / (1 + multiplier) - 0.1 * 2.0])
         assert sample.returns == {"reward": pytest.approx([-0.2]), "cost": pytest.approx([0.7])}
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is filtered
+# ---------------------------------------------------------------- what is filtered
 
 
 def test_only_a_group_s_own_baseline_needs_different_rewards():
     """Rows whose advantages come from the group replace groups of equal rewards; the others train on them."""
-    assert {name for name, row in ALGORITHMS.items() if not row.filters} == {"reinforce++", "ppo", "safe_rlhf"}
+    assert {name for name, row in ALGORITHMS.items() if not row.filters} == {
+        "reinforce++",
+        "ppo",
+        "safe_rlhf",
+    }
     group = [Sample(0, index, [1], reward=1.0) for index in range(3)]
-    assert not is_informative(group) and is_informative(group, filters=False)
+    assert not is_informative(group) and is_judged(group)
     group[0].reward = 0.0
-    assert is_informative(group) and is_informative(group, filters=False)
+    assert is_informative(group) and is_judged(group)
     for sample in group:
         sample.reward = None
-    assert not is_informative(group) and not is_informative(group, filters=False)
+    assert not is_informative(group) and not is_judged(group)
 
 
-# ---------------------------------------------------------------------------------------------------------------- settings
+# ---------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(
     "arguments, wrong",
     [
-        ("--algorithm safe_rlhf", "--algorithm safe_rlhf needs a --cost-rule"),
-        ("--rule right --reward-weights 1", "--reward-weights 1.0: one for the judges and one for each --rule is needed, so 2"),
-        ("--rule right --reward-weights 1 -1", "--reward-weights 1.0 -1.0: finite numbers are needed"),
-        ("--rule right --reward-weights 0 0", "--reward-weights 0.0 0.0: finite numbers are needed"),
-        ("--algorithm safe_rlhf --cost-rule right --cost-limit nan", "--cost-limit nan: a finite number is needed"),
-        ("--lagrange-lr -1", "--lagrange-lr -1.0: at least 0 is needed"),
+        ("--algorithm safe_rlhf", r"--algorithm safe_rlhf needs a --cost-rule or a --cost-judge"),
+        ("--rule right --reward-weights 1", r"--reward-weights 1.0: one for each --judge, then .*, so 2"),
+        ("--rule right --reward-weights 1 -1", r"--reward-weights 1.0 -1.0: finite numbers are needed"),
+        ("--rule right --reward-weights 0 0", r"--reward-weights 0.0 0.0: finite numbers are needed"),
+        ("--model m --rule right --cost-judge c --reward-weights 1 1", r"--reward-weights 1.0 1.0: .*, so 1"),
+        ("--cost-judge c", r"--cost-judge needs --model"),
+        ("--algorithm safe_rlhf cost_limit=nan --cost-rule right", r"cost_limit=nan needs cost_limit from"),
+        ("--algorithm grpo lagrange_lr=-1", r"lagrange_lr=-1 needs lagrange_lr from 0"),
     ],
 )
 def test_settings_that_can_t_work_are_one_line(arguments, wrong):
     with pytest.raises(ValueError, match=wrong):
-        parse_config(arguments.split())
+        algorithm_of(parse_config(arguments.split()))
+
+
+def test_costs_have_no_weight_in_the_reward():
+    """Neither a judge's nor a rule's."""
+    more = "--model m --judge j --rule right --cost-judge c --cost-rule right --reward-weights 1 2"
+    assert parse_config(more.split()).reward_weights == (1.0, 2.0)

@@ -48,9 +48,9 @@ def test_nothing_is_held_of_the_step_before():
     """When a step begins, no controller holds a sample."""
     held = []
 
-    async def serve(job, serve_wave):
-        held.append(job.world.tally.held)
-        return await rollout.serve(job, serve_wave)
+    async def serve(c, serve_wave):
+        held.append(c.world.tally.held)
+        return await rollout.serve(c, serve_wave)
 
     with mock.patch.object(controller, "serve", serve):
         central.measure("parallel", 8, steps=3)

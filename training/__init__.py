@@ -1,4 +1,4 @@
-"""Megatron-Core models that are trained. Importing anything of it makes Megatron importable where there is no CUDA."""
+"""Megatron-Core models that are trained; to import any of it is to make Megatron importable without CUDA."""
 
 from cpu.megatron import install
 

@@ -29,10 +29,10 @@ def vocab_parallel_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class VocabParallelEntropy(torch.autograd.Function):
-    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp]. Collective over the tensor-parallel group.
+    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp] (collective in forward).
 
-    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum; dH/dl = -p *
-    (log(p) + H). The backward pass is not collective.
+    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum, and
+    dH/dl = -p * (log(p) + H).
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """One Megatron-Core model that is trained: what the policy (actor.py) and the value models (critic.py) share.
 
 Tensor, pipeline, context and sequence parallelism are Megatron's, by the sizes in the config; data
-parallelism is its DistributedDataParallel (DDP) with the DistributedOptimizer, which shards torch's AdamW
-over the data-parallel ranks.
+parallelism is its DistributedDataParallel (DDP) with the DistributedOptimizer, which shards AdamW over the
+ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -42,32 +39,31 @@ from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
 
-# (micro-batch, what the model made of it: [1, T, ...]) -> the sum of the loss, what the sum over all micro-batches and
-# ranks is divided by (int32), statistics. A name that ends with _max is of a maximum, others are of sums.
-OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+# (micro-batch, the model's output for it: [1, T, vocab / tp] or [1, T, 1]) -> the sum of the loss, what the sum
+# over all micro-batches and ranks is divided by, statistics: sums, or maxima where the name ends with _max
+OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, int | Tensor, dict[str, Tensor]]]
 
 
 class Trainer:
-    """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group are always given the same samples.
+    """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group get the same samples.
 
-    Attributes: `title` in messages; `version` counts the updates; `dp_rank` of `dp_size` says which share of
-    the samples this rank trains on; `is_head` marks the one rank of its model-parallel group that talks to
-    engines; `cost(tokens)` is the work of a sequence. All trainers of a process share the process groups, so
-    their sizes are the same.
+    Attributes: `title` in messages; `version` counts updates; `dp_rank` of `dp_size` says which share of
+    samples this rank trains on; `is_head` marks the rank of its model-parallel group that talks to engines;
+    `cost(tokens)` is the work of a sequence. All trainers of a process share the process groups.
     """
 
     title = "model"
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
     def __init__(self, config: Config, model_dir: str):
-        """Load the Hugging Face directory `model_dir` (collective over all ranks, with torch.distributed initialised).
+        """Load the Hugging Face directory `model_dir` (collective, once torch.distributed is initialised).
 
         ValueError if the directory or the parallel sizes can't be used.
         """
         self.config, self.model_dir = config, model_dir
-        group_size = config.tp * config.pp * config.cp
-        if dist.get_world_size() % group_size:
-            raise ValueError(f"--tp * --pp * --cp = {group_size} does not divide the {dist.get_world_size()} ranks")
+        group_size, world_size = config.tp * config.pp * config.cp, dist.get_world_size()
+        if world_size % group_size:
+            raise ValueError(f"--tp * --pp * --cp = {group_size} does not divide the {world_size} ranks")
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
             mpu.initialize_model_parallel(config.tp, config.pp, context_parallel_size=config.cp)
@@ -86,15 +82,13 @@ class Trainer:
         model_config = models.transformer_config(hf, self.config)
         self.gpt = self._load_model(hf, model_config)
         wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=self.shards_optimizer, grad_reduce_in_fp32=True
-        )
-        self.ddp = DistributedDataParallel(model_config, ddp_config, wrapped)
+        flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
+        self.ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(**flags), wrapped)
         model_config.finalize_model_grads_func = self._finalize_model_grads
         self._build_optimizer(model_config)
 
     def _load_model(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
-        """The model on this rank's device, with the weights of `model_dir` (collective over the pipeline group)."""
+        """The model on this rank's device, with its weights (collective over the pipeline group)."""
         gpt = models.build_model(hf, model_config).to(self.device)
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
@@ -140,8 +134,7 @@ class Trainer:
             self.ddp.offload_grad_buffers()
             for buffer in self.ddp.buffers:
                 buffer.offload_to_cpu(move_params=True, move_grads=False)
-            # with float32 the optimizer's parameters are views of the weight buffer, and moving them would cut that tie
-            if self.config.dtype == "bfloat16":
+            if self.config.dtype == "bfloat16":  # else they are views of the weights: it would cut that tie
                 self.optimizer.offload_to_cpu()
             torch.cuda.empty_cache()
             self._asleep_bytes = before - torch.cuda.memory_allocated()
@@ -162,76 +155,71 @@ class Trainer:
     # ---------------------------------------------------------------- passes and the optimizer step
 
     def learn(
-        self,
-        packed: list[list[Sequence]],
-        output_loss: OutputLoss,
-        names: Iterable[str],
-        lr: float,
+        self, packed: list[list[Sequence]], output_loss: OutputLoss, names: Iterable[str], lr: float,
         check: Callable[[dict[str, float]], None] | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step on this data-parallel rank's micro-batches of sequences (collective over all ranks).
+    ) -> dict[str, float]:  # fmt: skip
+        """One optimizer step on this data-parallel rank's micro-batches (collective over all ranks).
 
-        check: given the statistics before the weights move, if the loss is finite; it may raise, on all ranks
-        alike. A rank with fewer micro-batches than others takes part with empty ones. A step without a target
-        (divisor 0), or whose loss or gradient isn't finite, leaves weights and optimizer as they are. Returns
-        the statistics `names` over all ranks, `loss` and `divisor` (as an OutputLoss gives them),
-        `micro_batches`, `slowest_s` and `fastest_s` (the ranks' own work), `grad_norm` before clipping,
-        `not_finite` and `skipped`: 1 or 0. What isn't finite is reported as 0.
+        names: the loss's statistics. check: gets all of them before the weights move, and may raise, on all
+        ranks. A rank with fewer micro-batches than others takes part with empty ones. A step without a
+        target, or whose loss or gradient isn't finite, is skipped: weights and optimizer stay as they are.
+        Returns over all ranks the statistics, `loss` and `divisor` (sums), `slowest_s` and `fastest_s` (of a
+        rank's own work), `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0). What isn't finite
+        is reported as 0.
         """
         assert self.awake, f"the {self.title} sleeps: wake it before it learns"
-        count = int(all_reduce({"most": len(packed)}, dist.ReduceOp.MAX)["most"])
-        passes = self._forward_backward(packed + [[]] * (count - len(packed)), output_loss)
-        stats = self._reduce(passes, names)
+        count = int(all_reduce({"count": len(packed)}, dist.ReduceOp.MAX)["count"])
+        stats = self._reduce(self._passes(packed + [[]] * (count - len(packed)), output_loss), names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
         if check and is_finite:
             check(stats)
         learns = is_finite and stats["divisor"] > 0
         grad_norm = self._optimizer_step(lr) if learns else 0.0
-        not_finite = not (is_finite and math.isfinite(grad_norm))
+        is_finite = is_finite and math.isfinite(grad_norm)
         seconds = {"slowest_s": self._own_seconds, "fastest_s": -self._own_seconds}
-        seconds = all_reduce(seconds, dist.ReduceOp.MAX)
-        stats |= {"micro_batches": float(count), "slowest_s": seconds["slowest_s"], "fastest_s": -seconds["fastest_s"]}
-        stats |= {"grad_norm": grad_norm, "not_finite": float(not_finite), "skipped": float(not learns or not_finite)}
+        seconds = {name: abs(value) for name, value in all_reduce(seconds, dist.ReduceOp.MAX).items()}
+        skipped = {"not_finite": float(not is_finite), "skipped": float(not (learns and is_finite))}
+        stats = stats | seconds | skipped | {"grad_norm": grad_norm}
         return {name: value if math.isfinite(value) else 0.0 for name, value in stats.items()}
 
     def measure(
         self, packed: list[list[Sequence]], output_loss: OutputLoss, names: Iterable[str]
     ) -> dict[str, float]:
-        """The statistics alone, `loss` and `divisor` too, of any number of micro-batches above 0 (collective)."""
+        """`loss`, `divisor` and the statistics alone, of one micro-batch or more (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
-        return self._reduce(self._forward_backward(packed, output_loss, forward_only=True), names)
+        return self._reduce(self._passes(packed, output_loss, forward_only=True), names)
 
     def read_tokens(
         self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Tensor], Tensor]
     ) -> list[list[float]]:
-        """A number for every response token, as `read` takes them from the model's output: [targets] of a micro-batch.
+        """A number for every response token: a row a sample, in their order.
 
-        A row a sample, in the order given. Collective over the model-parallel group.
+        read: takes a micro-batch's from the output, [targets]. Collective over the model-parallel group.
         """
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         lengths = [len(sample.response) for sample in flat([micro_batches])]
         result = torch.zeros(sum(lengths), device=self.device)
 
-        def collect(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def collect(batch: MicroBatch, output: Tensor) -> tuple[Tensor, int, dict]:
             result[batch.slots[batch.slots != NO_TARGET]] = read(batch, output)
-            return output.new_zeros(()), torch.ones((), dtype=torch.int32, device=self.device), {}
+            return output.new_zeros(()), 1, {}
 
-        self._forward_backward(as_sequences(micro_batches), collect, forward_only=True)
+        self._passes(as_sequences(micro_batches), collect, forward_only=True)
         for group in (mpu.get_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
-            dist.all_reduce(result, group=group)  # each rank filled in what it computed and left zeros elsewhere
+            dist.all_reduce(result, group=group)  # each rank filled in its part and left zeros elsewhere
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """This rank's own micro-batches, where the work of ranks need not be equal. ValueError as from balance.pack."""
-        lengths = [packed_length(len(prompt) + len(response), self.config.cp) for prompt, response in sequences]
+        """This rank's own micro-batches, where ranks need not do equal work. ValueError as balance.pack."""
+        lengths = [packed_length(len(prompt) + len(answer), self.config.cp) for prompt, answer in sequences]
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
-    def _forward_backward(
+    def _passes(
         self, packed: list[list[Sequence]], output_loss: OutputLoss, forward_only: bool = False
     ) -> list[dict[str, Tensor]]:
-        """Run Megatron's schedule over micro-batches. Leaves the gradient of the mean loss over all ranks in DDP.
+        """Megatron's schedule over micro-batches; leaves the gradient of the mean loss over all ranks in DDP.
 
-        Returns the statistics of each micro-batch, and nothing on other than the last pipeline stage.
+        Returns each micro-batch's statistics, nothing on other than the last pipeline stage.
         Collective over all ranks (the model-parallel group with `forward_only`).
         """
         config, self._started = self.config, time.perf_counter()
@@ -240,15 +228,11 @@ class Trainer:
 
         def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):
             batch = next(remaining).to(self.device)
-            cu_seqlens = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
-            starts = PackedSeqParams("thd", **cu_seqlens, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
-            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=starts)
-
-            def with_stats(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                loss, divisor, stats = output_loss(batch, output)
-                return loss, divisor, stats | {"loss": loss.detach(), "divisor": divisor}
-
-            return output, with_stats  # output: [1, T, vocab / tp], or [1, T, 1]
+            starts = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
+            lengths = {"max_seqlen_q": batch.longest, "max_seqlen_kv": batch.longest}
+            params = PackedSeqParams("thd", **starts, **lengths)
+            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=params)
+            return output, partial(_with_sums, output_loss, batch)
 
         self.ddp.zero_grad_buffer()
         with torch.set_grad_enabled(not forward_only):
@@ -257,20 +241,20 @@ class Trainer:
                 data_iterator=iter(micro_batches),
                 model=self.ddp,
                 num_microbatches=len(micro_batches),
-                seq_length=config.max_tokens_per_micro_batch,  # not used: stages send each other the real length
+                seq_length=config.max_tokens_per_micro_batch,  # unused: stages send the real length
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
 
     def _finalize_model_grads(self, *args, **kwargs) -> None:
-        """Megatron's own, which sums the gradients over ranks, after the time of this rank's own work is taken."""
+        """Megatron's own sum of the gradients over ranks, after the time of this rank's own work is taken."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the kernels have only been queued
         self._own_seconds = time.perf_counter() - self._started
         finalize_model_grads(*args, **kwargs)
 
     def _reduce(self, passes: list[dict[str, Tensor]], names: Iterable[str]) -> dict[str, float]:
-        """Sums, and maxima of names that end with _max, of micro-batches' statistics over all ranks (collective)."""
+        """Micro-batches' statistics over all ranks (collective)."""
         names = ("loss", "divisor", *names)
         sums = {name: 0.0 for name in names if not name.endswith("_max")}
         maxima = {name: 0.0 for name in names if name.endswith("_max")}
@@ -278,19 +262,19 @@ class Trainer:
             for name, value in stats.items():
                 if name in maxima:
                     maxima[name] = max(maxima[name], value.item())
-                elif mpu.get_tensor_model_parallel_rank() == 0:  # the other tensor-parallel ranks hold copies
+                elif mpu.get_tensor_model_parallel_rank() == 0:  # the others hold copies
                     sums[name] += value.item()
         return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
 
     def _optimizer_step(self, lr: float) -> float:
-        """AdamW on the gradients in DDP. Returns their norm before clipping. Collective over all ranks.
+        """AdamW on the gradients in DDP. Returns their norm before clipping (collective over all ranks).
 
         If that isn't finite, weights and optimizer stay as they are.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
-        # not Megatron's own check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
+        # not Megatron's check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
         if math.isfinite(grad_norm):
@@ -300,21 +284,21 @@ class Trainer:
     # ---------------------------------------------------------------- weights, state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model under its Hugging Face name, on every rank (collective over the model-parallel group).
+        """Every tensor by its Hugging Face name, on every rank (collective over the model-parallel group).
 
-        The tensors may be views of the live weights: use or copy them before the next update.
+        They may be views of the live weights: use or copy them before the next update.
         """
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return hf_weights.named_weights(self.gpt)
 
     def export(self, path: str | Path) -> None:
-        """Write a Hugging Face directory: weights, config.json, the tokenizer's files as they were (collective)."""
+        """Write a Hugging Face directory: weights, config.json, the tokenizer's files (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
         dist.barrier()
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """A copy of the model's tensors on the one rank that writes them, nothing on the others (collective)."""
+        """A copy of the tensors on the one rank that writes them, nothing on the others (collective)."""
         weights = self.named_weights() if self.dp_rank == 0 else ()
         return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_head}
 
@@ -324,8 +308,7 @@ class Trainer:
 
         Path(path).mkdir(parents=True, exist_ok=True)
         for file in Path(self.model_dir).iterdir():
-            is_weights = file.suffix in (".safetensors", ".bin") or file.name.endswith(".index.json")
-            if file.is_file() and not is_weights:
+            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                 shutil.copy(file, path)
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
         Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
@@ -336,7 +319,7 @@ class Trainer:
         return hf | {"dtype": self.config.dtype}
 
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-        """What writes model and optimizer as they are now, and what completes it: see sharded_checkpoint.py (collective)."""
+        """What writes model and optimizer, and what completes it (collective): see sharded_checkpoint.py."""
         assert self.awake, f"the {self.title} sleeps: wake it before a save"
         return sharded_checkpoint.plan_save(self, folder)
 
@@ -344,6 +327,15 @@ class Trainer:
         """Load what a snapshot wrote, on any number of ranks (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a load"
         sharded_checkpoint.load(self, folder)
+
+
+def _with_sums(
+    output_loss: OutputLoss, batch: MicroBatch, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss as Megatron asks for it; its sum and divisor are statistics, too."""
+    loss, divisor, stats = output_loss(batch, output)
+    divisor = torch.as_tensor(divisor, dtype=torch.int32, device=loss.device)
+    return loss, divisor, stats | {"loss": loss.detach(), "divisor": divisor}
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> list[list[Sequence]]:

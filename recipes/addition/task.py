@@ -1,12 +1,12 @@
-"""The demo's task: `57+68=`, to be answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`."""
+"""The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 
-import genrm
 from data import Prompt
+from genrm import FORMATS, JudgeFormat, score_prompt
 
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
 HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
@@ -71,7 +71,7 @@ def shown_work(a: int, b: int) -> str:
     return "".join(f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b)) + f">{a + b}"
 
 
-# ---------------------------------------------------------------- the judge: 57+68=>125? -> 7+8+0=15:5. ... 1:1.Y
+# ---------------------------------------------------------------- the judge: 57+68=>125? -> 7+8+0=15:5. ... Y
 
 
 def addition_answer(text: str) -> str | None:
@@ -91,5 +91,5 @@ def addition_parse(text: str) -> bool | None:
     return text[-1] == "Y" and "x" not in text
 
 
-genrm.FORMATS["addition"] = genrm.Format(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
-genrm.FORMATS["addition_score"] = genrm.Format(addition_answer, genrm.exchange, whole=True, scores=True)
+FORMATS["addition"] = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
+FORMATS["addition_score"] = JudgeFormat(addition_answer, score_prompt, full_response=True, scores=True)

@@ -20,8 +20,8 @@ LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 4),
 def rollout(out, mode, size, **more):
     """Jobs and device log of a --rollout-only run whose replay is in `out`."""
 
-    def write_there(job):
-        job.report.out = out
+    def write_there(c):
+        c.report.out = out
 
     return simulate(mode, size, loop=rollout_only, prepare_job=write_there, **more)
 
@@ -41,21 +41,21 @@ def without_advantages(samples):
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_rollout_only_serves_what_a_run_would_train_on(tmp_path, mode, size, tp):
     """Its first step is the first step of the whole loop, sample by sample; the actor is handed the devices but never trains."""
-    jobs, _ = rollout(tmp_path, mode, size, tp=tp)
+    controllers, _ = rollout(tmp_path, mode, size, tp=tp)
     whole, _ = simulate(mode, size, tp=tp)
     steps = read_replay(tmp_path / "replay.jsonl")
-    assert len(steps) == jobs[0].config.steps
-    trained = [sample for job in whole if job.actor.is_head for sample in job.report.steps[0][2]]
+    assert len(steps) == controllers[0].config.steps
+    trained = [sample for c in whole if c.placement.actor.is_head for sample in c.report.steps[0][2]]
     assert without_advantages(steps[0]) == without_advantages(trained)
-    assert all(job.actor.version == 0 and not job.actor.batches for job in jobs)
+    assert all(c.placement.actor.version == 0 and not c.placement.actor.batches for c in controllers)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode, size, tp):
     """All controllers' samples of a step, whoever served them; the tokens, logprobs and verdicts as they were."""
-    jobs, _ = rollout(tmp_path, mode, size, tp=tp)
+    controllers, _ = rollout(tmp_path, mode, size, tp=tp)
     for number, step in enumerate(read_replay(tmp_path / "replay.jsonl")):
-        kept = [sample for job in jobs for sample in job.report.steps[number][1].kept]
+        kept = [sample for c in controllers for sample in c.report.steps[number][1].kept]
         assert keys(step) == sorted(keys(kept)) and len(set(keys(step))) == len(step)
         assert without_advantages(step) == without_advantages(kept)
         assert {version for sample in step for version in sample.versions} == {0}
@@ -71,16 +71,16 @@ def test_train_only_trains_on_each_sample_once_and_asks_no_engine(tmp_path, size
     steps = read_replay(tmp_path / "replay.jsonl")
     servers = []
     loop = partial(train_only, steps=steps)
-    jobs, _ = simulate("full", size, tp=tp, loop=loop, prepare=servers.extend, partial_rollout=True, prompts_per_step=12)
-    heads = [job for job in jobs if job.actor.is_head]
+    controllers, _ = simulate("full", size, tp=tp, loop=loop, prepare=servers.extend, partial_rollout=True, prompts_per_step=12)
+    heads = [c for c in controllers if c.placement.actor.is_head]
     for number, step in enumerate(steps):
-        trained = [sample for job in heads for sample in job.actor.batches[number]]
+        trained = [sample for c in heads for sample in c.placement.actor.batches[number]]
         assert sorted(keys(trained)) == keys(step)
         assert without_advantages(trained) == without_advantages(step)
         for prompt_id in {s.prompt_id for s in step}:  # GRPO: a group's advantages cancel out
             group = [s for s in trained if s.prompt_id == prompt_id]
             assert sum(s.advantages[0] for s in group) == pytest.approx(0.0, abs=1e-5) and any(s.advantages[0] for s in group)
-    assert all(job.actor.version == len(steps) for job in jobs)
+    assert all(c.placement.actor.version == len(steps) for c in controllers)
     assert not any(server.server.requests for server in servers)
 
 
@@ -88,10 +88,10 @@ def test_train_only_stops_at_steps_or_at_the_end_of_the_replay(tmp_path):
     """Fewer steps when fewer are asked for; when the file has fewer, a line says so."""
     rollout(tmp_path, "partial", 2, steps=3)
     loop = partial(train_only, steps=read_replay(tmp_path / "replay.jsonl"))
-    (job, *_), _ = simulate("full", 1, loop=loop, steps=2, partial_rollout=True)
-    assert job.actor.version == 2 and not job.report.notes
-    (job, *_), _ = simulate("full", 1, loop=loop, steps=9, partial_rollout=True, replay="r.jsonl")
-    assert job.actor.version == 3 and job.report.notes == ["r.jsonl holds 3 steps, fewer than --steps 9: all are trained on"]
+    (c, *_), _ = simulate("full", 1, loop=loop, steps=2, partial_rollout=True)
+    assert c.placement.actor.version == 2 and not c.report.notes
+    (c, *_), _ = simulate("full", 1, loop=loop, steps=9, partial_rollout=True, replay="r.jsonl")
+    assert c.placement.actor.version == 3 and c.report.notes == ["r.jsonl holds 3 steps, fewer than --steps 9: all are trained on"]
 
 
 def test_train_only_ends_when_it_is_asked_to(tmp_path):
@@ -99,14 +99,14 @@ def test_train_only_ends_when_it_is_asked_to(tmp_path):
     rollout(tmp_path, "partial", 2, steps=3)
     loop, ended = partial(train_only, steps=read_replay(tmp_path / "replay.jsonl")), []
 
-    async def noted(job):
-        ended.append(await loop(job))
+    async def noted(c):
+        ended.append(await loop(c))
 
-    def ask(servers, jobs):
-        jobs[1].stop.asked = 15
+    def ask(servers, controllers):
+        controllers[1].stop.asked = 15
 
-    jobs, _ = simulate("full", 2, loop=noted, partial_rollout=True, events=[(0.7, ask)])
-    assert ended == [15, 15] and [job.actor.version for job in jobs] == [2, 2]
+    controllers, _ = simulate("full", 2, loop=noted, partial_rollout=True, events=[(0.7, ask)])
+    assert ended == [15, 15] and [c.placement.actor.version for c in controllers] == [2, 2]
 
 
 def test_train_only_stops_when_nothing_can_be_learnt(tmp_path, monkeypatch):
@@ -130,8 +130,8 @@ def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
     path.write_text("".join(row + "\n" for row in path.read_text().splitlines() if json.loads(row)["step"] != 1))
     steps = read_replay(path)
     assert steps == [whole[0], [], whole[2]]
-    (job, *_), _ = simulate("full", 1, loop=partial(train_only, steps=steps), steps=3, partial_rollout=True)
-    assert [len(batch) for batch in job.actor.batches] == [len(step) for step in steps]
+    (c, *_), _ = simulate("full", 1, loop=partial(train_only, steps=steps), steps=3, partial_rollout=True)
+    assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in steps]
 
 
 def test_samples_of_weights_to_come_are_refused():
@@ -144,8 +144,8 @@ def test_samples_of_weights_to_come_are_refused():
 def test_the_settings_choose_the_loop(tmp_path):
     """The whole one by default; a replay is read at once."""
     rollout(tmp_path, "partial", 2, steps=1)
-    (job, *_), _ = simulate("full", 1)
-    config = job.config
+    (c, *_), _ = simulate("full", 1)
+    config = c.config
     config.rollout_only = config.train_only = False
     assert choose(config) is controller.train
     config.rollout_only = True

@@ -1,4 +1,4 @@
-"""The pretraining term: which texts, whose tokens, and their weight in the sum, by hand. The whole update: tests/test_actor.py."""
+"""The pretraining term: which texts, whose tokens, their weight by hand. The update: test_actor.py."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import parse_config
+from algorithms import algorithm_of
+from config import Config
 from training.ptx import add_texts, choose, metrics, read_texts
 
 TEXTS = [([1], [number]) for number in range(7)]
@@ -27,7 +28,7 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
 
 
 def test_the_weight_of_a_text_s_token_by_hand():
-    """4 tokens divide the policy's sum, the texts have 3 on all ranks: 0.5 * 4 / 3 each. Slots below 2 are samples'."""
+    """4 tokens divide the policy's sum, the texts have 3 on all ranks: 0.5 * 4 / 3 each."""
 
     def policy(slots, logprobs, entropy):
         assert slots.tolist() == [0, 1] and entropy.tolist() == [0.25, 0.5]
@@ -41,7 +42,9 @@ def test_the_weight_of_a_text_s_token_by_hand():
     expected = {"tokens": 2, "loss": 3.0, "normaliser": 2, "ptx": 8.0, "ptx_tokens": 2}
     assert {name: value.item() for name, value in stats.items()} == expected
     assert add_texts(policy, 2, 4.0, 0.0, 0.5) is policy
-    assert metrics([{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]) == {"train/ptx_loss": 2.5}
+    assert metrics([{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]) == {
+        "train/ptx_loss": 2.5
+    }
     assert metrics([{"ptx": 0.0, "ptx_tokens": 0.0}]) == {}
 
 
@@ -62,7 +65,9 @@ def test_rows_of_both_kinds(tmp_path):
     assert read_texts(path, Characters(), 6) == [([1], [a, b, c]), ([1, a], [b, c, 0]), ([1], [a] * 5)]
 
 
-@pytest.mark.parametrize("row", [{}, {"text": ""}, {"text": 1}, {"response": "a"}, {"prompt": "", "response": "a"}])
+@pytest.mark.parametrize(
+    "row", [{}, {"text": ""}, {"text": 1}, {"response": "a"}, {"prompt": "", "response": "a"}]
+)
 def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
@@ -70,7 +75,7 @@ def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
         read_texts(path, Characters(), 6)
 
 
-@pytest.mark.parametrize("arguments", ["--ptx-coef 0.1", "--ptx-data x.jsonl"])
-def test_coefficient_and_texts_need_each_other(arguments):
-    with pytest.raises(ValueError, match="--ptx-coef and --ptx-data need each other"):
-        parse_config(arguments.split())
+@pytest.mark.parametrize("change", ["ptx_coef=0.1", "ptx_data=x.jsonl"])
+def test_coefficient_and_texts_need_each_other(change):
+    with pytest.raises(ValueError, match="ptx_coef and ptx_data"):
+        algorithm_of(Config(algorithm=("grpo", change)))

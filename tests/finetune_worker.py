@@ -1,7 +1,7 @@
-"""What test_preference.py starts as a process of its own: each command learns the same batches under one layout after another.
+"""What test_finetune.py starts as a process of its own: each command learns under each layout.
 
-Usage: preference_worker.py case.pt result.pt, as parallel_worker.py. The result holds for each case the metrics of every step, and how
-far the weights of any rank are from those of the plain reference at the end.
+Usage: finetune_worker.py case.pt result.pt, as parallel_worker.py. The result holds for each case the metrics
+of every step, and how far the weights of any rank are from those of the plain reference at the end.
 """
 
 import datetime
@@ -10,13 +10,15 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from parallel_worker import set_constants
 
 from config import Config
 
 
 def config_of(command: str, model_dir: str, **layout) -> Config:
+    """A small run's."""
     small = dict(max_model_len=48, max_tokens_per_micro_batch=48, max_new_tokens=8, judge_max_new_tokens=8)
-    rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, weight_decay=0.1, clip_grad=0.5, temperature=0.7)
+    rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, temperature=0.7)
     return Config(command=command, model=model_dir, **small | rates | layout)
 
 
@@ -30,7 +32,9 @@ def learn(command: str, model_dir: str, layout: dict, reference: dict, export_to
     held_out.append(learner.measure(reference["held_out"]))
     weights = {name: tensor.clone() for name, tensor in learner.trainer.named_weights()}
     assert weights.keys() == reference["weights"].keys()
-    distance = max((weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights)
+    distance = max(
+        (weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights
+    )
     learner.trainer.export(export_to)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (metrics, held_out, distance))
@@ -41,9 +45,13 @@ def learn(command: str, model_dir: str, layout: dict, reference: dict, export_to
 
 def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
     timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size
+    )
     results = {
-        (command, name): learn(command, reference["model_dir"], layout, reference, f"{result_path}.{command}.{name}")
+        (command, name): learn(
+            command, reference["model_dir"], layout, reference, f"{result_path}.{command}.{name}"
+        )
         for command, reference in case["references"].items()
         for name, (ranks, layout) in case["layouts"].items()
         if ranks == size
@@ -56,6 +64,7 @@ def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
 if __name__ == "__main__":
     from commands import finetune  # noqa: F401  before the fork
 
+    set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
     for size in (1, 2):

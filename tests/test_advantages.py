@@ -20,11 +20,11 @@ LAYOUTS = [("full", 1, 1), ("partial", 4, 2), ("partial", 3, 1)]
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def trained_on(jobs, step):
+def trained_on(controllers, step):
     """By key, what each data-parallel rank trained on; the ranks of a model-parallel group must hold the same."""
     samples = {}
-    for job in jobs:
-        for sample in job.report.steps[step][2]:
+    for c in controllers:
+        for sample in c.report.steps[step][2]:
             known = samples.setdefault((sample.prompt_id, sample.index), sample)
             assert known.advantages == sample.advantages, "two ranks of one model-parallel group disagree"
     return samples
@@ -34,26 +34,26 @@ def trained_on(jobs, step):
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
     """Advantages are those of whole groups, though their answers are trained on by several ranks; whitened over all of them."""
-    jobs, _ = simulate(mode, size, tp=tp, algorithm=row, kl_coef=0.1, prompts_per_step=6 * (3 if size == 3 else 1))
-    for job in jobs:
-        assert [critic.name for critic in job.critics] == list(ALGORITHMS[row].critics)
-        assert [model.log for model in job.reference] == [["appraise"] * 3]
-        assert all(critic.log == ["appraise", "update"] * 3 for critic in job.critics)
+    controllers, _ = simulate(mode, size, tp=tp, algorithm=row, kl_coef=0.1, prompts_per_step=6 * (3 if size == 3 else 1))
+    for c in controllers:
+        assert [critic.name for critic in c.placement.critics] == list(ALGORITHMS[row].critics)
+        assert [model.log for model in c.reference] == [["appraise"] * 3]
+        assert all(critic.log == ["appraise", "update"] * 3 for critic in c.placement.critics)
     state = State()
     for step in range(3):
-        samples = trained_on(jobs, step)
+        samples = trained_on(controllers, step)
         groups = {}
         for (prompt_id, _), sample in samples.items():
             groups.setdefault(prompt_id, []).append(sample)
         advantages = [a for sample in samples.values() for a in sample.advantages]
         if not ALGORITHMS[row].filters:
-            assert not any(job.report.steps[step][1].filtered for job in jobs)
+            assert not any(c.report.steps[step][1].filtered for c in controllers)
         if ALGORITHMS[row].whiten:
             assert fmean(advantages) == pytest.approx(0, abs=1e-9) and pstdev(advantages) == pytest.approx(1, abs=1e-6)
             together = copy.deepcopy(list(samples.values()))  # by the same mean and deviation on all ranks
-            parts = [signals_of(together, jobs[0].config)]
-            update_multiplier(state, parts, jobs[0].config)
-            set_advantages(together, parts, jobs[0].config, multiplier_of(state, jobs[0].config))
+            parts = [signals_of(together, controllers[0].config)]
+            update_multiplier(state, parts, controllers[0].config)
+            set_advantages(together, parts, controllers[0].config, multiplier_of(state, controllers[0].config))
             whiten(together, [moments([a for sample in together for a in sample.advantages])])
             for sample in together:
                 assert samples[sample.prompt_id, sample.index].advantages == pytest.approx(sample.advantages, abs=1e-9)
@@ -70,10 +70,10 @@ def test_the_kl_in_the_reward_comes_off_before_the_score_or_off_its_token(mode, 
     """GRPO: off the answer's reward; ReMax: off the token's, so that early tokens are told of it all."""
     for row in ("grpo", "remax"):
         kl = dict(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-        jobs, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6, steps=1, **kl)
-        for sample in trained_on(jobs, 0).values():
+        controllers, _ = simulate(mode, size, tp=tp, algorithm=row, prompts_per_step=6, steps=1, **kl)
+        for sample in trained_on(controllers, 0).values():
             kls = [0.1 * (a - b) for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True)]
-            reward = rewards_of([sample], jobs[0].config)[sample.prompt_id][sample.index]
+            reward = rewards_of([sample], controllers[0].config)[sample.prompt_id][sample.index]
             if row == "grpo":
                 assert reward == pytest.approx(sample.reward - sum(kls)) and len(set(sample.advantages)) == 1
             else:
@@ -99,9 +99,9 @@ def write_or_settle(prompt, index, sampling):
 )
 def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, size, more):
     """One a group, beside the sampled ones; its reward is their baseline, also of a group that was cut off and came again."""
-    jobs, _ = simulate(mode, size, algorithm="remax", write=write_or_settle, steps=4, answers_per_prompt=3, **more)
+    controllers, _ = simulate(mode, size, algorithm="remax", write=write_or_settle, steps=4, answers_per_prompt=3, **more)
     for step in range(4):
-        samples, served = trained_on(jobs, step), [job.report.steps[step][1] for job in jobs]
+        samples, served = trained_on(controllers, step), [c.report.steps[step][1] for c in controllers]
         assert samples and not any(sample.greedy for sample in samples.values()) and {index for _, index in samples} <= {0, 1, 2}
         greedy = {s.prompt_id: s for each in served for s in each.dropped if s.greedy}
         assert greedy.keys() == {prompt_id for prompt_id, _ in samples}
@@ -133,11 +133,11 @@ def test_a_group_whose_greedy_answer_has_no_verdict_is_filtered():
             return Answer(0, [ord("?")], [-0.1], "stop", [])
         return write_verdict(prompt, index, sampling)
 
-    jobs, _ = simulate("partial", 2, algorithm="remax", write=settle_elsewhere, verdict=unreadable_when_settled, max_judge_failures=500)
-    filtered = [group for job in jobs for step in range(3) for group in job.report.steps[step][1].filtered]
+    controllers, _ = simulate("partial", 2, algorithm="remax", write=settle_elsewhere, verdict=unreadable_when_settled, max_judge_failures=500)
+    filtered = [group for c in controllers for step in range(3) for group in c.report.steps[step][1].filtered]
     assert any(group[-1].reward is None and len({sample.reward for sample in group[:-1]}) == 2 for group in filtered)
     for step in range(3):
-        assert all(prompt_id % 4 != 1 for prompt_id, _ in trained_on(jobs, step))
+        assert all(prompt_id % 4 != 1 for prompt_id, _ in trained_on(controllers, step))
 
 
 # ---------------------------------------------------------------------------------------------------------------- your own
@@ -153,14 +153,14 @@ def test_the_readme_s_algorithm_of_one_s_own_is_short_and_runs(monkeypatch):
     monkeypatch.setattr("algorithms.ALGORITHMS", dict(ALGORITHMS))
     exec(compile(code, "my_algorithm.py", "exec"), {"__name__": "__main__"})
     assert started == [["--algorithm", "mine"]]
-    jobs, _ = simulate("partial", 2, algorithm="mine", steps=2)
-    samples = trained_on(jobs, 1)
+    controllers, _ = simulate("partial", 2, algorithm="mine", steps=2)
+    samples = trained_on(controllers, 1)
     assert len({sample.advantages[0] for sample in samples.values()}) > 1
     now = torch.tensor([-1.0, -0.5], requires_grad=True)
     one = torch.ones(1)
     tokens = Tokens(now, torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 0]), 2 * one)
     from algorithms import get_algorithm
 
-    loss, clipped = get_algorithm("mine").loss(tokens, jobs[0].config)
+    loss, clipped = get_algorithm("mine").loss(tokens, controllers[0].config)
     loss.sum().backward()
     assert loss.shape == clipped.shape == (2,) and now.grad[0] < 0 < now.grad[1]

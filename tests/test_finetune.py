@@ -1,8 +1,7 @@
-"""SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows; pass@k against counting."""
+"""SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows."""
 
 import asyncio
 import gc
-import itertools
 import json
 import math
 import os
@@ -13,16 +12,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from finetune_worker import config_of
 from models import save_tokenizer
-from preference_worker import config_of
 from test_actor import VOCAB, make_model
 from test_critic import make_value_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -30,16 +26,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import data
 import genrm
 import run
-from commands import evaluate, finetune
-from commands.evaluate import pass_at_k, summarize
-from commands.finetune import compared, read_examples, scored, spoken
+from commands import finetune
+from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import parse_config
-from engines.engine import Answer
+from controller import MAX_SKIPS
 from recipes.addition import warmstart
 from runtime import shutdown
 from sample import Sample
 
-LEARNING_RATES = [5e-4, 1e-3, 7.5e-4]  # worked by hand from config_of: 1e-3 after 2 steps of warm-up, to one half at the 4th
+# worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
+LEARNING_RATES, CLIP = [5e-4, 1e-3, 7.5e-4], 0.5
 LAYOUTS = {  # name -> ranks, sizes
     "one": (1, {}),
     "one_large": (1, {"max_tokens_per_micro_batch": 4096}),
@@ -55,14 +51,19 @@ COMMANDS = ("sft", "rm", "dpo")
 
 
 def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
-    """Ragged examples; the answers of a pair differ in length, and some share their prompt and half of the answer."""
+    """Ragged examples; the answers of a pair differ in length."""
     rng, examples = random.Random(f"{command} {step}"), []
     for _ in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
-        answers = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))] for _ in range(1 if command == "sft" else 2)]
+        answers = [
+            [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+            for _ in range(1 if command == "sft" else 2)
+        ]
         example = [Sample(0, index, prompt, response=answer) for index, answer in enumerate(answers)]
         if command == "rm":
-            example = [replace(sample, prompt=sample.prompt + sample.response, response=[0]) for sample in example]
+            example = [
+                replace(sample, prompt=sample.prompt + sample.response, response=[0]) for sample in example
+            ]
         examples.append(example)
     return examples
 
@@ -76,14 +77,16 @@ def plain_logprobs(model, sample: Sample) -> torch.Tensor:
 def plain_score(command: str, model, reference, sample: Sample) -> torch.Tensor:
     """What a pair's margin is made of, one sequence at a time."""
     if command == "rm":
-        return model(torch.tensor([sample.prompt])).logits[0, 0].double()  # as transformers pools: at the last token
+        return (
+            model(torch.tensor([sample.prompt])).logits[0, 0].double()
+        )  # as transformers pools: at the last token
     with torch.no_grad():
         before = plain_logprobs(reference, sample).sum()
     return 0.1 * (plain_logprobs(model, sample).sum() - before)
 
 
 def plain_metrics(command: str, model, reference, examples: list) -> dict:
-    """From the definitions, one example after the other, in float64 behind the model; `loss` has its gradient."""
+    """From the definitions, one example after the other, in float64; `loss` has a gradient."""
     if command == "sft":
         losses = [-logprob for (sample,) in examples for logprob in plain_logprobs(model, sample)]
         return {"loss": sum(losses) / len(losses)}
@@ -96,16 +99,19 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
 
 def plain_learning(command: str, model_dir: str) -> dict:
     """Three steps of plain transformers and AdamW, and held-out examples before and after."""
-    kind, config = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM, config_of(command, model_dir)
+    kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     model, reference = kind.from_pretrained(model_dir), kind.from_pretrained(model_dir)
-    decayed, not_decayed = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2))
-    batches, held_out, metrics = [make_examples(command, step, 7) for step in range(3)], make_examples(command, 9, 3), []
+    decayed = {"params": [p for p in model.parameters() if p.ndim > 1]}
+    others = {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}
+    decay = config_of(command, model_dir).weight_decay
+    optimizer = torch.optim.AdamW([decayed, others], betas=(0.9, 0.95), weight_decay=decay)
+    batches, metrics = [make_examples(command, step, 7) for step in range(3)], []
+    held_out = make_examples(command, 9, 3)
 
     def measured() -> dict:
         with torch.no_grad():
-            return {name: float(value) for name, value in plain_metrics(command, model, reference, held_out).items()}
+            found = plain_metrics(command, model, reference, held_out)
+            return {name: float(value) for name, value in found.items()}
 
     of_held_out = [measured()]
     for batch, lr in zip(batches, LEARNING_RATES, strict=True):
@@ -113,11 +119,12 @@ def plain_learning(command: str, model_dir: str) -> dict:
         optimizer.zero_grad()
         found["loss"].backward()
         found["loss"] = found["loss"].detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        metrics.append({name: float(value) for name, value in found.items()} | {"grad_norm": norm, "skipped": 0.0, "lr": lr})
+        found |= {"grad_norm": norm, "skipped": 0.0, "lr": lr}
+        metrics.append({name: float(value) for name, value in found.items()})
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     known = {"model_dir": model_dir, "batches": batches, "held_out": held_out, "weights": weights}
     return known | {"metrics": metrics, "of_held_out": [*of_held_out, measured()]}
@@ -128,7 +135,9 @@ def references(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("models")
     policy = make_model(path / "actor", "qwen3", tied=True)
     value_model = make_value_model(path / "rm", "qwen3", tied=False)
-    return {command: plain_learning(command, value_model if command == "rm" else policy) for command in COMMANDS}
+    return {
+        command: plain_learning(command, value_model if command == "rm" else policy) for command in COMMANDS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +145,11 @@ def results(references, tmp_path_factory) -> tuple[dict, Path]:
     """Of every command under every layout, and what the paths of the exports begin with."""
     path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
     torch.save({"references": references, "layouts": LAYOUTS}, path / "case.pt")
-    command = [sys.executable, str(root / "preference_worker.py"), str(path / "case.pt"), str(path / "result")]
+    command = [sys.executable, str(root / "finetune_worker.py"), str(path / "case.pt"), str(path / "result")]
     environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output, _ = process.communicate(timeout=400)
     finally:
@@ -151,22 +162,35 @@ def results(references, tmp_path_factory) -> tuple[dict, Path]:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_learns_as_the_plain_reference(command, name, references, results):
-    """Metrics, gradients (by their norm and by where they take the weights) and held-out metrics, under every split of the batch."""
+    """Metrics, gradients (their norm, and where they take the weights), held-out metrics, by layout."""
     reference, result = references[command], results[0][command, name]
-    found, expected = (side["metrics"] + side[of] for side, of in ((result, "held_out"), (reference, "of_held_out")))
+    found, expected = (
+        side["metrics"] + side[of] for side, of in ((result, "held_out"), (reference, "of_held_out"))
+    )
     for row, wanted in zip(found, expected, strict=True):
-        undecided = {"accuracy"} if command == "dpo" and wanted["margin"] == 0 else set()  # a pair that ties is told by round-off
+        undecided = (
+            {"accuracy"} if command == "dpo" and wanted["margin"] == 0 else set()
+        )  # a pair that ties is told by round-off
         wanted = {name: value for name, value in wanted.items() if name not in undecided}
-        assert {name: row[name] for name in row.keys() - undecided} == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        assert {name: row[name] for name in row.keys() - undecided} == pytest.approx(
+            wanted, rel=1e-5, abs=1e-5
+        )
     assert result["weight_distance"] < 5e-5
 
 
 def test_dpo_begins_at_its_reference(references, results):
-    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference's part of the tests above would be idle."""
+    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference would be idle above."""
     first, *later = references["dpo"]["metrics"]
     assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
-    for found in (results[0]["dpo", name] for name in ("one", "dp2", "tp2_sp")):  # the others' passes round otherwise with a gradient
-        assert found["metrics"][0]["margin"] == found["metrics"][0]["accuracy"] == found["held_out"][0]["accuracy"] == 0.0
+    for found in (
+        results[0]["dpo", name] for name in ("one", "dp2", "tp2_sp")
+    ):  # the others' passes round otherwise with a gradient
+        assert (
+            found["metrics"][0]["margin"]
+            == found["metrics"][0]["accuracy"]
+            == found["held_out"][0]["accuracy"]
+            == 0.0
+        )
     assert all(abs(step["margin"]) > 1e-4 for step in later)
 
 
@@ -179,7 +203,9 @@ def test_transformers_load_what_was_learnt(command, references, results):
     start = kind.from_pretrained(reference["model_dir"])
     with torch.no_grad():
         found = plain_metrics(command, model, start, reference["held_out"])
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(reference["of_held_out"][1], rel=1e-4, abs=1e-4)
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        reference["of_held_out"][1], rel=1e-4, abs=1e-4
+    )
 
 
 # ---------------------------------------------------------------- rows
@@ -190,7 +216,10 @@ def tokenizers(tmp_path_factory) -> dict:
     """One that has a chat template, and the demo's characters, which have none."""
     path = tmp_path_factory.mktemp("tokenizers")
     warmstart.new_model(path / "text", 0)
-    return {"chat": data.load_tokenizer(str(save_tokenizer(path / "chat"))), "text": data.load_tokenizer(str(path / "text"))}
+    return {
+        "chat": data.load_tokenizer(str(save_tokenizer(path / "chat"))),
+        "text": data.load_tokenizer(str(path / "text")),
+    }
 
 
 def user(text: str) -> dict:
@@ -212,10 +241,14 @@ def test_text_rows(tokenizers):
     """The prompt as the rollout engine would see it; the answer ends with the end of the sequence."""
     text = tokenizers["text"]
     for name in ("response", "completion"):
-        assert decoded(text, spoken({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [("<bos>3+4=", ">7<eos>")]
+        assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [
+            ("<bos>3+4=", ">7<eos>")
+        ]
     row = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
-    assert decoded(text, compared(row, text, "f:1")) == [("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")]
-    for sample, whole in zip(scored(row, text, "f:1"), ("<bos>3+4=>7<eos>", "<bos>3+4=>6<eos>"), strict=True):
+    assert decoded(text, parse_pair(row, text, "f:1")) == [("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")]
+    for sample, whole in zip(
+        parse_rm(row, text, "f:1"), ("<bos>3+4=>7<eos>", "<bos>3+4=>6<eos>"), strict=True
+    ):
         assert text.decode(sample.prompt) == whole and len(sample.response) == 1
 
 
@@ -232,13 +265,19 @@ def test_text_rows(tokenizers):
 def test_chat_rows_for_sft(row, tokenizers):
     """All ways to say it mean the same; other turns are context."""
     chat = tokenizers["chat"]
-    assert decoded(chat, spoken(row, chat, "f:1")) == [(ASKED, ANSWERED)]
+    assert decoded(chat, parse_sft(row, chat, "f:1")) == [(ASKED, ANSWERED)]
 
 
 def test_earlier_turns_are_not_trained_on(tokenizers):
     chat = tokenizers["chat"]
-    turns = [{"role": "system", "content": "Be right."}, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]
-    ((before, answer),) = decoded(chat, spoken({"messages": turns}, chat, "f:1"))
+    turns = [
+        {"role": "system", "content": "Be right."},
+        user("1+1?"),
+        assistant("2"),
+        user("3+4?"),
+        assistant("7"),
+    ]
+    ((before, answer),) = decoded(chat, parse_sft({"messages": turns}, chat, "f:1"))
     assert answer == ANSWERED and before.endswith(ASKED) and "2<|im_end|>" in before
 
 
@@ -247,13 +286,20 @@ def test_earlier_turns_are_not_trained_on(tokenizers):
     [
         {"prompt": [user("3+4?")], "chosen": [assistant("7")], "rejected": [assistant("6")]},
         {"prompt": [user("3+4?")], "chosen": "7", "rejected": "6"},
-        {"prompt": "3+4?", "chosen": [user("3+4?"), assistant("7")], "rejected": [user("3+4?"), assistant("6")]},
+        {
+            "prompt": "3+4?",
+            "chosen": [user("3+4?"), assistant("7")],
+            "rejected": [user("3+4?"), assistant("6")],
+        },
         {"chosen": [user("3+4?"), assistant("7")], "rejected": [user("3+4?"), assistant("6")]},
     ],
 )
 def test_chat_rows_of_pairs(row, tokenizers):
     chat = tokenizers["chat"]
-    assert decoded(chat, compared(row, chat, "f:1")) == [(ASKED, ANSWERED), (ASKED, ANSWERED.replace("7", "6"))]
+    assert decoded(chat, parse_pair(row, chat, "f:1")) == [
+        (ASKED, ANSWERED),
+        (ASKED, ANSWERED.replace("7", "6")),
+    ]
 
 
 def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
@@ -261,28 +307,60 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
     texts = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
     turns = {"prompt": [user("3+4=")], "chosen": [assistant(">7")], "rejected": [assistant(">6")]}
     for tokenizer, row in ((tokenizers["text"], texts), (tokenizers["chat"], turns)):
-        shown = [data.encode_exchange(tokenizer, genrm.exchange("3+4=", answer)) for answer in (">7", ">6")]
-        assert shown == [sample.prompt for sample in scored(row, tokenizer, "f:1")]
+        shown = [
+            data.encode_exchange(tokenizer, genrm.score_prompt("3+4=", answer)) for answer in (">7", ">6")
+        ]
+        assert shown == [sample.prompt for sample in parse_rm(row, tokenizer, "f:1")]
 
 
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 BAD = [
-    ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and `completion`"),
-    ("sft", "text", {"prompt": "3+4=", "response": ">7", "completion": ">7"}, "one of `response` and `completion`"),
+    (
+        "sft",
+        "text",
+        {"prompt": "3+4="},
+        "needs `messages`, or `prompt` and one of `response` and `completion`",
+    ),
+    (
+        "sft",
+        "text",
+        {"prompt": "3+4=", "response": ">7", "completion": ">7"},
+        "one of `response` and `completion`",
+    ),
     ("sft", "text", {"prompt": "3+4=", "response": 7}, "a prompt and an answer are needed"),
     ("sft", "text", {"prompt": 3, "response": ">7"}, "a prompt and an answer are needed"),
     ("sft", "text", {"response": ">7"}, NO_ANSWER),
     ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
-    ("sft", "text", {"messages": [user("3+4?"), assistant("7")]}, "chat turns need a chat template, and the tokenizer in"),
+    (
+        "sft",
+        "text",
+        {"messages": [user("3+4?"), assistant("7")]},
+        "chat turns need a chat template, and the tokenizer in",
+    ),
     ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
     ("sft", "chat", {"messages": []}, "a prompt and an answer are needed"),
     ("sft", "chat", {"messages": [user("3+4?"), {"role": "assistant"}]}, "a prompt and an answer are needed"),
     ("sft", "chat", {"messages": [assistant("7")]}, NO_ANSWER),
-    ("sft", "text", {"prompt": "3+4=", "response": ">" + "7" * 48}, "tokens don't fit into --max-tokens-per-micro-batch 48"),
+    (
+        "sft",
+        "text",
+        {"prompt": "3+4=", "response": ">" + "7" * 48},
+        "tokens don't fit into --max-tokens-per-micro-batch 48",
+    ),
     ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
     ("rm", "text", {"prompt": "3+4=", "rejected": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    ("dpo", "text", {"prompt": "3+4=", "chosen": ">7", "rejected": None}, "a prompt and an answer are needed"),
-    ("dpo", "text", {"prompt": "3+4=", "chosen": ">" + "7" * 20, "rejected": ">" + "6" * 20}, "don't fit into"),  # each alone would
+    (
+        "dpo",
+        "text",
+        {"prompt": "3+4=", "chosen": ">7", "rejected": None},
+        "a prompt and an answer are needed",
+    ),
+    (
+        "dpo",
+        "text",
+        {"prompt": "3+4=", "chosen": ">" + "7" * 20, "rejected": ">" + "6" * 20},
+        "don't fit into",
+    ),  # each alone would
     ("sft", "text", [1], "expected a JSON object"),
 ]
 
@@ -298,30 +376,52 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in (good, row)))
     with pytest.raises(ValueError) as caught:
-        read_examples(path, finetune.TASKS[command].read, tokenizers[tokenizer], config_of(command, "m"))
-    assert message in str(caught.value) and f"{path}:2: " in str(caught.value) and "\n" not in str(caught.value)
+        read_examples(path, finetune.TASKS[command].parse, tokenizers[tokenizer], config_of(command, "m"))
+    assert (
+        message in str(caught.value) and f"{path}:2: " in str(caught.value) and "\n" not in str(caught.value)
+    )
+
+
+def test_the_order_of_examples_stays():
+    """Else a learner's numbers could not be compared across versions."""
+    examples = finetune.Examples([[Sample(number, 0, [1], response=[2])] for number in range(30)], 5, 4)
+    assert [sample.prompt_id for (sample,) in examples.held_out] == [13, 18, 21]
+    drawn = [examples.batch(number, 1)[0][0].prompt_id for number in (0, 1, 2, 27, 28, 54)]
+    assert drawn == [19, 7, 20, 9, 8, 15]
+
+
+def test_special_tokens_in_a_conversation_are_text(tokenizers):
+    """Of people and datasets: only the template ends a turn."""
+    chat, spelled = tokenizers["chat"], "7<|im_end|>\n<|im_start|>user\nMore?"
+    ((_, plain), (_, answer)) = (
+        decoded(chat, parse_sft({"messages": [user("3+4?"), assistant(text)]}, chat, "f:1"))[0]
+        for text in ("7", spelled)
+    )
+    assert plain == ANSWERED and answer == "7< |im_end|>\n< |im_start|>user\nMore?<|im_end|>\n"
 
 
 def test_held_out_examples_are_never_trained_on_and_an_epoch_has_all_others():
     rows = [[Sample(number, 0, [1], response=[2])] for number in range(50)]
     examples = finetune.Examples(rows, seed=3, held_out=200)
     held_out = {sample.prompt_id for (sample,) in examples.held_out}
-    drawn = [sample.prompt_id for step in range(9) for (sample,) in examples.batch(step, 10)]  # two epochs of 45
+    # two epochs of 45
+    drawn = [sample.prompt_id for step in range(9) for (sample,) in examples.batch(step, 10)]
     assert len(held_out) == 5 and len(drawn) == 90
     for epoch in (drawn[:45], drawn[45:]):
         assert sorted(epoch) == sorted(set(range(50)) - held_out)
     assert drawn[:45] != drawn[45:]
     again = finetune.Examples(rows, 3, 200)
-    assert [example[0].prompt_id for example in again.batch(5, 10)] == drawn[50:60]  # no need to draw what came before
+    later = [example[0].prompt_id for example in again.batch(5, 10)]  # no need to draw what came before
+    assert later == drawn[50:60]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
-    rows = finetune.demo_rows(command, seed=0, count=40)
+    rows = warmstart.example_rows(command, seed=0, count=40)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = read_examples(path, finetune.TASKS[command].read, tokenizers["text"], parse_config([command]))
-    assert len(examples.held_out) == 4 and rows == finetune.demo_rows(command, seed=0, count=40)
+    examples = read_examples(path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command]))
+    assert len(examples.held_out) == 4 and rows == warmstart.example_rows(command, seed=0, count=40)
     for row in rows if command != "sft" else ():
         a, b = map(int, row["prompt"][:-1].split("+"))
         assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
@@ -349,7 +449,7 @@ class Quiet:
 @pytest.fixture
 def single_rank():
     """A process group of one, and none of Megatron's left behind."""
-    from actor import mpu
+    from training.trainer import mpu
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -362,7 +462,15 @@ def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
     """A run on the demo's examples from new weights, as `run.py` puts it together. Returns its folder."""
     warmstart.new_model(path / "model", 0)
     out, progress = path / "out", Quiet()
-    given = ["--model", str(path / "model"), "--out", str(out), "--max-tokens-per-micro-batch", "1024", *arguments]
+    given = [
+        "--model",
+        str(path / "model"),
+        "--out",
+        str(out),
+        "--max-tokens-per-micro-batch",
+        "1024",
+        *arguments,
+    ]
     config = parse_config([command, *given])
     asyncio.run(finetune.prepare(config, 0, progress.line, lambda config: {"command": config.command}))
     finetune.train(config, out, progress, rank=0)
@@ -371,33 +479,47 @@ def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
-    arguments = ("--steps", "8", "--eval-every", "5", "--eval-prompts", "40", "--lr", "3e-3", "--batch-size", "16")
+    arguments = (
+        "--steps",
+        "8",
+        "--eval-every",
+        "5",
+        "--eval-prompts",
+        "40",
+        "--lr",
+        "3e-3",
+        "--batch-size",
+        "16",
+    )
     out = run_on_demo(command, tmp_path, *arguments)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
-    held_out = {row["step"]: row[f"{command}/held_out_loss"] for row in rows if f"{command}/held_out_loss" in row}
+    held_out = {
+        row["step"]: row[f"{command}/held_out_loss"] for row in rows if f"{command}/held_out_loss" in row
+    }
     assert list(held_out) == [0, 5, 8] and held_out[8] < held_out[0] - 0.01
-    metrics = finetune.TASKS[command].metrics
-    assert {f"{command}/{name}" for name in (*metrics, "lr", "grad_norm", "skipped")} | {"time/step_s"} <= rows[7].keys()
+    names = (*finetune.TASKS[command].stats, "loss", "lr", "grad_norm", "skipped")
+    assert {f"{command}/{name}" for name in names} | {"time/step_s"} <= rows[7].keys()
     assert command == "sft" or 0 <= rows[8][f"{command}/held_out_accuracy"] <= 1
-    assert list((out / "tensorboard").iterdir()) and json.loads((out / "config.json").read_text()) == {"command": command}
+    assert list((out / "tensorboard").iterdir()) and json.loads((out / "config.json").read_text()) == {
+        "command": command
+    }
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
 
 
 def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
-    """After --max-skips updates whose loss isn't finite, by name; the weights stay."""
+    """After so many updates whose loss isn't finite; the weights stay."""
     broken = replace(finetune.TASKS["sft"], loss=lambda samples, trainer: not_a_number)
     monkeypatch.setitem(finetune.TASKS, "sft", broken)
-    with pytest.raises(ValueError, match="--max-skips 2: the loss or the gradient"):
-        run_on_demo("sft", tmp_path, "--max-skips", "2", "--eval-prompts", "0", "--batch-size", "4")
+    with pytest.raises(ValueError, match=f"the loss or the gradient of {MAX_SKIPS} updates in a row"):
+        run_on_demo("sft", tmp_path, "--eval-prompts", "0", "--batch-size", "4")
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["sft/skipped"] for row in rows] == [1.0, 1.0]
+    assert [row["sft/skipped"] for row in rows] == [1.0] * MAX_SKIPS
 
 
 def not_a_number(batch, logits):
-    count = torch.ones((), dtype=torch.int32)
-    return logits.sum() * math.nan, count, {"loss": torch.tensor(math.nan), "count": count}
+    return logits.sum() * math.nan, torch.ones((), dtype=torch.int32), {}
 
 
 # ---------------------------------------------------------------- settings
@@ -411,7 +533,10 @@ def not_a_number(batch, logits):
         (["dpo", "--judge", "j"], "run.py dpo has no --judge"),
         (["rm", "--dry-run"], "run.py rm has no --judge, --dry-run"),
         (["sft", "--updates-per-step", "2"], "run.py sft makes one update a step"),
-        (["eval", "--model", "m", "--samples", "4"], "--pass-at 1 4 8: each k from 1 to --samples 4 is needed"),
+        (
+            ["eval", "--model", "m", "--samples", "4"],
+            "--pass-at 1 4 8: each k from 1 to --samples 4 is needed",
+        ),
         (["eval", "--model", "m", "--pass-at", "0"], "--pass-at 0: each k from 1"),
         (["dpo", "--dpo-beta", "0"], "--dpo-beta 0.0: at least"),
         (["train"], "unrecognized arguments: train"),
@@ -441,75 +566,9 @@ def test_a_command_that_is_started_the_wrong_way(command, ranks, message, monkey
 
 def test_commands_and_where_they_leave_things():
     assert parse_config([]).command == parse_config(["rl"]).command == "rl"
-    assert parse_config(["rl", "--mode", "full"]).out == parse_config(["--mode", "full"]).out == "runs/tiny-full"
+    assert (
+        parse_config(["rl", "--mode", "full"]).out == parse_config(["--mode", "full"]).out == "runs/tiny-full"
+    )
     assert parse_config(["sft"]).out == "runs/sft"
     config = parse_config(["eval", "--model", "m", "--samples", "16", "--pass-at", "1", "16"])
     assert (config.command, config.pass_at, config.out) == ("eval", (1, 16), "runs/eval")
-
-
-# ---------------------------------------------------------------- evaluation
-
-
-class FakeEngine:
-    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last sampled one off. Latest first."""
-
-    name = "rollout engine of rank 0"
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.closed = tokenizer, False
-
-    async def ready(self, deadline_s: float) -> None:
-        pass
-
-    async def close(self) -> None:
-        self.closed = True
-
-    async def generate(self, prompts, sampling, seeds, greedy):
-        assert len(set(seeds)) == len(prompts) and greedy == [False] * (len(prompts) - 1) + [True]
-        for index in reversed(range(len(prompts))):
-            text = ">8" if index % 2 and not greedy[index] else ">7"
-            tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-            yield Answer(index, tokens, [], "length" if index == len(prompts) - 2 else "stop", [])
-
-
-def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, monkeypatch, capsys):
-    """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems. No key, no question."""
-    rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    engine = FakeEngine(tokenizers["text"])
-    monkeypatch.setattr(evaluate, "Engine", SimpleNamespace(launch=lambda *settings: engine))
-    out = tmp_path / "out"
-    given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(out), "--judge-format", "addition"]
-    given += ["--samples", "5", "--pass-at", "1", "2"]
-    config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
-    assert asyncio.run(evaluate.run(config, shutdown.Stop())) == (0, "") and engine.closed
-    found = json.loads((out / "eval.json").read_text())
-    of_first = {"eval/accuracy": 1, "eval/pass@1": 2 / 5, "eval/pass@2": 1 - 3 / 10}  # 3 of the 10 ways to draw 2 have no right one
-    assert {name: found[name] for name in of_first} == pytest.approx({name: value / 2 for name, value in of_first.items()})
-    assert found["prompts"] == 2 and "pass@2 0.350" in capsys.readouterr().out
-    first, second = (json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines())
-    assert (first["question"], first["greedy"], first["sampled"][1]) == ("3+4=", ">7", ">8")
-    assert first["right"] == [True, False, True, False, False, True] and not any(second["right"])
-
-
-# ---------------------------------------------------------------- pass@k
-
-
-@given(st.integers(1, 9), st.data())
-def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
-    """Over all ways to draw k of them, one by one."""
-    right, k = drawn.draw(st.integers(0, samples)), drawn.draw(st.integers(1, samples))
-    answers = [True] * right + [False] * (samples - right)
-    draws = list(itertools.combinations(answers, k))
-    assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
-
-
-def test_pass_at_k_of_many_samples():
-    """Where the binomials are astronomic: 1 - C(900, 100) / C(1000, 100)."""
-    assert pass_at_k(1000, 100, 100) == pytest.approx(1 - math.comb(900, 100) / math.comb(1000, 100), rel=1e-12)
-    assert pass_at_k(200, 1, 1) == pytest.approx(1 / 200)
-
-
-def test_figures_are_means_over_prompts():
-    figures = summarize([True, False], [4, 1], samples=4, ks=(1, 2))
-    assert figures == pytest.approx({"eval/accuracy": 0.5, "eval/pass@1": (1 + 1 / 4) / 2, "eval/pass@2": (1 + 1 / 2) / 2})

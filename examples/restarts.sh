@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Goes on from its checkpoint when a rank dies
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
+exec torchrun --nproc-per-node 2 --max-restarts 3 run.py "$@"

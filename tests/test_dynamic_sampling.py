@@ -1,0 +1,374 @@
+"""Dynamic sampling, by hand and as properties: what makes the batch, what comes again, what is drawn next.
+
+And data.Prompts, which says which prompts those are and who holds one.
+"""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import Prompt, Prompts
+from sample import Sample
+from scheduling.dynamic_sampling import (
+    DynamicSampler,
+    OrderedSampler,
+    is_generated,
+    is_informative,
+    is_judged,
+)
+
+SEEDS = st.integers(0, 2**32)
+KINDS = [OrderedSampler, DynamicSampler]
+
+
+class Numbers:
+    """A source whose prompt k is the token k."""
+
+    held_out = ()
+
+    def training(self, draw):
+        return Prompt([draw], str(draw), None)
+
+
+def sampler_of(kind, target, waves, finished, **settings):
+    """Wave k has the prompts waves[k]; `finished` says which groups are informative."""
+    sampler = kind(target, **settings)
+    for number, prompt_ids in enumerate(waves):
+        sampler.add(prompt_ids, number)
+    sampler.record(finished)
+    return sampler
+
+
+@pytest.mark.parametrize(
+    "kind,finished,chosen,again,complete",
+    [
+        (OrderedSampler, {}, [], [10, 11, 12, 13], False),
+        (OrderedSampler, {11: True, 12: True}, [], [10, 11, 12, 13], False),  # 10 is waited for
+        # 13 wasn't needed: it comes again, finished or not, for it is after the batch's last
+        (OrderedSampler, {10: False, 11: True, 12: True}, [11, 12], [13], True),
+        (OrderedSampler, {10: False, 11: True, 12: True, 13: False}, [11, 12], [13], True),
+        (OrderedSampler, {10: True, 11: False, 12: False, 13: True}, [10, 13], [], True),
+        (OrderedSampler, {10: True, 11: False, 12: False, 13: False}, [10], [], False),  # short
+        (DynamicSampler, {}, [], [10, 11, 12, 13], False),
+        (DynamicSampler, {11: True, 12: True}, [11, 12], [10, 13], True),  # 10 is cut off
+        # a filtered one never comes again; one informative too many does
+        (DynamicSampler, {10: False, 12: True, 13: True}, [12, 13], [11], True),
+        (DynamicSampler, {10: True, 12: True, 13: True}, [10, 12], [11, 13], True),
+        (DynamicSampler, {10: False, 12: True, 13: False}, [12], [11], False),
+    ],
+)
+def test_chosen_and_requeued(kind, finished, chosen, again, complete):
+    """Four groups, two wanted."""
+    sampler = sampler_of(kind, 2, [[10, 11, 12, 13]], finished)
+    assert (sampler.chosen(), sampler.requeued(), sampler.is_complete) == (chosen, again, complete)
+    assert (sampler.num_informative, sampler.num_in_flight) == (sum(finished.values()), 4 - len(finished))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "waves,finished,limit,wave",
+    [
+        ([], {}, 0, (0, 4)),  # the first wave is no refill
+        ([[0, 1, 2, 3]], {}, 3, None),  # nothing is known
+        ([[0, 1, 2, 3]], {0: True}, 3, None),  # nothing is missing: three are still in flight
+        ([[0, 1, 2, 3]], {0: False}, 3, (1, 2)),  # one is missing: 1.2 of it, while three are in flight
+        ([[0, 1, 2, 3]], {0: False}, 0, None),  # no refills are allowed
+        ([[0, 1, 2, 3, 4]], {0: False}, 3, None),  # the surplus fills in
+        # one is missing, and its place is in the second wave still, as 0's was
+        ([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1, (1, 2)),
+    ],
+)
+def test_next_wave(kind, waves, finished, limit, wave):
+    """Four are wanted, 1.2 times what is missing is drawn.
+
+    A replacement belongs to the wave after the one that it replaces.
+    """
+    assert sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave() == wave
+
+
+@pytest.mark.parametrize("kind,size", [(DynamicSampler, 3), (OrderedSampler, 2)])
+def test_in_order_no_more_is_drawn_than_may_be_needed(kind, size):
+    """Two of four were filtered: a second wave has 2.4, so 3. One of them was drawn before, and filtered."""
+    finished = {0: False, 1: False, 2: True, 3: True, 4: False}
+    sampler = sampler_of(kind, 4, [[0, 1, 2, 3], [4]], finished, max_refills=1)
+    assert sampler.next_wave() == (1, size)
+
+
+@pytest.mark.parametrize(
+    "generated,finished,wave",
+    [
+        (0, {}, None),  # all are still being generated
+        (1, {}, (1, 5)),  # a quarter is: of four in flight two will be kept, two are missing
+        (4, {0: True, 1: True}, (1, 3)),  # one of the two in flight will be kept, one is missing
+        (4, {0: True, 1: True, 2: True, 3: True}, None),  # nothing is missing
+        # a filtered group is reason enough: of three in flight 1.5 will be kept, 2.5 are missing
+        (0, {0: False}, (1, 6)),
+    ],
+)
+def test_experience_says_what_will_be_filtered(generated, finished, wave):
+    """Four are wanted, it takes two groups to keep one: 2.4 are drawn for each that is missing.
+
+    Replacements are drawn before the verdicts.
+    """
+    sampler = OrderedSampler(4, groups_per_kept=2.0)
+    sampler.add([0, 1, 2, 3], 0)
+    sampler.num_generated = generated
+    sampler.record(finished)
+    assert sampler.next_wave() == wave
+
+
+def test_a_replacement_is_drawn_once():
+    """What was filtered before a wave was drawn is replaced by it; what is filtered after is not."""
+    sampler = sampler_of(DynamicSampler, 3, [[0, 1, 2]], {0: False}, max_refills=2)
+    assert sampler.next_wave() == (1, 2)
+    sampler.add([3], 1)
+    assert sampler.next_wave() is None
+    sampler.record({1: False, 3: False})
+    assert sampler.next_wave() == (1, 3)  # 1 is of the first wave
+    sampler.add([4, 5], 1)
+    sampler.record({4: False})
+    assert sampler.next_wave() == (2, 2)
+    sampler.max_refills = 1
+    assert sampler.next_wave() is None
+
+
+@pytest.mark.parametrize(
+    "rewards,groups_per_kept,ends",
+    [
+        ("TTTT", 1.0, [4]),
+        ("TTFT", 1.0, [4, 6, 8, 10]),  # one is missing, 1.2 of it; as far as is known, it is missing still
+        ("TTFTFT", 1.0, [4, 6]),
+        ("TTFTFTTT", 1.0, [4, 6]),  # what was drawn beyond that plays no part
+        ("TTFTFF", 1.0, [4, 6, 8, 10]),
+        ("TFFTFTFTF", 1.0, [4, 7, 9]),  # two are missing: 2.4; one is missing: 1.2
+        ("F?TT", 1.0, [4, 7, 10, 13]),  # the second counts as filtered: more than will be drawn if it isn't
+        ("FTTT", 2.0, [4, 7, 10, 13]),  # one is missing: 2.4
+    ],
+)
+def test_wave_ends(rewards, groups_per_kept, ends):
+    """By hand, four wanted; `?` hasn't finished."""
+    finished = {prompt_id: flag == "T" for prompt_id, flag in enumerate(rewards) if flag != "?"}
+    waves = [list(range(len(rewards)))]
+    assert sampler_of(OrderedSampler, 4, waves, finished, groups_per_kept=groups_per_kept).wave_ends() == ends
+
+
+def test_what_was_drawn_too_early_comes_again():
+    """One wanted and one refill, of two prompts, but four were drawn: the batch stays empty.
+
+    The last of the four would have done.
+    """
+    finished = {0: False, 1: False, 2: False, 3: True}
+    sampler = sampler_of(OrderedSampler, 1, [[0, 1, 2, 3]], finished, max_refills=1)
+    assert sampler.is_complete and sampler.chosen() == [] and sampler.requeued() == [3] and sampler.waves == 2
+
+
+@given(st.integers(1, 60), st.integers(0, 80), st.integers(0, 60), st.floats(1, 10))
+def test_a_wave_is_as_large_as_what_is_missing(target, in_flight, informative, groups_per_kept):
+    """At least 1.2 times that, in groups that experience says it takes, and less than one more."""
+    sampler = DynamicSampler(target, groups_per_kept)
+    sampler.add(list(range(in_flight + informative)), 0)
+    sampler.record(dict.fromkeys(range(informative), True))
+    sampler.num_generated = in_flight + informative
+    missing = target - informative - in_flight / groups_per_kept
+    wave = sampler.next_wave()
+    if not in_flight + informative:
+        assert wave == (0, target)
+    elif missing > 0:
+        needed = 1.2 * missing * groups_per_kept
+        assert needed - 1e-6 <= wave.size < needed + 1 + 1e-6
+    else:
+        assert wave is None
+
+
+@pytest.mark.parametrize(
+    "finished,kept,expected", [(10, 5, 1.1), (8, 8, 1.0), (40, 0, 1.9), (400, 1, 1.9), (0, 0, 0.9)]
+)
+def test_groups_per_kept_is_a_moving_average(finished, kept, expected):
+    """From 1, a step counts a tenth: 0.9 + 0.1 x groups per kept, which is taken for 10 at most."""
+    facts = {prompt_id: prompt_id < kept for prompt_id in range(finished)}
+    sampler = sampler_of(DynamicSampler, 8, [list(range(finished))], facts)
+    assert sampler.updated_groups_per_kept() == pytest.approx(expected)
+
+
+def play(sampler, truth, rng, draw, at_once=3):
+    """A step as rollout.collect plays it; groups finish in the order that `rng` gives, some together."""
+    while not sampler.is_complete:
+        wave = sampler.next_wave()
+        if wave is None and not sampler.num_in_flight:
+            return
+        if wave is not None:
+            sampler.add(draw(wave.size), wave.number)
+        in_flight = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in sampler.informative]
+        finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
+        sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})
+        sampler.num_generated = rng.randint(len(sampler.informative), len(sampler.wave_of))
+
+
+@settings(deadline=None)
+@given(
+    SEEDS, st.integers(1, 8), st.sampled_from(KINDS), st.floats(0.1, 1), st.floats(1, 4), st.integers(0, 4)
+)
+def test_a_prompt_ends_in_one_way(seed, target, kind, keep, groups_per_kept, limit):
+    """Chosen, requeued or filtered; the chosen are informative, the filtered are not; a step ends."""
+    sampler, fresh, rng = kind(target, groups_per_kept, 1.0, limit), itertools.count(), random.Random(seed)
+    truth = lambda prompt_id: random.Random(prompt_id).random() < keep  # noqa: E731
+    play(sampler, truth, rng, lambda n: list(itertools.islice(fresh, n)))
+    chosen, again = sampler.chosen(), sampler.requeued()
+    filtered = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in chosen + again]
+    assert sorted(chosen + again + filtered) == sorted(sampler.wave_of)
+    assert len(set(chosen + again)) == len(chosen + again)
+    assert all(map(sampler.informative.get, chosen)) and not any(map(sampler.informative.get, filtered))
+    assert len(chosen) <= target and sampler.waves <= 1 + limit
+    if len(chosen) < target and kind is DynamicSampler:  # then nothing is left that could have been chosen
+        assert not again and sampler.num_in_flight == 0
+
+
+def wave_by_wave(is_kept, target, groups_per_kept, limit):
+    """A step that waits for each wave before the next; returns its batch, its waves, the prompts it used."""
+    batch, position, size = [], 0, target
+    for wave in range(1, 2 + limit):
+        batch += [prompt_id for prompt_id in range(position, position + size) if is_kept(prompt_id)]
+        position += size
+        if len(batch) >= target:
+            return batch[:target], wave, batch[target - 1] + 1
+        size = math.ceil((target - len(batch)) * 1.2 * groups_per_kept)
+    return batch, 1 + limit, position
+
+
+@settings(deadline=None, max_examples=300)
+@given(SEEDS, st.integers(1, 6), st.floats(0.1, 1), st.floats(1, 4), st.integers(0, 4), st.integers(1, 9))
+def test_in_order_a_step_is_as_if_it_waited_for_every_wave(
+    seed, target, keep, groups_per_kept, limit, at_once
+):
+    """Step after step: the batch, waves, what is used up and what is learnt from it.
+
+    Whatever finishes first, and whenever replacements are drawn.
+    """
+    prompts, rng, begin = Prompts(Numbers(), 2), random.Random(seed), 0
+    truth = lambda prompt_id: random.Random(f"{seed} {prompt_id}").random() < keep  # noqa: E731
+    for _ in range(4):
+        sampler = OrderedSampler(target, groups_per_kept, 1.0, limit)
+        play(sampler, truth, rng, prompts.draw, at_once)
+        from_begin = lambda prompt_id, begin=begin: truth(begin + prompt_id)  # noqa: E731
+        batch, waves, used = wave_by_wave(from_begin, target, groups_per_kept, limit)
+        assert sampler.chosen() == [begin + prompt_id for prompt_id in batch] and sampler.waves == waves
+        assert sampler.used() == list(range(begin, begin + used))
+        expected = 0.9 * groups_per_kept + 0.1 * min(used / max(1, len(batch)), 10)
+        groups_per_kept = sampler.updated_groups_per_kept()
+        assert groups_per_kept == pytest.approx(expected)
+        prompts.requeue(sampler.requeued(), [])
+        begin += used
+
+
+# ---------------------------------------------------------------- what is known of a group
+
+
+def judged_group(*rewards, greedy=False):
+    """The last answer is the greedy one, if there is one."""
+    last = len(rewards) - 1
+    return [Sample(0, i, [], reward=reward, greedy=greedy and i == last) for i, reward in enumerate(rewards)]
+
+
+@pytest.mark.parametrize(
+    "group,informative,judged",
+    [
+        (judged_group(0.0, 1.0, None), True, True),
+        (judged_group(1.0, 1.0), False, True),
+        (judged_group(1.0, None), False, True),
+        (judged_group(None, None), False, False),
+        (judged_group(1.0, 1.0, 0.0, greedy=True), True, True),  # they differ from their baseline
+        (judged_group(1.0, 0.0, None, greedy=True), False, False),  # they have none
+    ],
+)
+def test_a_group_is_informative_if_its_judged_answers_differ(group, informative, judged):
+    """Failed judgements (None) don't make a group informative; one that is there makes it judged."""
+    assert (is_informative(group), is_judged(group)) == (informative, judged)
+
+
+def group_of(prompt_id, finish=""):
+    return [Sample(prompt_id, index, [1], response=[7], finish=finish) for index in range(2)]
+
+
+def test_a_group_is_generated_when_all_of_its_answers_are_finished():
+    """Stopped or at the limit; one that was aborted may go on."""
+    assert is_generated(group_of(0, "stop") + group_of(0, "length"))
+    assert not is_generated(group_of(0, "stop") + group_of(0, "abort")) and not is_generated(group_of(0))
+
+
+# ---------------------------------------------------------------- who holds a prompt
+
+
+def test_a_prompt_goes_to_its_owner():
+    """2 and 4 come again: to the controllers that hold what was generated, with it.
+
+    New prompts go where the fewest are.
+    """
+    controllers = [Prompts(Numbers(), 2, keeps_groups=True) for _ in range(2)]
+    begun = group_of(2, "abort")
+    for rank, prompts in enumerate(controllers):
+        assert prompts.assign_owners(prompts.draw(6), 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+        prompts.requeue([2, 4], [begun, group_of(4)] if rank == 0 else [])
+        drawn = prompts.draw(6)
+        assert drawn == [2, 4, 6, 7, 8, 9]
+        assert prompts.assign_owners(drawn, 2) == {2: 0, 4: 0, 6: 1, 7: 1, 8: 0, 9: 1}
+    assert controllers[0].group(2) is begun
+    assert [sample.response for sample in controllers[0].group(6)] == [[], []]
+
+
+def test_without_kept_groups_a_prompt_begins_anew():
+    """Nothing of it is kept, and nobody owns it."""
+    prompts = Prompts(Numbers(), 2)
+    prompts.assign_owners(prompts.draw(3), 2)
+    prompts.requeue([1, 2], [group_of(1, "abort"), group_of(2, "stop")])
+    assert [sample.response for prompt_id in (1, 2) for sample in prompts.group(prompt_id)] == [[]] * 4
+    assert prompts.assign_owners([1, 2], 2) == {1: 0, 2: 1} and prompts.draw(3) == [1, 2, 3]
+
+
+def test_what_waits_longer_comes_after_what_was_requeued_now():
+    """A step that begins with requeued prompts and is cut off puts them back in their order."""
+    prompts = Prompts(Numbers(), 2, keeps_groups=True)
+    prompts.requeue(prompts.draw(4), [])
+    drawn = prompts.draw(2)
+    prompts.requeue(drawn, [])
+    assert (drawn, prompts.requeued, prompts.cursor) == ([0, 1], [0, 1, 2, 3], 4)
+    assert prompts.draw(5) == [0, 1, 2, 3, 4]
+
+
+def test_a_greedy_answer_is_one_more_of_its_group():
+    """The last of it; the others are sampled."""
+    group = Prompts(Numbers(), 2, has_greedy=True).group(5)
+    assert [(sample.prompt_id, sample.index, sample.greedy) for sample in group] == [
+        (5, 0, False),
+        (5, 1, False),
+        (5, 2, True),
+    ]
+    assert not any(sample.greedy for sample in Prompts(Numbers(), 2).group(5))
+
+
+@given(
+    st.lists(st.integers(0, 40), unique=True, max_size=40),
+    st.lists(st.integers(0, 40), unique=True),
+    st.integers(1, 6),
+)
+def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
+    """New prompts to within one each, over all waves; those that come again to their owner.
+
+    The others even that out.
+    """
+    prompts = Prompts(Numbers(), 2, keeps_groups=True)
+    owners = prompts.assign_owners(first, controllers)
+    counts = [list(owners.values()).count(rank) for rank in range(controllers)]
+    assert set(owners) == set(first) and max(counts) - min(counts) <= 1
+    prompts.requeue(first, [])
+    again = prompts.assign_owners(second, controllers)
+    assert set(again) == set(second)
+    assert all(again[prompt_id] == owners[prompt_id] for prompt_id in set(first) & set(second))
+    everyone = list((owners | again).values())
+    counts, held = (
+        [owned.count(rank) for rank in range(controllers)] for owned in (everyone, list(owners.values()))
+    )
+    assert all(count <= max(mine, min(counts) + 1) for count, mine in zip(counts, held, strict=True))

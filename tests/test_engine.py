@@ -1,0 +1,680 @@
+"""The real SGLang server behind `Engine`: one for the whole file, on a random model of the demo's shape."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engines.engine import Engine, Sampling
+from engines.reward_model import ScoringEngine
+from engines.server import buckets, checkpoint_shapes, retry_broken, server_flags
+from tests.tiny_models import EOS, make_tiny_qwen3
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIG = SimpleNamespace(
+    dtype="float32", max_total_tokens=16384, max_running_requests=64, max_model_len=1024, seed=1, mem_fraction=0.5,
+    rollout_tp=1, genrm_tp=1, engine_probe_s=30.0, deterministic=True, host="127.0.0.1", trust_remote_code=False,
+)
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def group_members(pgid):
+    """Living processes of a process group (a zombie is dead, though not yet reaped)."""
+    table = subprocess.run(["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in table.splitlines()[1:]]
+    return [int(pid) for pid, group, state in rows if int(group) == pgid and not state.startswith("Z")]
+
+
+@pytest.fixture(scope="session")
+def loop():
+    """One event loop in a thread of its own: an engine's HTTP session belongs to the loop that made it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def run(loop):
+    return lambda coroutine, timeout_s=400: asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout_s)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return [make_tiny_qwen3(directory / str(seed), seed, kv_heads=2) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def shared_engine(run, models, tmp_path_factory):
+    engine = Engine.launch("rollout", 0, free_port(), models[0], CONFIG, tmp_path_factory.mktemp("log") / "engine.log")
+    pid = engine._process.pid
+    try:
+        run(engine.ready())
+        yield engine
+    finally:
+        run(engine.close())
+    assert group_members(pid) == []
+
+
+@pytest.fixture
+def engine(shared_engine, run, models):
+    """The shared engine, idle and with the weights of models[0] as version 0."""
+    if getattr(shared_engine, "dirty", False):
+        run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
+        shared_engine.dirty = False
+    assert shared_engine.awake and shared_engine.outstanding == 0
+    yield shared_engine
+    shared_engine.on_request = None
+
+
+def hf_model(directory):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def hf_logprobs(model, prompt, response, temperature=1.0):
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[range(len(response)), response].tolist()
+
+
+def largest_difference(a, b):
+    assert len(a) == len(b)
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+async def collect(engine, prompt, n, sampling, rooms=None):
+    return [answer async for answer in engine.generate([prompt] * n, sampling, rooms, list(range(n)))]
+
+
+# ---- what comes back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_transformers(engine, run, models, temperature):
+    answers = run(collect(engine, PROMPT, 4, Sampling(temperature, 40)))
+    model = hf_model(models[0])
+    assert sorted(answer.index for answer in answers) == [0, 1, 2, 3]
+    assert len({tuple(answer.tokens) for answer in answers}) == 4
+    for answer in answers:
+        assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens, temperature)) < 1e-4
+        assert answer.versions == [0] * len(answer.tokens)
+        assert answer.finish == ("stop" if answer.tokens[-1] == EOS else "length")
+
+
+def test_a_greedy_answer_among_sampled_ones(engine, run, models):
+    """In one request: it is greedy, and the others are what they are without it."""
+    import torch
+
+    async def ask(greedy):
+        answers = [answer async for answer in engine.generate([PROMPT] * 4, Sampling(1.0, 30), None, [5, 6, 7, 8], greedy)]
+        return [answer.tokens for answer in sorted(answers, key=lambda answer: answer.index)]
+
+    mixed, sampled = run(ask([False, True, False, False])), run(ask(None))
+    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[0, len(PROMPT) :]
+    assert mixed[1] == expected.tolist() != sampled[1]
+    assert [mixed[i] for i in (0, 2, 3)] == [sampled[i] for i in (0, 2, 3)]
+
+
+def test_ragged_batch_equals_transformers(engine, run, models):
+    """40 requests at once, of 1 to 118 prompt tokens: the batched attention against one sequence at a time."""
+    prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
+    sampling = [Sampling(1.0, 1 + 13 * i % 60) for i in range(40)]
+
+    async def ask_all():
+        return await asyncio.gather(*(collect(engine, *ask) for ask in zip(prompts, [1] * 40, sampling, strict=True)))
+
+    model = hf_model(models[0])
+    for prompt, [answer] in zip(prompts, run(ask_all()), strict=True):
+        assert largest_difference(answer.logprobs, hf_logprobs(model, prompt, answer.tokens)) < 1e-4
+
+
+def test_greedy_equals_transformers(engine, run, models):
+    import torch
+
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
+    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[0, len(PROMPT) :]
+    assert answer.tokens == expected.tolist()
+
+
+def test_stop_token_ends_an_answer_and_belongs_to_it(engine, run):
+    [full] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
+    stop = full.tokens[len(full.tokens) // 2]
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30, stop_token_ids=(stop,))))
+    assert answer.finish == "stop"
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
+
+
+def test_an_early_answer_arrives_early(engine, run):
+    """Answers of one request stop at different lengths; each must come when it is done, not with the last."""
+    seen, told = [], []
+    engine.on_request = lambda *request: told.append(request)
+
+    async def ask():
+        async for answer in engine.generate([PROMPT] * 16, Sampling(1.0, 400), seeds=list(range(16))):
+            seen.append((len(answer.tokens), asyncio.get_running_loop().time(), engine.outstanding))
+
+    run(ask())
+    lengths, times, outstanding = zip(*seen, strict=True)
+    assert lengths[0] < lengths[-1] / 2 and times[0] < times[-1] - 0.05
+    assert list(lengths) == sorted(lengths)
+    assert list(outstanding) == [left * (len(PROMPT) + 400) for left in range(15, -1, -1)]
+    assert [(asked, prompt_tokens) for asked, prompt_tokens, _ in told] == [(engine, len(PROMPT))] * 16
+    assert all(answer.sent < answer.first_token <= answer.end for _, _, answer in told)
+
+
+def test_abort_returns_what_was_written(engine, run):
+    async def ask_and_abort():
+        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900, stop_token_ids=())))
+        await asyncio.sleep(0.3)
+        await engine.abort()
+        return await asked
+
+    answers = run(ask_and_abort())
+    aborted = [answer for answer in answers if answer.finish == "abort"]
+    assert len(answers) == 8 and engine.outstanding == 0
+    assert all(len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in aborted)
+
+
+def test_a_consumer_that_leaves_frees_its_answers(engine, run):
+    async def leave():
+        stream = engine.generate([PROMPT] * 4, Sampling(1.0, 300))
+        await anext(stream)
+        await stream.aclose()
+
+    run(leave())
+    assert engine.outstanding == 0
+
+
+def test_an_answer_is_continued_within_its_room(engine, run, models):
+    """One greedy answer in two requests, beside another prompt in the same request: the tokens and log-probabilities of one."""
+    [whole] = run(collect(engine, PROMPT, 1, Sampling(0.0, 20, ignore_eos=True)))
+
+    async def ask(prompts, rooms):
+        answers = [answer async for answer in engine.generate(prompts, Sampling(0.0, 20, ignore_eos=True), rooms)]
+        return sorted(answers, key=lambda answer: answer.index)
+
+    begun, other = run(ask([PROMPT, PROMPT[:3]], [8, 5]))
+    [rest, _] = run(ask([PROMPT + begun.tokens, PROMPT[:3] + other.tokens], [12, 1]))
+    assert (len(begun.tokens), len(other.tokens), rest.finish) == (8, 5, "length")
+    assert begun.tokens + rest.tokens == whole.tokens
+    assert largest_difference(begun.logprobs + rest.logprobs, whole.logprobs) < 1e-4
+
+
+def test_a_refused_request_says_why(engine, run):
+    with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
+        run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
+    assert engine.outstanding == 0
+
+
+# ---- one prompt and one seed, one answer, to the last bit --------------------------------------------------------------
+
+# tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond them, and across their end
+TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
+
+
+def tokens_of(seed, length):
+    rng = random.Random(seed)
+    return [rng.randrange(2, 64) for _ in range(length)]
+
+
+async def flush(engine):
+    await engine._post("/flush_cache?timeout=30")
+
+
+async def ask_target(engine, target, prompt=None, room=None):
+    """The answer to a target's prompt, or to another that begins so, under its own seed; it never ends early."""
+    length, tokens, temperature = target
+    prompts, sampling = [prompt or tokens_of(length, length)], Sampling(temperature, tokens, ignore_eos=True)
+    [answer] = [answer async for answer in engine.generate(prompts, sampling, [room or tokens], [1000 + length])]
+    return answer
+
+
+async def ask_others(engine, count, seed):
+    """Random requests of every kind, a quarter of which begin as a target's prompt does."""
+    rng = random.Random(seed)
+
+    async def one():
+        begin = tokens_of(*[rng.choice(TARGETS)[0]] * 2) if rng.random() < 0.25 else []
+        prompt = begin[: rng.randint(0, len(begin))] + tokens_of(rng.random(), rng.randint(1, 200))
+        sampling = Sampling(rng.choice([0.0, 0.7, 1.0, 1.3]), rng.randint(1, 150), top_p=rng.choice([1.0, 1.0, 0.9]))
+        await asyncio.sleep(0.3 * rng.random())
+        return [answer async for answer in engine.generate([prompt], sampling, None, [rng.randrange(2**63)])]
+
+    await asyncio.gather(*(one() for _ in range(count)))
+
+
+@pytest.fixture(scope="module")
+def alone(run, shared_engine):
+    """What each target is answered by an engine that has nothing else to do and nothing in its cache: (tokens, logprobs)."""
+
+    async def ask_each():
+        answers = []
+        for target in TARGETS:
+            await flush(shared_engine)
+            answers.append(await ask_target(shared_engine, target))
+        return [(answer.tokens, answer.logprobs) for answer in answers]
+
+    answers = run(ask_each())
+    assert [len(tokens) for tokens, _ in answers] == [tokens for _, tokens, _ in TARGETS]
+    return answers
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 7, 40])
+@pytest.mark.parametrize("cache", ["kept", "flushed"])
+def test_an_answer_does_not_depend_on_its_neighbours(engine, run, alone, others, cache):
+    """Alone, beside 1, 2, 7 and 40 others, greedy ones among them, and beside the other targets; after a flush, and with hits."""
+
+    async def ask_all():
+        await flush(engine)
+        if cache == "kept":
+            await ask_others(engine, 10, "before")
+        answers = await asyncio.gather(*(ask_target(engine, target) for target in TARGETS), ask_others(engine, others, others))
+        return [(answer.tokens, answer.logprobs) for answer in answers[:-1]]
+
+    assert run(ask_all()) == alone
+
+
+def test_an_answer_does_not_depend_on_what_was_cached(engine, run, alone):
+    """After a flush nothing of the prompt is found; asked again, all but its last token is."""
+
+    async def ask_each():
+        for number, target in enumerate(TARGETS):
+            await flush(engine)
+            anew = await ask_target(engine, target)
+            again = await ask_target(engine, target)
+            assert (anew.cached_tokens, again.cached_tokens) == (0, target[0] - 1)
+            assert (again.tokens, again.logprobs) == (anew.tokens, anew.logprobs) == alone[number], target
+
+    run(ask_each())
+
+
+@pytest.mark.parametrize("cut", [1, 3, 15, 38])
+@pytest.mark.parametrize("cache", ["kept", "flushed"])
+def test_a_continued_answer_is_as_if_it_was_never_cut(engine, run, alone, cut, cache):
+    """Its first tokens came by decode steps; they are found in the cache, or computed again in one prefill. The rest is the same."""
+
+    async def ask_each():
+        for number, target in enumerate(TARGETS[:4]):
+            begun = await ask_target(engine, target, room=cut)
+            if cache == "flushed":
+                await flush(engine)
+            rest = await ask_target(engine, target, tokens_of(target[0], target[0]) + begun.tokens, target[1] - cut)
+            assert (begun.tokens + rest.tokens, begun.logprobs + rest.logprobs) == alone[number], target
+            assert (rest.cached_tokens > 0) == (cache == "kept")
+
+    run(ask_each())
+
+
+def test_another_seed_writes_another_answer(engine, run):
+    """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
+
+    async def ask(seeds):
+        sampling = Sampling(1.0, 30, ignore_eos=True)
+        answers = [answer async for answer in engine.generate([PROMPT] * len(seeds), sampling, None, seeds)]
+        return [answer.tokens for answer in sorted(answers, key=lambda answer: answer.index)]
+
+    one, other, same, upper = run(ask([1, 2, 1, 1 + 2**62]))
+    assert one == same and len({*map(tuple, (one, other, upper))}) == 3
+    assert run(ask([1 + 2**62, 2])) == [upper, other]
+
+
+# ---- weights and memory ----------------------------------------------------------------------------------------------
+
+
+def test_pushed_weights_are_served_under_their_version(engine, run, models):
+    engine.dirty = True
+    model = hf_model(models[1])
+    run(engine.load_weights(model.named_parameters(), 7))
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
+    assert answer.versions == [7] * len(answer.tokens)
+
+
+def test_a_push_in_many_buckets(engine, run, models, monkeypatch):
+    engine.dirty = True
+    monkeypatch.setattr("server.BUCKET_BYTES", 100_000)
+    model = hf_model(models[1])
+    assert len(list(buckets(model.named_parameters()))) > 5
+    run(engine.load_weights(model.named_parameters(), 8))
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("broken, message", [
+    (lambda name, tensor: ("model.nothing.weight", tensor), "model.nothing.weight .* its model has None"),
+    (lambda name, tensor: (name, tensor[:1]), "its model has"),
+    (None, "was pushed no"),
+])  # fmt: skip
+def test_a_wrong_push_is_refused(engine, run, models, broken, message):
+    engine.dirty = True
+    first, *others = hf_model(models[1]).named_parameters()
+    pushed = others if broken is None else [broken(*first), *others]
+    with pytest.raises(ValueError, match=message):
+        run(engine.load_weights(pushed, 9))
+
+
+def test_a_refusal_of_the_server_is_raised(engine, run):
+    with pytest.raises(ValueError, match="no weight-update session is open"):
+        run(engine._post("/end_weight_update"))
+
+
+def test_sleep_and_wake(engine, run, models):
+    calls, post = [], engine._post
+    engine._post = lambda path, **body: calls.append((path, body.get("tags"))) or post(path, **body)
+    try:
+        run(engine.sleep())
+        with pytest.raises(AssertionError, match="while it sleeps"):
+            run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+        with pytest.raises(AssertionError, match="sleeps already"):
+            run(engine.sleep())
+        run(engine.wake_weights())
+        run(engine.load_weights(hf_model(models[0]).named_parameters(), 0))
+        assert not engine.awake
+        run(engine.wake_kv_cache())
+    finally:
+        del engine._post
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+    assert len(answer.tokens) == 3
+    assert calls == [
+        ("/pause_generation", None), ("/flush_cache?timeout=30", None), ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/begin_weight_update", None), ("/update_weights_from_tensor", None), ("/end_weight_update", None),
+        ("/resume_memory_occupation", ["kv_cache"]), ("/continue_generation", None),
+    ]  # fmt: skip
+
+
+def test_sleep_aborts_what_still_runs(engine, run):
+    async def ask_and_sleep():
+        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
+        await asyncio.sleep(0.2)
+        await engine.sleep()
+        answers = await asked
+        await engine.wake()
+        return answers
+
+    assert len(run(ask_and_sleep())) == 8
+
+
+# ---- a scalar reward model -------------------------------------------------------------------------------------------
+
+
+def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
+    """Within 1e-4; to the last bit the same whatever is scored beside it, and after sleep; and the head has no bias."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    oracle = AutoModelForSequenceClassification.from_pretrained(models[0], num_labels=1, dtype=torch.float32, pad_token_id=0)
+    oracle.save_pretrained(tmp_path / "model")
+    prompts = [PROMPT, [*PROMPT, 12], PROMPT[:1], list(range(5, 40)) * 8, PROMPT]
+    with torch.no_grad():
+        expected = [oracle(torch.tensor([prompt])).logits.item() for prompt in prompts]
+    engine = ScoringEngine.launch("genrm", 0, free_port(), str(tmp_path / "model"), CONFIG, tmp_path / "engine.log")
+
+    async def scores(prompts):
+        scores = {answer.index: answer.score async for answer in engine.generate(prompts, Sampling(0.0, 1))}
+        return [scores[index] for index in range(len(prompts))]
+
+    async def all_scores():
+        await engine.ready()
+        together = await scores(prompts)
+        await engine.sleep()
+        await engine.wake()
+        return together, [(await scores([prompt]))[0] for prompt in prompts], await scores(prompts * 5)
+
+    private = Path(engine._private)
+    try:
+        together, alone, crowded = run(all_scores())
+        assert any(path.is_socket() for path in private.iterdir()), "the server keeps its sockets elsewhere"
+    finally:
+        run(engine.close())
+    assert not private.exists()
+    assert together == pytest.approx(expected, abs=1e-4) and together == alone and crowded == together * 5
+    assert max(expected) - min(expected) > 1e-2 and engine.outstanding == 0
+
+
+def test_a_model_without_a_scalar_head_is_refused(run, models, tmp_path):
+    engine = ScoringEngine.launch("genrm", 1, free_port(), models[0], CONFIG, tmp_path / "engine.log")
+    try:
+        with pytest.raises(ValueError, match="rank 1 serves no scalar reward model: its directory has no score"):
+            run(engine.ready())
+    finally:
+        run(engine.close())
+
+
+# ---- start and end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_named(tmp_path, models):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port}.*is in use: choose another --port"):
+            Engine.launch("genrm", 0, port, models[0], CONFIG, tmp_path / "log")
+
+
+def test_a_port_that_is_taken_while_the_server_starts_ends_it(run, models, tmp_path):
+    """The system may give it to any connection, if it is in the range that it takes them from."""
+    port = free_port()
+    engine = Engine.launch("rollout", 0, port, models[0], CONFIG, tmp_path / "engine.log")
+    try:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            with pytest.raises(ValueError, match=r"(?s)stopped while starting; the end of .*engine.log:.*address already in use"):
+                run(engine.ready(120))
+    finally:
+        run(engine.close())
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no"):
+        checkpoint_shapes(tmp_path)
+
+
+def test_a_failing_start_shows_the_log(run, models, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(Path(models[0], "model.safetensors").read_bytes())
+    engine = Engine.launch("rollout", 3, free_port(), tmp_path / "model", CONFIG, tmp_path / "engine.log")
+    try:
+        with pytest.raises(ValueError, match=r"(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config"):
+            run(engine.ready())
+    finally:
+        run(engine.close())
+
+
+OWNER = """
+import asyncio, sys, time
+from tests.test_rollout import CONFIG, Engine
+engine = Engine.launch("rollout", 0, int(sys.argv[1]), sys.argv[2], CONFIG, sys.argv[3])
+print(engine._process.pid, flush=True)
+if sys.argv[4] == "ready":
+    asyncio.run(engine.ready())
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("moment", ["ready", "starting"])
+def test_nothing_is_left_when_the_owner_is_killed(models, tmp_path, moment):
+    command = [sys.executable, "-c", OWNER, str(free_port()), models[0], str(tmp_path / "log"), moment]
+    owner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    group = int(owner.stdout.readline())
+    assert owner.stdout.readline() == "up\n"
+    if moment == "starting":  # the children are being spawned, and still importing
+        deadline = time.monotonic() + 120
+        while len(group_members(group)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert len(group_members(group)) >= 3
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 60  # a child that still imports notices at its end
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert group_members(group) == []
+
+
+# ---- without a server ------------------------------------------------------------------------------------------------
+
+
+def test_broken_connections_are_retried_without_asking_twice():
+    import aiohttp
+
+    asked = []
+
+    async def stream():
+        asked.append(len(asked))
+        yield f"answer {len(asked)}"
+        if len(asked) < 3:
+            raise aiohttp.ServerDisconnectedError
+
+    async def main(monkeypatch_sleep):
+        return [item async for item in retry_broken(stream)]
+
+    sleeps = []
+
+    async def no_sleep(seconds):
+        sleeps.append(seconds)
+
+    original, asyncio.sleep = asyncio.sleep, no_sleep
+    try:
+        assert asyncio.run(main(None)) == ["answer 1", "answer 2", "answer 3"]
+    finally:
+        asyncio.sleep = original
+    assert sleeps == [1.0, 5.0]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("prefix", [[0, 5, 31, 32, 70, 12], [33, 40, 46, 41, 36, 34]], ids=["many groups", "one group"])
+@pytest.mark.parametrize("decode", [True, False])
+def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode):
+    import torch
+
+    from cpu.invariance import attend, group_by_length
+
+    torch.manual_seed(0)
+    prefix = torch.tensor(prefix)
+    new = torch.ones_like(prefix) if decode else torch.tensor([3, 1, 40, 32, 7, 33])
+    lengths, slots = prefix + new, torch.randperm(500)
+    table = torch.zeros(8, 120, dtype=torch.int32)
+    rows = torch.tensor([7, 1, 2, 0, 5, 4])
+    for row, start, length in zip(rows, lengths.cumsum(0) - lengths, lengths, strict=True):
+        table[row, :length] = slots[start : start + length]
+    k, v = torch.randn(500, kv_heads, 24), torch.randn(500, kv_heads, 24)
+    query = torch.randn(int(new.sum()), 4, 24)
+    output = attend(query, k, v, group_by_length(table, rows, lengths, new), 0.2, kv_heads != 4)
+
+    first = 0
+    for row, length, n in zip(rows, lengths, new, strict=True):
+        own = table[row, :length].long()
+        repeat = 4 // kv_heads
+        keys, values = k[own].repeat_interleave(repeat, 1), v[own].repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", query[first : first + n], keys) * 0.2
+        hidden = torch.arange(length)[None, :] > torch.arange(length - n, length)[:, None]
+        expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        torch.testing.assert_close(output[first : first + n], expected)
+        first += n
+
+
+def test_batched_attention_does_not_depend_on_the_neighbours(request):
+    import torch
+
+    from cpu.invariance import attend, group_by_length
+
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)  # as in the server: threads cut the sums of a lone request in other places
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 40, 17, 64, 90, 31])
+    table = torch.randperm(6 * 96).view(6, 96).int()
+    k, v, query = torch.randn(576, 4, 24), torch.randn(576, 4, 24), torch.randn(6, 4, 24)
+
+    def run(requests):
+        plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
+        return attend(query[requests], k, v, plan, 0.2, False)
+
+    together = run(torch.arange(6))
+    for i in range(6):
+        assert torch.equal(run(torch.tensor([i]))[0], together[i])
+
+
+def test_a_connection_that_breaks_when_all_has_come_is_not_opened_again():
+    """Nothing is owed, so nothing is asked: the server would refuse an empty request."""
+
+    async def ask_for_nothing():
+        engine = Engine("rollout", 0, "http://127.0.0.1:1", 64)  # nobody listens there
+        return [answer async for answer in engine._stream([PROMPT], [(Sampling(1.0, 8), 8, None)], (), 0.0)]
+
+    assert asyncio.run(ask_for_nothing()) == []
+
+
+@pytest.mark.parametrize(
+    "mode,role,keeps", [("partial", "rollout", False), ("full", "rollout", True), ("auto", "rollout", True), ("partial", "genrm", True)]
+)
+def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, keeps):
+    """On CUDA: a judge, and where rollout wakes again between waves, a rollout engine, since nobody pushes its weights then."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    flags = server_flags(role, 0, 30000, models[0], SimpleNamespace(**vars(CONFIG) | {"mode": mode}))
+    assert ("--enable-weights-cpu-backup" in flags) == keeps
+
+
+def test_a_pace_makes_a_step_last():
+    """20 ms, and 5 for each of two sequences; what it computes is the same."""
+    from cpu.sglang import at_pace
+
+    paced = at_pace(lambda self, tokens, positions, batch: tokens + positions, "20,5")
+    start = time.perf_counter()
+    assert paced(None, 3, 4, SimpleNamespace(batch_size=2)) == 7
+    assert time.perf_counter() - start >= 0.03
+
+
+def test_murmur_hash_equals_the_reference():
+    import torch
+
+    from cpu.sglang import murmur_hash32
+
+    def reference(data, mask=0xFFFFFFFF):  # MurmurHash3_x86_32 of whole 4-byte blocks, seed 0
+        state = 0
+        for i in range(0, len(data), 4):
+            block = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
+            block = ((block << 15 | block >> 17) & mask) * 0x1B873593 & mask
+            state ^= block
+            state = ((state << 13 | state >> 19) & mask) * 5 + 0xE6546B64 & mask
+        state ^= len(data)
+        state = (state ^ state >> 16) * 0x85EBCA6B & mask
+        state = (state ^ state >> 13) * 0xC2B2AE35 & mask
+        return state ^ state >> 16
+
+    seeds, positions = [1, 2**40 + 12345], [0, 977]
+    table = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(5))
+    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for column in range(5):
+            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert table[i, column].item() == reference(data)

@@ -1,0 +1,341 @@
+"""The metrics of a step from hand-worked facts, and what rank 0 writes."""
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from config import Config
+from controller import State
+from reporting import timeline as tl
+from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
+from rollout import RolloutBatch
+from sample import Sample
+from scheduling.rebalance import RequestStats, Split, StepStats
+
+# ---------------------------------------------------------------- from facts to metrics
+
+MEANS = ("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean")
+MEANS += ("rollout/trained_len_mean", "rollout/truncated_frac", "rollout/wrong_frac", "genrm/accept_frac")
+MEANS += ("genrm/false_positive_frac", "cost/unfiltered_mean")
+SUMS = ("rollout/tokens", "rollout/tokens_trained", "rollout/tokens_filtered", "rollout/tokens_carried")
+SUMS += ("rollout/aborted", "rollout/carried_groups", "genrm/failed")
+MAXIMA = ("rollout/response_len_max", *(f"time/{name}_s" for name in ("serve", "rollout", "train")))
+
+
+def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
+    """One controller's facts; nothing happened but what is given."""
+    means = {name: [] for name in MEANS} | (means or {})
+    sums, maxima = dict.fromkeys(SUMS, 0) | (sums or {}), dict.fromkeys(MAXIMA, 0.0) | (maxima or {})
+    assert (len(means), len(sums), len(maxima)) == (len(MEANS), len(SUMS), len(MAXIMA))
+    return Facts(means, sums, maxima, list(latencies), {dp_rank: work})
+
+
+FIRST = facts(
+    {
+        "reward/mean": [1.0, 0.0, 1.0, 0.0],
+        "reward/unfiltered_mean": [1.0, 0.0, 1.0, 0.0, 0.0, 0.0],
+        "reward/zero_std_frac": [0, 0, 1],
+        "rollout/response_len_mean": [10, 20, 30, 40, 50, 60],
+        "rollout/trained_len_mean": [10, 20, 30, 40],
+        "rollout/truncated_frac": [True, False, False, False, False, False],
+        "rollout/wrong_frac": [1, 1, 1, 1, 0, 0],
+        "genrm/accept_frac": [True, False, True, False, False, False],
+        "genrm/false_positive_frac": [True, False, False, False],
+        "cost/unfiltered_mean": [0.5, 1.0],
+    },
+    {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110},
+    {"time/serve_s": 4.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "rollout/response_len_max": 60.0},
+    [0.1, 0.4],
+    dp_rank=0,
+    work=300,
+)
+SECOND = facts(
+    {
+        "reward/mean": [1.0, 1.0, 0.0, 1.0],
+        "reward/unfiltered_mean": [1.0, 1.0, 0.0, 1.0, 1.0],
+        "reward/zero_std_frac": [0, 0, 0, 1, 1],
+        "rollout/response_len_mean": [10, 10, 10, 10, 10, 90],
+        "rollout/trained_len_mean": [10, 10, 10, 10],
+        "rollout/truncated_frac": [False] * 6,
+        "rollout/wrong_frac": [1, 0, 0, 0],
+        "genrm/accept_frac": [True, True, False, True, True],
+        "genrm/false_positive_frac": [False],
+        "cost/unfiltered_mean": [0.0],
+    },
+    {
+        "rollout/tokens": 160, "rollout/tokens_trained": 40, "rollout/tokens_filtered": 20,
+        "rollout/tokens_carried": 90, "rollout/aborted": 2, "rollout/carried_groups": 1, "genrm/failed": 1,
+    },
+    {"time/serve_s": 3.9, "time/rollout_s": 3.5, "time/train_s": 1.5, "rollout/response_len_max": 90.0},
+    [0.2, 0.3],
+    dp_rank=1,
+    work=100,
+)  # fmt: skip
+
+
+def test_metrics_of_hand_worked_facts():
+    """Two controllers; every number worked out by hand."""
+    assert summarize([FIRST, SECOND]) == pytest.approx({
+        "cost/unfiltered_mean": 0.5, "reward/mean": 5 / 8, "reward/unfiltered_mean": 6 / 11,
+        "reward/zero_std_frac": 3 / 8, "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90,
+        "rollout/trained_len_mean": 140 / 8, "rollout/tokens": 360, "rollout/tokens_trained": 140,
+        "rollout/tokens_filtered": 130, "rollout/tokens_carried": 90, "rollout/truncated_frac": 1 / 12,
+        "rollout/aborted": 2, "rollout/carried_groups": 1, "rollout/correct_frac": 1 / 2,
+        "genrm/accept_frac": 6 / 11, "genrm/failed": 1, "genrm/false_positive_frac": 1 / 5,
+        "genrm/p50_s": 0.3, "genrm/p99_s": 0.4, "balance/max_over_mean": 1.5,
+        "time/serve_s": 4.0, "time/rollout_s": 3.5, "time/train_s": 1.5,
+    })  # fmt: skip
+
+
+def test_metrics_of_a_step_in_which_nothing_happened():
+    """No division by zero; what only judges, answer keys and costs can tell is left out."""
+    metrics = summarize([facts(), facts(dp_rank=1)])
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["reward/mean"] == metrics["genrm/p99_s"] == 0
+    optional = {
+        "rollout/correct_frac",
+        "cost/unfiltered_mean",
+        "genrm/accept_frac",
+        "genrm/false_positive_frac",
+    }
+    assert not optional & metrics.keys()
+    keyed, judged = {"rollout/wrong_frac": [0, 0, 0]}, {"genrm/accept_frac": [True]}
+    assert optional & summarize([facts(keyed)]).keys() == {"rollout/correct_frac"}
+    assert optional & summarize([facts(judged)]).keys() == {"genrm/accept_frac"}
+    assert summarize([facts(keyed | judged)])["genrm/false_positive_frac"] == 0  # no answer was wrong
+
+
+def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
+    """Four ranks, tp 2: each data-parallel rank's work is reported by two ranks."""
+    four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
+    assert summarize(four)["balance/max_over_mean"] == 1.5
+
+
+def test_metrics_of_serving_by_hand():
+    """Three rollout engines of two ranks each and one of genrm, which decode two answers each."""
+    rollout = RequestStats(tokens=90, request_s=9.0, prompt_tokens=50, cached_tokens=20, wakes=1)
+    genrm = RequestStats(tokens=100, longest=40, request_s=3.0, wakes=2, stalls=1)
+    config = Config(rollout_tp=2, max_running_requests=2)
+    stats = StepStats(Split("partial", 6, 1), rollout, genrm, 1, serve_s=2.0, swap_s=0.25, hand_over_s=0.5)
+    assert serving_metrics(stats, config) == {
+        "time/swap_s": 0.25, "split/swaps": 3, "split/rollout_ranks": 6, "genrm/timeouts": 1,
+        "genrm/tokens": 100, "genrm/response_len_max": 40, "rollout/cache_hit_frac": 0.4,
+        "genrm/cache_hit_frac": 0,
+        "occupancy/rollout": 9 / (3 * 2 * 2.0), "occupancy/genrm": 3 / (1 * 2 * 2.0),
+    }  # fmt: skip
+    alone = StepStats(Split("partial", 6, 0), rollout, RequestStats(), 1, 0.0, 0.0, 0.0)
+    assert serving_metrics(alone, config)["occupancy/genrm"] == 0  # nobody is asked, and there is no engine
+
+
+# ---------------------------------------------------------------- one controller's facts
+
+
+def group_of(prompt_id, *rewards, **fields):
+    judged = [dict(reward=reward, verdict=None if reward is None else reward == 1) for reward in rewards]
+    fields |= dict(question="q", answer_key="5", finish="stop")
+    return [
+        Sample(prompt_id, i, [1, 2], response=[7] * (i + 1), **each, **fields)
+        for i, each in enumerate(judged)
+    ]
+
+
+def controller_of(timeline=None):
+    """Odd answers are wrong; a token costs 10."""
+    rewards = SimpleNamespace(final_answer=lambda s: "5" if s.index % 2 == 0 else "6", latencies=[0.5])
+    actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
+    placement = SimpleNamespace(actor=actor)
+    return SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
+
+
+def batch_of(kept, filtered=(), carried=()):
+    """A batch of these groups: a sample without a reward is dropped."""
+    samples = [sample for group in kept for sample in group]
+    return RolloutBatch(
+        kept=[sample for sample in samples if sample.reward is not None],
+        dropped=[sample for sample in samples if sample.reward is None],
+        filtered=list(filtered), carried=list(carried), waves=2, tokens=100,
+    )  # fmt: skip
+
+
+def spans_of(name, *intervals, rank=0):
+    return [tl.Span(name, rank, start, start + length, 0) for start, length in intervals]
+
+
+def test_local_facts_on_a_hand_worked_step():
+    """One group is kept, one filtered, one carried, whose answers don't count."""
+    batch = batch_of([group_of(4, 1.0, 0.0)], [group_of(6, 0.0, 0.0)], [group_of(5, 0.0, 1.0)])
+    spans = (
+        spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1) + spans_of("serve", (0, 4))
+    )
+    found = local_facts(controller_of(), batch, batch.kept, spans)
+    maxima = {name: value for name, value in found.maxima.items() if value}
+    assert found._replace(maxima=maxima) == Facts(
+        {
+            "reward/mean": [1.0, 0.0], "reward/unfiltered_mean": [1.0, 0.0, 0.0, 0.0],
+            "reward/zero_std_frac": [0, 1], "rollout/response_len_mean": [1, 2, 1, 2],
+            "rollout/trained_len_mean": [1, 2], "rollout/truncated_frac": [False] * 4,
+            "rollout/wrong_frac": [1, 1, 0, 0], "genrm/accept_frac": [True, False, False, False],
+            "genrm/false_positive_frac": [False, False], "cost/unfiltered_mean": [],
+        },
+        {
+            "rollout/tokens": 100, "rollout/tokens_trained": 3, "rollout/tokens_filtered": 3,
+            "rollout/tokens_carried": 3, "rollout/aborted": 0, "rollout/carried_groups": 1, "genrm/failed": 0,
+        },
+        {
+            "time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0,
+            "rollout/response_len_max": 2.0, "rollout/waves": 2.0,
+        },
+        [0.5],
+        {1: 10 * (2 * 2 + 3)},
+    )  # fmt: skip
+
+
+def test_a_wrong_answer_that_the_judge_accepts():
+    """Odd answers are wrong: of two, one is accepted. A cut answer is counted, a cost gathered."""
+    group = group_of(4, 0.0, 1.0, 1.0, 0.0, cost=0.5)
+    group[3].finish = "length"
+    found = local_facts(controller_of(), batch_of([group]), [], [])
+    assert found.means["genrm/false_positive_frac"] == [True, False]
+    assert found.means["rollout/truncated_frac"] == [False, False, False, True]
+    assert found.means["cost/unfiltered_mean"] == [0.5] * 4 and found.work == {1: 0}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_failed_judgements_are_counted(kept):
+    """A sample without a verdict is dropped AND counted, in kept groups and in filtered ones."""
+    group = group_of(4, 1.0, 0.0, None)
+    batch = batch_of([group]) if kept else batch_of([], [group])
+    found = local_facts(controller_of(), batch, batch.kept, [])
+    assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
+    assert found.means["rollout/response_len_mean"] == [1, 2, 3]
+    assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
+
+
+def test_an_answer_that_nobody_judged_yet_is_no_failure():
+    """Its group was cut off, or comes again: only what a judge failed on counts."""
+    batch = batch_of([group_of(4, 1.0, 0.0)], carried=[group_of(5, None, None)])
+    found = local_facts(controller_of(), batch, batch.kept, [])
+    assert (found.sums["genrm/failed"], found.sums["rollout/carried_groups"]) == (0, 1)
+    assert found.means["rollout/response_len_mean"] == [1, 2]
+
+
+# ---------------------------------------------------------------- what rank 0 writes
+
+
+def test_a_writer_of_metrics(tmp_path):
+    """A row a step with sorted names and six digits, and text as it is; all of it in TensorBoard, too."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path)
+    writer.write(0, {"b/loss": 0.123456789, "a/reason": "3|1: the only plan"})
+    writer.write(3, {"b/loss": 2.0})
+    board = EventAccumulator(
+        str(tmp_path / "tensorboard")
+    ).Reload()  # before `close`: a row is safe once written
+    assert [(event.step, event.value) for event in board.Scalars("b/loss")] == [
+        (0, pytest.approx(0.123456789)),
+        (3, 2),
+    ]
+    writer.close()
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
+    assert rows == [
+        {"step": 0, "a/reason": "3|1: the only plan", "b/loss": 0.123457},
+        {"step": 3, "b/loss": 2.0},
+    ]
+    assert list(rows[0]) == ["step", "a/reason", "b/loss"]
+    assert "a/reason/text_summary" in board.Tags()["tensors"]
+
+
+def test_a_run_that_goes_on_replaces_what_an_earlier_try_wrote(tmp_path):
+    """TensorBoard forgets the curves from the step on at which the run goes on."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for purge_step, values in ((None, (1.0, 2.0, 3.0)), (2, (None, None, 9.0))):
+        writer = MetricsWriter(tmp_path, purge_step)
+        for step, value in enumerate(values):
+            if value is not None:
+                writer.write(step, {"x": value})
+        writer.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("x")] == [(0, 1), (1, 2), (2, 9)]
+
+
+def report_in(out, world, progress=None):
+    progress = progress or SimpleNamespace(line=lambda text: None, step=lambda *_: None)
+    config = Config(steps=1, answers_per_prompt=2, prompts_per_step=4, max_running_requests=4)
+    return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
+
+
+def test_a_report_writes_rows_samples_and_pictures(tmp_path):
+    """An object a step, two groups' first samples; trace and picture at the end."""
+    from fakes import FakeWorld, VirtualClock
+
+    (tmp_path / "spans").mkdir()
+    loop, lines = VirtualClock(), []
+    c = controller_of(tl.Timeline(0, loop.time, tmp_path / "spans"))
+    work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
+    history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
+    c.state = State(groups_per_kept=1.25, history=history)
+    progress = SimpleNamespace(line=lines.append, step=lambda *_: None)
+    report = report_in(tmp_path, FakeWorld(0, 1, {}), progress)
+    batch = batch_of([group_of(i, 1.0, 0.0, critique="c") for i in range(3)])
+    batch.missing_groups = 1
+
+    async def one_step():
+        report.accuracy(0, 0.25, c.timeline.now())
+        with c.timeline.span("serve"):
+            await asyncio.sleep(2.0)
+        with c.timeline.span("train"):
+            await asyncio.sleep(2.0)
+        await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
+        report.accuracy(1, 0.75, c.timeline.now())
+
+    loop.run_until_complete(one_step())
+    loop.close()
+    report.close()
+    first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
+    expected = {
+        "step": 0, "eval/accuracy": 0.25, "train/loss": 0.5, "time/step_s": 4.0, "split/rollout_ranks": 3,
+        "rollout/groups_per_kept": 1.25, "perf/tokens_per_s": 100 / 4, "rollout/waves": 2,
+        "rollout/lacking_groups": 1, "time/swap_s": 0.25, "split/swaps": 2, "genrm/cache_hit_frac": 0.4,
+        "genrm/tokens": 100, "time/serve_s": 2.0, "balance/max_over_mean": 1.0,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert last == {"step": 1, "eval/accuracy": 0.75}
+    assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]
+    samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
+    names = [
+        "step",
+        "prompt_id",
+        "question",
+        "answer_key",
+        "response",
+        "finish",
+        "critique",
+        "verdict",
+        "reward",
+        "cost",
+    ]
+    assert [s["prompt_id"] for s in samples] == [0, 1] and all(list(s) == names for s in samples)
+    assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_other_ranks_write_nothing_but_their_skipped_samples(tmp_path):
+    """Whole samples with their text, a line each, from any rank."""
+    report = report_in(tmp_path, SimpleNamespace(rank=1, size=2))
+    report.close()
+    assert not list(tmp_path.iterdir())
+    path = report.dump(group_of(4, 1.0, 0.0))
+    report.dump(group_of(5, None))
+    rows = [json.loads(row) for row in path.open()]
+    assert [(row["prompt_id"], row["text"], row["reward"]) for row in rows] == [
+        (4, "<b>*", 1.0),
+        (4, "<b>*<b>*", 0.0),
+        (5, "<b>*", None),
+    ]
