@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,9 @@ Example = list[Sample]  # one, or the chosen and the rejected answer
 # ---------------------------------------------------------------- rows of a file
 
 
-def encode_answer(prompt, answer, tokenizer: data.Tokenizer, where: str) -> tuple[list[int], list[int]]:
+def encode_answer(
+    prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str
+) -> tuple[list[int], list[int]]:
     """Tokens of what comes before an answer, and of the answer with what ends it.
 
     prompt, answer: text or chat turns, which go through the chat template; text alone is encoded as it is.
