@@ -20,6 +20,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ from recipes.addition.task import (
 from reporting.progress import Progress
 from runtime.world import World
 from training.trainer import ADAM_BETAS, CLIP_GRAD
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
 
 Batches = Callable[[int], list[tuple[str, str]]]  # step -> (prompt, response) texts, the same on every rank
 Problem = tuple[int, int, str]  # two summands, and an answer
@@ -149,25 +153,31 @@ class MuonActor(Actor):
 # ---------------------------------------------------------------- the model before training
 
 
+def model_config() -> Qwen3Config:
+    """Of both models."""
+    from transformers import Qwen3Config
+
+    ids = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))}
+    shape = SHAPE | ids | {"vocab_size": RECIPE["vocab"], "max_position_embeddings": 256}
+    return Qwen3Config(**shape, tie_word_embeddings=True, rms_norm_eps=1e-6)
+
+
 def new_model(path: Path, seed: int) -> None:
     """A freshly initialised Qwen3 with a character tokenizer, as a Hugging Face directory."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     vocab = {piece: i for i, piece in enumerate((*SPECIAL, *ALPHABET))}
     vocab |= {f"<unused{i}>": i for i in range(len(vocab), RECIPE["vocab"])}
-    pad, bos, eos = (vocab[piece] for piece in SPECIAL)
     characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    template = {"single": "<bos> $A", "special_tokens": [("<bos>", bos)]}
+    template = {"single": "<bos> $A", "special_tokens": [("<bos>", vocab["<bos>"])]}
     characters.post_processor = processors.TemplateProcessing(**template)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **names)
-    ids = dict(pad_token_id=pad, bos_token_id=bos, eos_token_id=eos)
     torch.manual_seed(seed)
-    shape = SHAPE | ids | {"vocab_size": RECIPE["vocab"], "max_position_embeddings": 256}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True, rms_norm_eps=1e-6))
+    model = Qwen3ForCausalLM(model_config())
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
