@@ -252,9 +252,9 @@ def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
-    """Rank 0 makes an empty folder for what `train` leaves behind; without --data the demo's examples, too."""
+    """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
     if rank == 0:
-        archive(make_out(config), say)
+        archive(Path(config.out), say)
         out = make_out(config)
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
         if not config.data:
