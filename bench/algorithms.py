@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 
-import data
+from recipes.addition import task
 
 PLACE = ROOT / "runs" / "algorithms"
 TARGET = 0.9  # accuracy, of which the table says when it was reached
@@ -72,7 +72,8 @@ def beyond(seed: int) -> tuple[str, ...]:
     with path.open("w") as file:
         for number in range(4096):
             digits = rng.choice((8, 9))
-            a, b = data.training_problem(rng) if number % 3 else (rng.randrange(10 ** (digits - 1), 10**digits) for _ in "ab")
+            beyond = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in "ab")  # drawn only if it is taken
+            a, b = task.training_problem(rng) if number % 3 else beyond
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
     return ("--data", str(path), "--model", made["model"], "--judge", *made["judge"], "--judge-format", "addition")
 

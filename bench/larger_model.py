@@ -33,9 +33,9 @@ def main() -> None:
         shutil.rmtree(work, ignore_errors=True)
         warmstart.new_model(work / "new", config.seed)
     dist.barrier()
-    recipe, progress = warmstart.RECIPE["actor"] | {"steps": STEPS}, Progress(STEPS, world.rank == 0)
+    progress = Progress(STEPS, world.rank == 0)
     batches = warmstart.demonstrations(config.seed)
-    warmstart.train(config, world, work / "new", work / "actor", batches, recipe, "larger actor", progress)
+    warmstart.train(config, world, work / "new", work / "actor", batches, STEPS, progress)
     if world.rank == 0:  # at once, so that what is there is whole
         (work / "actor").rename(target)
         shutil.rmtree(work)

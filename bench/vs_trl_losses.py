@@ -38,7 +38,6 @@ def make_inputs() -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from commands import finetune
     from recipes.addition import warmstart
 
     for seed, name in enumerate(("policy", "reference")):
@@ -48,7 +47,7 @@ def make_inputs() -> None:
     scorer.save_pretrained(OUT / "scorer")
     AutoTokenizer.from_pretrained(OUT / "policy").save_pretrained(OUT / "scorer")
     for command in MODELS:
-        rows = finetune.demo_rows(command, seed=0, count=ROWS)
+        rows = warmstart.example_rows(command, seed=0, count=ROWS)
         (OUT / f"{command}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -67,7 +66,8 @@ def our_losses() -> dict[str, dict[str, float]]:
     for command, name in MODELS.items():
         config = parse_config([command, "--model", str(OUT / name), "--max-tokens-per-micro-batch", "512", "--dpo-beta", str(BETA)])
         tokenizer, path = data.load_tokenizer(config.model), OUT / f"{command}.jsonl"
-        examples = finetune.read_examples(path, finetune.TASKS[command].read, tokenizer, replace(config, eval_prompts=0))
+        parse, config = finetune.TASKS[command].parse, replace(config, eval_prompts=0)
+        examples = finetune.read_examples(path, parse, tokenizer, config)
         rows = examples.batch(0, ROWS)
         if command == "dpo":
             other = Actor(config, str(OUT / "reference"))

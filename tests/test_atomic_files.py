@@ -1,0 +1,111 @@
+"""Checkpoints that say whether they are whole, and JSONL files that were cut short."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import atomic_files
+from runtime.atomic_files import CHECKSUMS
+
+SIZES = {"common.json": 10, "controllers/rank_0.json": 20, "megatron/.metadata": 5}
+SIZES |= {"megatron/__0_0.distcp": 1000, "megatron/__1_0.distcp": 900, "hf/model.safetensors": 2000}
+
+
+def make_folder(folder):
+    """A checkpoint, as far as its checksums tell."""
+    for name, size in SIZES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode() * size)
+    lines = [f"{atomic_files.sha256(folder / name)}  {name}\n" for name in SIZES]
+    (folder / CHECKSUMS).write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("whole") / "step_1")
+
+
+@given(name=st.sampled_from([CHECKSUMS, CHECKSUMS, *SIZES]), where=st.integers(0), bits=st.integers(1, 255))
+def test_any_changed_byte_shows(folder, name, where, bits):
+    """Also of the checksums: in a checksum, in a name or between them."""
+    path = folder / name
+    content = path.read_bytes()
+    changed = bytearray(content)
+    changed[where % len(content)] ^= bits
+    path.write_bytes(changed)
+    assert atomic_files.verify(folder).endswith(" is missing or was changed")
+    path.write_bytes(content)
+    assert atomic_files.verify(folder) == ""
+
+
+@pytest.mark.parametrize("name", [CHECKSUMS, *SIZES])
+def test_any_missing_file_shows(tmp_path, name):
+    folder = make_folder(tmp_path)
+    (folder / name).unlink()
+    assert atomic_files.verify(folder) == f"{name} is missing or was changed"
+
+
+def test_checksums_without_a_line_are_none(tmp_path):
+    """As a file system may leave them that lost what it promised."""
+    folder = make_folder(tmp_path)
+    (folder / CHECKSUMS).write_text("")
+    assert atomic_files.verify(folder) == f"{CHECKSUMS} is missing or was changed"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 9])
+def test_ranks_share_the_reading(folder, monkeypatch, ranks):
+    """Each file is read by one of them, and the large ones not by the same."""
+    read, real = [], atomic_files.sha256
+    monkeypatch.setattr(atomic_files, "sha256", lambda path: read[-1].append(path) or real(path))
+    for rank in range(ranks):
+        read.append([])
+        assert atomic_files.verify(folder, rank, ranks) == ""
+    everything = [str(path.relative_to(folder)) for share in read for path in share]
+    assert sorted(everything) == sorted(SIZES)
+    sizes = [sum(path.stat().st_size for path in share) for share in read]
+    largest = max((folder / name).stat().st_size for name in SIZES)
+    assert max(sizes) - min(sizes) <= largest
+
+
+def test_who_reads_a_damaged_file_says_so(folder):
+    path = folder / "megatron/__1_0.distcp"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"?")
+    found = [atomic_files.verify(folder, rank, 3) for rank in range(3)]
+    path.write_bytes(content)
+    assert sorted(found) == ["", "", "megatron/__1_0.distcp is missing or was changed"]
+
+
+def test_the_name_of_a_checkpoint(tmp_path):
+    """What is being written has another."""
+    for name in ("step_3", "step_12", "step_12.partial-77", "step_x", "steps", "7"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_99").write_text("no folder")
+    assert atomic_files.steps_in(tmp_path) == [12, 3]
+    assert atomic_files.step_of(tmp_path / "7") is None
+
+
+def test_a_removed_checkpoint_has_no_name_before_its_first_file_goes(tmp_path, monkeypatch):
+    """Whoever looks in between finds none."""
+    folder, seen = tmp_path / "step_3", []
+    folder.mkdir()
+    look = lambda *_, **__: seen.append(atomic_files.steps_in(tmp_path))  # noqa: E731
+    monkeypatch.setattr(atomic_files.shutil, "rmtree", look)
+    atomic_files.remove_atomically(folder)
+    atomic_files.remove_atomically(folder)  # gone already
+    assert seen == [[]]
+
+
+def test_rows_that_are_kept(tmp_path):
+    """Exactly as they were; a last one that was cut short goes."""
+    path = tmp_path / "metrics.jsonl"
+    atomic_files.keep_rows(path, lambda row: True)
+    assert not path.exists()
+    rows = [{"step": step, "x": 0.1 + step} for step in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "x": 4.')
+    atomic_files.keep_rows(path, lambda row: row["step"] != 1)
+    assert list(atomic_files.complete_rows(path)) == [rows[0], rows[2], rows[3]]
+    assert path.read_text().endswith("\n")

@@ -1,0 +1,95 @@
+"""The process that writes a checkpoint: sees what was there, disturbs nobody, always tells how it ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch  # noqa: F401  as in a rank: else every writer would import it
+
+from runtime.background_writer import BackgroundWriter
+
+ROOT = Path(__file__).parent.parent
+
+
+def wait_for(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never came so far"
+        time.sleep(0.01)
+
+
+def ended(writer: BackgroundWriter):
+    wait_for(writer.result)
+    writer.close()
+    return writer.result()
+
+
+def test_a_writer_sees_what_was_there_when_it_was_forked():
+    """However long the rank goes on; and a result that is larger than a pipe comes back whole."""
+    value = bytearray(200_000)
+    writer = BackgroundWriter(lambda: (time.sleep(0.2), bytes(value))[1])
+    assert writer.result() is None
+    value[:] = b"x" * len(value)
+    assert ended(writer) == (bytes(200_000), "")
+
+
+def test_a_writer_is_nice_and_hears_no_signal_of_the_terminal():
+    """It is in a group of its own, and its signals don't reach the rank's event loop."""
+
+    def facts():
+        return os.nice(0), os.getpgid(0) == os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    assert ended(BackgroundWriter(facts)) == ((min(os.nice(0) + 10, 19), True, True), "")
+
+
+def test_how_a_writer_fails():
+    """An error of any kind, and a death: both reach the rank."""
+    missing = ended(BackgroundWriter(lambda: Path("/nowhere/file").write_text("x")))
+    assert missing == (None, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'")
+    assert ended(BackgroundWriter(lambda: {}["key"])) == (None, "KeyError: 'key'")
+    assert ended(BackgroundWriter(lambda: sys.exit("two\nlines"))) == (None, "SystemExit: two")
+    killed = ended(BackgroundWriter(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    assert killed == (None, "the writing process ended with status -9")
+    writer = BackgroundWriter(lambda: time.sleep(100))
+    start = time.monotonic()
+    writer.close()
+    assert time.monotonic() - start < 5
+
+
+def test_a_writer_dies_with_its_rank(tmp_path):
+    """Although nobody tells it to."""
+    program = (
+        "import os, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from runtime.background_writer import BackgroundWriter\n"
+        "work = lambda: (Path(sys.argv[2]).write_text(str(os.getpid())), time.sleep(100))\n"
+        "writer = BackgroundWriter(work)\n"
+        "time.sleep(100)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program, str(ROOT), str(tmp_path / "pid")])
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    writer = psutil.Process(int((tmp_path / "pid").read_text()))
+    rank.kill()
+    rank.wait()
+    wait_for(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_writer_computes_where_the_rank_had_several_threads():
+    """OpenMP's other threads aren't forked; a parallel operation would wait for them without end."""
+    program = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); from tests.test_background_writer import ended\n"
+        "from runtime.background_writer import BackgroundWriter\n"
+        "torch.set_num_threads(2)\n"
+        "numbers = torch.ones(400, 400)\n"
+        "product = lambda: (numbers @ numbers)[0, 0].item()\n"
+        "compute = lambda: ((numbers * 2).sum().item(), product(), torch.get_num_threads())\n"
+        "compute()\n"
+        "print(ended(BackgroundWriter(compute)))"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", program, str(ROOT)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert said.stdout == "((320000.0, 400.0, 1), '')\n", said.stderr[-2000:]
