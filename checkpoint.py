@@ -156,7 +156,7 @@ class Checkpoints:
     world: World
     out: Path
     newest: int | None = None
-    writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
+    start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 
     def is_due(self, step: int, *every: int) -> bool:
@@ -209,7 +209,7 @@ class Checkpoints:
         for name, trainer in trainers.items():
             shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
         work = partial(write_part, folder, rank, state, shards, await self._hf_writers(trainers, step))
-        writer = await self.world.run(self.writer, work)  # its thread lives as long as the run
+        writer = await self.world.run(self.start_writer, work)  # its thread lives as long as the run
         self.saving = Saving(step, folder, writer, complete_shards)
 
     async def _hf_writers(self, trainers: dict[str, Trainer], step: int) -> Writers:
