@@ -7,6 +7,8 @@ CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nu
 # torchrun's own store would listen on every interface: so it is a file, and not shared with the ranks, who meet by themselves
 TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --rdzv-backend c10d --rdzv-conf store_type=file
 export OMP_NUM_THREADS ?= 1
+# seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
 .PHONY: run test lint install
 run: install

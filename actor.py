@@ -256,10 +256,10 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each target the log-probability that its ratio is to, its importance weight, whether it is kept.
 
-    What older weights wrote, or an engine of other numbers, is corrected by exp(proximal - engine), truncated;
-    the ratio that is clipped is then to `proximal`, which is of the start of the step. AReaL's decoupled objective
-    (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641); for engines Yao et al., Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL (2025); masks: IcePop (arXiv 2510.18855).
+    What older weights wrote, or an engine of other numbers, is corrected by exp(proximal - engine),
+    truncated; the ratio that is clipped is then to `proximal`, of the start of the step. AReaL's decoupled
+    objective (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641); for engines Yao et al.,
+    Your Efficient RL Framework Secretly Brings You Off-Policy RL (2025); masks: IcePop (arXiv 2510.18855).
     """
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs[slots]

@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import inspect
 import math
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
@@ -27,67 +29,68 @@ class Config:
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
     # ---- the run
     preset: str = ""  # a row of PRESETS; default: tiny, which is the demo, or base with --model
+    out: str = ""  # where the run leaves its files; default: runs/<preset>-<mode>
+    seed: int = 0  # of the demo's models, the order of prompts, and sampling
+    host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on
+    timeout_s: float = 600.0  # the longest wait for another rank; other timeouts are parts of it
+    # ---- model and data
+    model: str = ""  # Hugging Face directory of the policy; default: the demo's, made on first use
+    data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
+    dtype: str = "float32"  # float32 | bfloat16
+    trust_remote_code: bool = False  # run Python code that a model's directory brings along
+    # ---- the loop
     mode: str = "partial"  # who holds the devices when: full | partial | auto
     algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then settings of its own: kl_coef=0.01
-    out: str = ""  # where the run leaves its files; default: runs/<preset>-<mode>
-    steps: int = 40  # batches to train on
-    seed: int = 0  # of the demo's models, the order of prompts, and sampling
-    dry_run: bool = False  # print the resolved settings, who runs where, how much memory that takes, and end
-    rollout_only: bool = False  # generate and judge, but don't train; samples go to OUT/replay.jsonl
-    train_only: bool = False  # train on the samples of --replay; no engine is started
-    replay: str = ""  # what a --rollout-only run wrote
-    # ---- models, prompts and rewards
-    model: str = ""  # Hugging Face directory of the policy; default: the demo's, made on first use
-    critic: str = ""  # Hugging Face directory of the value model; default: the policy's with a head of zeros
-    judge: tuple[str, ...] = ()  # Hugging Face directories of reward models, generative or scalar
-    cost_judge: tuple[str, ...] = ()  # the same for the cost (algorithms with a constraint)
-    judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, one for all judges or one each
-    rule: tuple[str, ...] = ()  # reward functions: FILE.py (its `reward`), FILE.py:name, a row of RULES
-    cost_rule: tuple[str, ...] = ()  # the same for the cost (`cost` of FILE.py)
-    reward_weights: tuple[float, ...] = ()  # of each judge and then each rule in the reward; default: equal
-    data: str = ""  # prompts, JSONL or Parquet; default: the demo's
-    trust_remote_code: bool = False  # run Python code that a model's directory brings along
-    # ---- the batch
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
     max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
     over_dispatch: float = 1.0  # above 1: start so many times the prompts; the next step continues the rest
-    # ---- who serves where
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
     rebalance: bool = False  # partial mode: move ranks between the roles from measured load
-    rollout_tp: int = 1  # ranks that one rollout engine spans
-    genrm_tp: int = 1  # ranks that one genrm engine spans
-    # ---- sampling
-    temperature: float = 1.0  # of the answers
-    max_new_tokens: int = 1024  # of an answer
+    # ---- debugging
+    dry_run: bool = False  # print all settings, who would run where, the memory that takes, and end
+    rollout_only: bool = False  # generate and judge, but don't train; samples go to OUT/replay.jsonl
+    train_only: bool = False  # train on the samples of --replay; no engine is started
+    replay: str = ""  # what a --rollout-only run wrote
+    # ---- rewards
+    judge: tuple[str, ...] = ()  # Hugging Face directories of reward models, generative or scalar
+    rule: tuple[str, ...] = ()  # reward functions: FILE.py (its `reward`), FILE.py:name, a row of RULES
+    reward_weights: tuple[float, ...] = ()  # of each judge and then each rule in the reward; default: equal
+    cost_judge: tuple[str, ...] = ()  # like judge, for the cost (algorithms with a constraint)
+    cost_rule: tuple[str, ...] = ()  # like rule, for the cost (`cost` of FILE.py)
     judge_max_new_tokens: int = 1024  # of a critique and its verdict
     judge_temperature: float = 0.0  # of the judges; 0: greedy
     judgements: int = 1  # critiques of a sample; the reward is the mean of their verdicts
     # ---- evaluation
+    judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each; reads answers
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
     eval_prompts: int = 200  # rows of --data that are held out, at most a tenth
     # ---- training
+    steps: int = 40  # batches to train on
+    lr: float = 1e-6  # AdamW
+    lr_warmup_steps: int = 5  # linear, from 0
+    weight_decay: float = 0.0  # AdamW
+    max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
     sp: bool = False  # sequence parallelism beside tp
-    dtype: str = "float32"  # float32 | bfloat16
-    max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
+    # ---- reinforcement learning
     updates_per_step: int = 1  # optimizer updates on one batch of samples
-    lr: float = 1e-6  # AdamW
+    critic: str = ""  # Hugging Face directory of the value model; default: the policy's with a head of zeros
     critic_lr: float = 1e-5  # AdamW
-    lr_warmup_steps: int = 5  # linear, from 0
-    weight_decay: float = 0.0
     # ---- engines
+    temperature: float = 1.0  # of the answers
+    max_new_tokens: int = 1024  # of an answer
     max_model_len: int = 0  # context of an engine, prompt and answer; 0: what its model's config names
     max_running_requests: int = 128  # answers that one engine decodes at once
+    rollout_tp: int = 1  # ranks that one rollout engine spans
+    genrm_tp: int = 1  # ranks that one genrm engine spans
     mem_fraction: float = 0.7  # CUDA: part of the device that an awake engine may hold
     deterministic: bool = True  # same seed, same tokens, whatever shares a batch; costs speed
-    host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
-    timeout_s: float = 600.0  # the longest wait for another rank; other timeouts are parts of it
     # ---- checkpoints
-    resume: str = "auto"  # the newest checkpoint under --out (auto), none (never), or the one in this folder
+    resume: str = "auto"  # the newest checkpoint under --out (auto), none (never), or this folder
     save_every: int = 10  # steps between checkpoints, and one at the end; 0: none
     keep: int = 2  # newest checkpoints that are kept
     save_hf_every: int = 0  # steps between checkpoints with a Hugging Face directory, and at the end; 0: none
@@ -136,30 +139,35 @@ class Config:
         if self.sp and self.tp == 1:
             raise ValueError("--sp needs --tp 2 or more")
         if not all(1 <= k <= self.samples for k in self.pass_at):
-            raise ValueError(
-                f"--pass-at {as_text(self.pass_at)}: each k from 1 to --samples {self.samples} is needed"
-            )
-        for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
-            if 0 < self.max_model_len <= (value := values[name]):
-                raise ValueError(
-                    f"--{dashed(name)} {value} leaves prompts no room in --max-model-len {self.max_model_len}"
-                )
+            needed = f"each k from 1 to --samples {self.samples} is needed"
+            raise ValueError(f"--pass-at {as_text(self.pass_at)}: {needed}")
         if self.rebalance and self.mode == "full":
             raise ValueError("--rebalance moves ranks between the roles: in --mode full both hold all ranks")
         if self.judgements > 1 and self.judge_temperature == 0:
             raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0")
+        self._check_lengths()
         self._check_models()
         self._check_weights()
+
+    def _check_lengths(self):
+        """Prompts need room beside an answer, and samples in a micro-batch."""
+        for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
+            if 0 < self.max_model_len <= (value := vars(self)[name]):
+                context = f"--max-model-len {self.max_model_len}"
+                raise ValueError(f"--{dashed(name)} {value} leaves prompts no room in {context}")
+        longest, room = max(self.max_model_len, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
+        if self.command == "rl" and longest > room:
+            raise ValueError(f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens")
 
     def _check_models(self):
         """What the command asks of models and data."""
         if self.rollout_only and self.train_only:
             raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
         if self.train_only != bool(self.replay):
-            raise ValueError("--train-only and --replay FILE, what a --rollout-only run wrote, need each other")
-        given = [name for name in ("data", "judge", "cost_judge", "critic") if vars(self)[name]]
-        if given and not self.model:
-            raise ValueError(f"--{dashed(given[0])} needs --model: the demo's models only know addition")
+            raise ValueError("--train-only and --replay FILE, which a --rollout-only run wrote, go together")
+        for name in ("data", "judge", "cost_judge", "critic"):
+            if vars(self)[name] and not self.model:
+                raise ValueError(f"--{dashed(name)} needs --model: the demo's models only know addition")
         if self.command == "eval" and not self.model:
             raise ValueError("run.py eval needs --model DIR")
         rewarded = self.judge or self.rule or self.train_only
@@ -168,16 +176,14 @@ class Config:
 
     def _check_weights(self):
         """One weight for each reward."""
-        weights = self.reward_weights
-        rewards = len(self.judge_models) - len(self.cost_judge) + len(self.rule)
-        if len(weights) not in (0, rewards):
-            raise ValueError(
-                f"--reward-weights {as_text(weights)}: one for each --judge, then each --rule, so {rewards}"
-            )
+        weights, judges = self.reward_weights, len(self.judge_models) - len(self.cost_judge)
+        needed = judges + len(self.rule)
+        if len(weights) not in (0, needed):
+            each = f"one for each --judge, then each --rule, so {needed}"
+            raise ValueError(f"--reward-weights {as_text(weights)}: {each}")
         if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):  # NaN is refused, too
-            raise ValueError(
-                f"--reward-weights {as_text(weights)}: finite numbers are needed, none below 0 and one above"
-            )
+            finite = "finite numbers are needed, none below 0 and one above"
+            raise ValueError(f"--reward-weights {as_text(weights)}: {finite}")
 
 
 # A preset is what differs from Config's defaults. tiny is the demo's: recipes/addition.
@@ -194,21 +200,30 @@ class Command(NamedTuple):
 
     help: str
     groups: tuple[str, ...]
-    defaults: dict = {}
+    defaults: dict[str, float]
 
 
-ENGINES = ("the run", "models, prompts and rewards", "sampling", "evaluation", "engines")
-EXAMPLES = ("the run", "models, prompts and rewards", "evaluation", "training", "examples")
+ALWAYS = ("the run", "model and data", "evaluation")
+LOOP = ("the loop", "debugging", "rewards", "reinforcement learning", "engines", "checkpoints")
+EXAMPLES = (*ALWAYS, "training", "examples")
 COMMANDS = {
-    "rl": Command(
-        "reinforcement learning: the loop of controller.py (default)",
-        (*ENGINES, "the batch", "who serves where", "training", "checkpoints"),
-    ),
+    "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
     "sft": Command("supervised fine-tuning", EXAMPLES, {"lr": 1e-5}),
     "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, {"lr": 1e-5}),
-    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES),
-    "eval": Command("greedy accuracy and pass@k of a model", (*ENGINES, "pass@k")),
+    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, {}),
+    "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
+
+
+def make_out(config: Config) -> Path:
+    """The run's folder. Raises ValueError if nothing can be written there."""
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ValueError(f"--out {out} can't be written: {error.strerror}") from None
+    return out
 
 
 def dashed(name: str) -> str:
@@ -216,7 +231,7 @@ def dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def as_text(value) -> str:
+def as_text(value: object) -> str:
     """A setting's value as the command line takes it."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
@@ -240,18 +255,16 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     """
     name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
     command = COMMANDS[name]
-    parser = Parser(
-        description=usage,
-        epilog="commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    epilog = "commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items())
+    form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "argument_default": argparse.SUPPRESS}
+    form |= {"usage": f"run.py {name} [--name value ...]", "description": usage, "epilog": epilog}
+    parser = Parser(allow_abbrev=False, **form)
     for group, settings in documented_settings().items():
         if group in command.groups:
             heading = parser.add_argument_group(group)
             for field, comment in settings:
-                help_text = f"{comment} [{as_text(field.default)}]".replace("%", "%%")
-                heading.add_argument(f"--{dashed(field.name)}", help=help_text, **option(field.type))
+                shown = f"{comment} [{as_text(field.default)}]".removesuffix(" []").removesuffix(" [False]")
+                heading.add_argument(f"--{dashed(field.name)}", help=shown, **option(field))
     parsed = vars(parser.parse_args(rest))
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()}
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
@@ -263,18 +276,18 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
 
 
 def default_out(config: Config) -> str:
-    """Where a run leaves its files; one of half the loop not where it would move its own replay aside."""
+    """Where a run leaves its files; half the loop not where it would move its own replay aside."""
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     return f"runs/{config.preset}-{config.mode}{half}" if config.command == "rl" else f"runs/{config.command}"
 
 
-def option(kind: str) -> dict:
-    """What argparse has to know of a field annotated `kind`; a tuple takes one value or more."""
-    if kind == "bool":
-        return {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
-    one = kind.removeprefix("tuple[").removesuffix(", ...]")
-    known = {"type": {"int": int, "float": float, "str": str}[one], "metavar": one.upper()}
-    return known | {"default": argparse.SUPPRESS} | ({} if one == kind else {"nargs": "+"})
+def option(field: dataclasses.Field) -> dict:
+    """What argparse has to know of a setting; a tuple takes one value or more."""
+    if field.type == "bool":
+        return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+    kind = field.type.removeprefix("tuple[").removesuffix(", ...]")
+    known = {"type": {"int": int, "float": float, "str": str}[kind], "metavar": kind.upper()}
+    return known if kind == field.type else known | {"nargs": "+"}
 
 
 def documented_settings() -> dict[str, list[tuple[dataclasses.Field, str]]]:

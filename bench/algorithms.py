@@ -1,11 +1,13 @@
 """Learning curves of every algorithm on the demo: through the plain command, one run after another.
 
-    python bench/algorithms.py                             the table below, seeds 0 1 2, 60 steps -> docs/algorithms.png and a table
-    python bench/algorithms.py --only ppo gspo --seeds 0   some of its rows
-    python bench/algorithms.py --beyond                    ppo, where a third of the prompts is beyond the policy: a table
-    python bench/algorithms.py --safe                      safe_rlhf with and without its multiplier, 150 steps -> docs/safe_rlhf.png
+    python bench/algorithms.py                             the table below, seeds 0 1 2, 60 steps ->
+    docs/algorithms.png and a table python bench/algorithms.py --only ppo gspo --seeds 0   some of its rows
+    python bench/algorithms.py --beyond                    ppo, where a third of the prompts is beyond the
+    policy: a table python bench/algorithms.py --safe                      safe_rlhf with and without its
+    multiplier, 150 steps -> docs/safe_rlhf.png
 
-A run that is complete under runs/algorithms is not repeated; delete its folder to have it again. One that was cut off is gone on with.
+A run that is complete under runs/algorithms is not repeated; delete its folder to have it again. One that was
+cut off is gone on with.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 
-import data
+from recipes.addition import task
 
 PLACE = ROOT / "runs" / "algorithms"
 TARGET = 0.9  # accuracy, of which the table says when it was reached
-# What an algorithm needs other than the demo's settings; each row is a run for every seed. No cispo: with one update a step its
-# weights are all 1, and its run is grpo's to the last digit.
+# What an algorithm needs other than the demo's settings; each row is a run for every seed. No cispo: with one
+# update a step its weights are all 1, and its run is grpo's to the last digit.
 NEAR = ("--clip-low", "3e-4", "--clip-high", "4e-4")  # of GSPO's paper: the ratio of a whole answer
 CRITIC = ("--critic-warmup", "2")
 RUNS = {
@@ -40,9 +42,10 @@ RUNS = {
     "ppo": ("ppo", *CRITIC),
     "ppo, full": ("ppo", *CRITIC, "--mode", "full"),
 }
-# The cost of an answer is its length over 72 tokens; without a limit it comes to about 0.5. Answers have to get shorter where that
-# costs the least reward. The KL keeps the start's habit of short answers alive, so that the policy can follow the multiplier, which
-# begins high: a constraint is easier kept than won back from a policy that has forgotten the alternative.
+# The cost of an answer is its length over 72 tokens; without a limit it comes to about 0.5. Answers have to
+# get shorter where that costs the least reward. The KL keeps the start's habit of short answers alive, so
+# that the policy can follow the multiplier, which begins high: a constraint is easier kept than won back from
+# a policy that has forgotten the alternative.
 SAFE = ("safe_rlhf", *CRITIC, "--cost-rule", "length:72", "--cost-limit", "0.45", "--kl-coef", "0.1", "--kl-in", "reward")
 SAFE += ("--kl-estimator", "k1")
 SAFE_RUNS = {"with the multiplier": (*SAFE, "--lagrange-init", "1.3"), "without": (*SAFE, "--lagrange-init", "0")}
@@ -69,7 +72,8 @@ def beyond(seed: int) -> tuple[str, ...]:
     with path.open("w") as file:
         for number in range(4096):
             digits = rng.choice((8, 9))
-            a, b = data.training_problem(rng) if number % 3 else (rng.randrange(10 ** (digits - 1), 10**digits) for _ in "ab")
+            beyond = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in "ab")  # drawn only if it is taken
+            a, b = task.training_problem(rng) if number % 3 else beyond
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
     return ("--data", str(path), "--model", made["model"], "--judge", *made["judge"], "--judge-format", "addition")
 

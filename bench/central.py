@@ -1,26 +1,28 @@
-"""What one controller holds and sends as ranks are added: the parallel controllers, and a central one beside them.
+"""What one controller holds and sends as ranks are added: the parallel controllers, and a central one beside
+them.
 
     python bench/central.py                     2, 64 and 1,024 ranks: a table, within two minutes and 2 GB
-    python bench/central.py --ranks 2 16 128
-    python bench/central.py --uneven            chance decides which prompts are informative, so some controllers keep more than others
+    python bench/central.py --ranks 2 16 128 python bench/central.py --uneven            chance decides which
+    prompts are informative, so some controllers keep more than others
 
-The loop is the real controller.train; engines, actor and world are the fakes of tests/, many ranks in one process on a virtual
-clock. Work grows with the ranks: a step trains on 2 prompts of 8 answers a rank, and every sample carries 1 MB of media.
+The loop is the real controller.train; engines, actor and world are the fakes of tests/, many ranks in one
+process on a virtual clock. Work grows with the ranks: a step trains on 2 prompts of 8 answers a rank, and
+every sample carries 1 MB of media.
 
-`parallel` is controller.balance: a sample goes straight from the rank that has it to the rank that trains on it. `central` is for
-comparison only: rank 0 receives all samples, deals them and sends each rank its share. It takes the place of `balance` alone; answers
-are still written and judged in parallel, so that a controller at the centre of everything would hold and send more.
+`parallel` is controller.balance: a sample goes straight from the rank that has it to the rank that trains on
+it. `central` is for comparison only: rank 0 receives all samples, deals them and sends each rank its share.
+It takes the place of `balance` alone; answers are still written and judged in parallel, so that a controller
+at the centre of everything would hold and send more.
 
 Columns, of the busiest controller and, but for the first, a step:
-    samples   the most it held at once: what it drew, and what it received to train on
-    dealt     MB of samples that it gives to ranks, those to itself among them
-    sent      MB of them that leave
-    received  MB of samples that come in
-    gathers   all-gathers, most of them meetings while serving; a run with the default --meet-every-s meets more often
-    facts     kB of lengths, prompt numbers and sizes that it puts into them, all gathers of a step together
-    heard     kB that all the others put there, which it receives: grows with the ranks
-    CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without the deal
-    deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the simulation once, and shares the result.
+    samples   the most it held at once: what it drew, and what it received to train on dealt     MB of samples
+    that it gives to ranks, those to itself among them sent      MB of them that leave received  MB of samples
+    that come in gathers   all-gathers, most of them meetings while serving; a run with the default
+    --meet-every-s meets more often facts     kB of lengths, prompt numbers and sizes that it puts into them,
+    all gathers of a step together heard     kB that all the others put there, which it receives: grows with
+    the ranks CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without
+    the deal deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the
+    simulation once, and shares the result.
 Requests to engines are not counted: one for each group and judgement, whatever the number of ranks.
 """
 
@@ -253,10 +255,11 @@ def prepare(job: controller.Job) -> None:
 
 
 def every_rank_alike(ranks: int):
-    """A writer of answers of many lengths, for which one in KEPT_ONE_IN of every rank's prompts is informative.
+    """A writer of answers of many lengths, for which one in KEPT_ONE_IN of every rank's prompts is
+    informative.
 
-    The k-th prompts of all controllers are alike, so that the figures are their own and not the luck of the draw: on any number of
-    ranks a step has the same waves and meetings.
+    The k-th prompts of all controllers are alike, so that the figures are their own and not the luck of the
+    draw: on any number of ranks a step has the same waves and meetings.
     """
 
     def write(prompt, index, sampling):

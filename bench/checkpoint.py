@@ -1,10 +1,11 @@
-"""What a checkpoint costs: the stall of a save that is written by forked processes, beside the same save done synchronously, in turns.
+"""What a checkpoint costs: the stall of a save that is written by forked processes, beside the same save done
+synchronously, in turns.
 
     python bench/checkpoint.py [--ranks 2] [--repeats 3] [--layers 16] [--hidden 1024]
 
-Both make the same files with the same checks: shards, JSON, SHA-256 of every file, fsync, rename. The model is a random Qwen3 whose
-AdamW state (float32) is real: one update has been made. While a forked writer writes, its memory is sampled: USS is what it alone
-holds, PSS counts what it shares with its rank by halves.
+Both make the same files with the same checks: shards, JSON, SHA-256 of every file, fsync, rename. The model
+is a random Qwen3 whose AdamW state (float32) is real: one update has been made. While a forked writer writes,
+its memory is sampled: USS is what it alone holds, PSS counts what it shares with its rank by halves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An actor for `vs_trl.py --size larger`: the demo's task, tokenizer and warm start, nine times the demo's parameters (3.4 million).
+"""An actor for `vs_trl.py --size larger`: the demo's task, tokenizer and warm start, nine times the demo's
+parameters (3.4 million).
 
     torchrun --nproc-per-node 2 bench/larger_model.py DIR
 """
@@ -13,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
 
-import run
-from config import Config
+from config import parse_config
 from recipes.addition import warmstart
-from reporting.metrics import Progress
+from reporting.progress import Progress
+from runtime import rendezvous
 
 SHAPE = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
 STEPS = 150  # enough to end answers and to be right now and then
@@ -25,16 +26,16 @@ STEPS = 150  # enough to end answers and to be right now and then
 def main() -> None:
     target = Path(sys.argv[1])
     work = target.with_name(target.name + ".part")
-    config = Config()
-    world = run.join_ranks(config)
+    config = parse_config([])
+    world = rendezvous.join(config)
     warmstart.SHAPE.update(SHAPE)
     if world.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
         warmstart.new_model(work / "new", config.seed)
     dist.barrier()
-    recipe, progress = warmstart.RECIPE["actor"] | {"steps": STEPS}, Progress(STEPS, world.rank == 0)
+    progress = Progress(STEPS, world.rank == 0)
     batches = warmstart.demonstrations(config.seed)
-    warmstart.train(config, world, work / "new", work / "actor", batches, recipe, "larger actor", progress)
+    warmstart.train(config, world, work / "new", work / "actor", batches, STEPS, progress)
     if world.rank == 0:  # at once, so that what is there is whole
         (work / "actor").rename(target)
         shutil.rmtree(work)

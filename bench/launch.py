@@ -14,9 +14,11 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 
 def run_to_its_end(command: list, log: Path | None = None, limit_s: float | None = None, environment: dict | None = None) -> None:
-    """Run a command from the project's folder, with one thread a process. SystemExit with the log's end if it fails.
+    """Run a command from the project's folder, with one thread a process. SystemExit with the log's end if it
+    fails.
 
-    A program that uses this turns SIGTERM into SystemExit (`end_with_us`), so that what it started is ended then, too.
+    A program that uses this turns SIGTERM into SystemExit (`end_with_us`), so that what it started is ended
+    then, too.
     """
 
     def die_with_us() -> None:

@@ -1,4 +1,5 @@
-"""One ruler for both sides of vs_trl.py: wall and CPU seconds and memory of a rank with all the processes it started.
+"""One ruler for both sides of vs_trl.py: wall and CPU seconds and memory of a rank with all the processes it
+started.
 
 Needs the standard library and psutil only, because it also runs in TRL's environment.
 """
@@ -25,7 +26,8 @@ class Mark(NamedTuple):
 
 
 class Meter:
-    """What one rank measured, one row a step; `write` leaves it in a file for vs_trl.py to add up over the ranks.
+    """What one rank measured, one row a step; `write` leaves it in a file for vs_trl.py to add up over the
+    ranks.
 
     `launched`: time.monotonic() of when vs_trl.py started this run.
     """

@@ -1,12 +1,15 @@
-"""Who should hold the devices when: full, partial, rebalanced and automatic placement on named workloads, in turns, on real engines.
+"""Who should hold the devices when: full, partial, rebalanced and automatic placement on named workloads, in
+turns, on real engines.
 
-    python bench/modes.py                                   all workloads on 2 and 4 ranks -> docs/modes.png and tables
-    python bench/modes.py --ranks 4 --workloads tail --repeats 1
-    python bench/modes.py --bench-shift                     from the worst split, with a workload that changes in mid-run
-    python bench/modes.py --over-dispatch                   the tail: over-dispatch and partial rollout against waiting
+    python bench/modes.py                                   all workloads on 2 and 4 ranks -> docs/modes.png
+    and tables python bench/modes.py --ranks 4 --workloads tail --repeats 1 python bench/modes.py
+    --bench-shift                     from the worst split, with a workload that changes in mid-run python
+    bench/modes.py --over-dispatch                   the tail: over-dispatch and partial rollout against
+    waiting
 
-Every rank hosts both engines; one run on N ranks measures all sides in alternation on the same engines and prompts (served_load.py says
-what the load is). The first step of each side is left out: engines have just changed hands.
+Every rank hosts both engines; one run on N ranks measures all sides in alternation on the same engines and
+prompts (served_load.py says what the load is). The first step of each side is left out: engines have just
+changed hands.
 """
 
 from __future__ import annotations
@@ -46,8 +49,7 @@ def mode_sides(workload: str, ranks: int, repeat: int, moving_steps: int = 0) ->
 def tail_sides(ranks: int, repeat: int) -> list[dict]:
     """Waiting for the tail, cutting it off, and continuing it in the next step; in the middle split."""
     middle = [splits_of(ranks)[(ranks - 2) // 2]]
-    settings = {"waiting": {}, "cut off": {"over_dispatch": 1.25}}
-    settings["continued"] = {"over_dispatch": 1.25, "partial_rollout": True}
+    settings = {"waiting": {}, "continued": {"over_dispatch": 1.25}}
     order = list(settings)[:: -1 if repeat % 2 else 1]
     return [dict(workload="tail", side=s, splits=middle, steps=2 * STEPS, repeat=repeat, settings=settings[s]) for s in order]
 

@@ -1,17 +1,22 @@
-"""The load that bench/modes.py measures: one rank of a run whose answers have given lengths, on real engines with real weights.
+"""The load that bench/modes.py measures: one rank of a run whose answers have given lengths, on real engines
+with real weights.
 
-Prompts are the demo's. How long an answer is and what reward it gets come from a seed; the engines write as many tokens, whatever they
-are, and the judge's as many for each critique. Training steps and weight pushes are real, with a learning rate of nearly nothing, so
-that the load stays the same. Sides take turns within one run, on the same engines and prompts.
+Prompts are the demo's. How long an answer is and what reward it gets come from a seed; the engines write as
+many tokens, whatever they are, and the judge's as many for each critique. Training steps and weight pushes
+are real, with a learning rate of nearly nothing, so that the load stays the same. Sides take turns within one
+run, on the same engines and prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import json
 import random
+import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +28,11 @@ import meter
 import controller
 import data
 import genrm
+import rewards
 import run
-from engines import engine as engine_module
-from reporting.metrics import local_facts, summarize
-from scheduling import dynamic_sampling
+from engines.engine import seed_of
+from reporting.metrics import local_facts, serving_metrics, summarize
+from sample import Sample
 
 CRITIQUE = 32  # tokens
 
@@ -64,74 +70,77 @@ WORKLOADS = {
 
 
 class Load:
-    """A workload on a job: it stands in for the sampling and the judge's verdicts."""
+    """A workload on a controller: how long its answers are and what they are worth."""
 
-    def __init__(self, name: str, steps: int, timeline):
-        self._names, self._steps, self._timeline = name.split("+"), steps, timeline
+    def __init__(self, name: str, c: controller.Controller):
+        self._names, self._c = name.split("+"), c
         self._lengths: dict[tuple[int, int], int] = {}
-        self._starts: dict[tuple[int, int], int] = {}
+        self._starts: Counter[tuple[int, int]] = Counter()
 
     @property
     def name(self) -> str:
         """The workload of the step that runs: of several, `a+b`, each has its part of the steps."""
-        return self._names[min(self._timeline.step * len(self._names) // self._steps, len(self._names) - 1)]
+        part = self._c.timeline.step * len(self._names) // self._c.config.steps
+        return self._names[min(part, len(self._names) - 1)]
 
     @property
     def workload(self) -> Workload:
-        """Its row."""
         return WORKLOADS[self.name]
 
-    def length(self, sample) -> int:
-        """Tokens of this answer. An answer that is begun anew gets another length, as with real sampling."""
-        key = (sample.prompt_id, sample.index)
-        if not sample.response:
-            self._starts[key] = self._starts.get(key, 0) + 1
-            group, answer = random.Random(f"{self.name} {key[0]}"), random.Random(f"{self.name} {key} {self._starts[key]}")
+    def length(self, key: tuple[int, int], written: int) -> int:
+        """Tokens of this answer. One that is begun anew gets another length, as with real sampling."""
+        if not written:
+            self._starts[key] += 1
+            group = random.Random(f"{self.name} {key[0]}")
+            answer = random.Random(f"{self.name} {key} {self._starts[key]}")
             self._lengths[key] = self.workload.length(group, answer)
         return self._lengths[key]
 
-    def reward(self, sample) -> float:
+    def reward(self, sample: Sample) -> float:
         """Half of the answers are right, in a group that is kept; all of them in another."""
         informative = random.Random(f"{self.name} keep {sample.prompt_id}").random() < self.workload.keep
         return float(sample.index % 2) if informative else 1.0
 
-    def sampling(self, job):
-        """Answers of given lengths."""
-        load = self
 
-        class Lengths(engine_module.Sampling):
-            def room(self, sample) -> int:
-                return load.length(sample) - len(sample.response)
+def generate_lengths(load: Load, c: controller.Controller):
+    """The rollout pool's `generate`, but for how many tokens each answer gets. A seed tells whose answer it is."""
+    generate, most, keys = c.placement.rollout.generate, c.sampling.max_new_tokens, {}
 
-        return Lengths(**dataclasses.asdict(job.sampling) | {"ignore_eos": True})
+    async def generated(prompts, sampling, *, limits, seeds, greedy=(), model=0):
+        for prompt_id in c.prompts.owners:
+            for index in range(c.config.answers_per_prompt):
+                keys.setdefault(seed_of(c.config.seed, prompt_id, index), (prompt_id, index))
+        written = [most - limit for limit in limits]
+        lengths = [load.length(keys[seed], n) - n for seed, n in zip(seeds, written, strict=True)]
+        exactly = dataclasses.replace(sampling, ignore_eos=True)
+        async for answer in generate(prompts, exactly, limits=lengths, seeds=seeds, greedy=greedy, model=model):
+            yield answer
 
-    def judge(self, job) -> genrm.Judge:
-        """Critiques of a given length by the real judge, verdicts from the seed; no two answers are taken for the same."""
-        load = self
+    return generated
 
-        class GivenVerdicts(genrm.Judge):
-            def final_answer(self, sample, number=0):
-                return f"{sample.prompt_id}+{sample.index}"
 
-            def forget(self):
-                super().forget()
-                self.calls = dataclasses.replace(self.calls, judgements=load.workload.judgements)
+class GivenRewards(rewards.Rewards):
+    """Critiques of a given length by the real judge, numbers from the seed; no two answers pass for the same."""
 
-            async def judge(self, sample, pool):
-                await super().judge(sample, pool)
-                sample.reward, sample.verdict = load.reward(sample), True
+    def __init__(self, load: Load, c: controller.Controller):
+        vars(self).update(vars(c.rewards))
+        (judge,), self._load, self._tasks = self.judges, load, {}
+        judge.sampling = dataclasses.replace(judge.sampling, ignore_eos=True, max_new_tokens=CRITIQUE)
+        judge.judgements = load.workload.judgements
 
-        (model,) = job.judge.models
-        critique = dataclasses.replace(model.sampling, ignore_eos=True, max_new_tokens=CRITIQUE)
-        return GivenVerdicts([dataclasses.replace(model, sampling=critique)], job.report.decode, job.judge.calls)
+    async def score(self, sample: Sample, pool) -> None:
+        (judge,), answer = self.judges, f"{sample.prompt_id}+{sample.index}"
+        judge.judgements = self._load.workload.judgements
+        task = self._tasks[answer] = asyncio.create_task(judge.ask(sample.question, answer, pool))
+        await asyncio.shield(task)
+        sample.reward, sample.verdict = self._load.reward(sample), True
 
 
 class Collector:
     """Stands in for the run's report: keeps each step's metrics."""
 
-    def __init__(self, config, collected: list[dict], labels: dict):
-        self.config, self._collected, self._labels = config, collected, labels
-        self.ended, self.moves = 0.0, []
+    def __init__(self, c: controller.Controller, collected: list[dict], labels: dict):
+        self._collected, self._labels, self.ended, self.moves = collected, labels, c.timeline.now(), []
         self._meter = meter.Meter(Path(), 1, 0.0)
         self._meter.start()
         self._mark = self._meter.mark()
@@ -140,54 +149,53 @@ class Collector:
         """A move of the split."""
         self.moves.append(text)
 
-    def accuracy(self, step: int, value: float, now: float) -> None:
-        """There is no evaluation."""
-
-    async def step(self, step: int, served, samples, stats: dict, job) -> None:
+    async def step(self, c, step: int, batch, samples: list[Sample], stats: dict) -> None:
         """Gather and keep (collective)."""
-        load = job.state.history[-1]
-        spans, now = job.timeline.drain(), job.timeline.now()
-        capacity = {role: len(load.plan.leads(role)) * job.config.max_running_requests for role in ("rollout", "genrm")}
-        facts = await job.world.gather(local_facts(served, samples, spans, job))
-        metrics = summarize(facts, capacity) | load.metrics() | stats
-        metrics["time/step_s"], self.ended = now - self.ended, now
-        mark = self._meter.mark()
-        metrics["time/cpu_s"], self._mark = sum(await job.world.gather(self._mark.to(mark)["cpu"])), mark
-        moves, self.moves = self.moves, []
-        self._collected.append(self._labels | {"step": step, "split": load.plan.split, "moves": moves, "metrics": metrics})
+        facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
+        metrics = summarize(await c.world.gather(facts))
+        metrics |= serving_metrics(c.state.history[-1], c.config) | stats
+        metrics |= {"time/step_s": now - self.ended, "rollout/waves": float(batch.waves)}
+        mark, self.ended = self._meter.mark(), now
+        metrics["time/cpu_s"] = sum(await c.world.gather(self._mark.to(mark)["cpu"]))
+        row = {"step": step, "split": str(c.state.history[-1].split), "moves": self.moves, "metrics": metrics}
+        self._collected.append(self._labels | row)
+        self._mark, self.moves = mark, []
 
 
-async def measure_side(job, load: Load, side: dict, labels: dict, collected: list[dict]) -> None:
+async def measure_side(c: controller.Controller, side: dict, collected: list[dict]) -> None:
     """Some steps of one side: a plan, or the plans among which `rebalance` chooses (collective)."""
-    plans = [next(plan for plan in job.plans if plan.split == split) for split in side["splits"]]
-    job.timeline.step = 0
-    settings = {"steps": side["steps"], "partial_rollout": False} | side.get("settings", {})
-    config = dataclasses.replace(job.config, **settings)
-    prompts = data.Prompts(job.prompts.source)
+    placement = c.placement
+    plans = [next(plan for plan in ALL_PLANS if str(plan.split) == split) for split in side["splits"]]
+    placement.plans, placement.plan = plans, plans[0]
+    c.timeline.step = 0
+    settings = {"over_dispatch": 1.0, "steps": side["steps"]} | side.get("settings", {})
+    config = dataclasses.replace(c.config, **settings)
+    prompts = data.Prompts(c.prompts.source, config.answers_per_prompt, config.continues_answers)
     prompts.held_out = []
-    groups = dynamic_sampling.Groups(prompts, config.answers_per_prompt, config.partial_rollout)
-    collector = Collector(config, collected, labels)
-    collector.ended = job.timeline.now()
-    state = controller.State(groups_per_kept=1 / load.workload.keep)
-    parts = dict(config=config, plans=plans, plan=plans[0], prompts=prompts, groups=groups, report=collector, state=state)
-    await TRAIN(dataclasses.replace(job, sampling=load.sampling(job), judge=load.judge(job), **parts))
-    await job.world.run(job.actor.wake)  # as `train` finds it
+    side_c = dataclasses.replace(c, config=config, prompts=prompts)
+    load = Load(side["workload"], side_c)
+    side_c.rewards, side_c.state = GivenRewards(load, c), controller.State(groups_per_kept=1 / load.workload.keep)
+    side_c.report = Collector(c, collected, {name: side[name] for name in ("workload", "side", "repeat")})
+    generate, placement.rollout.generate = placement.rollout.generate, generate_lengths(load, side_c)
+    await TRAIN(side_c)
+    placement.rollout.generate = generate
+    await c.world.run(placement.actor.wake)  # as `train` finds it
 
 
-TRAIN = controller.train
+TRAIN, ALL_PLANS = controller.train, []
 
 
 def measure(sides: list[dict], out: Path):
     """In place of controller.train: every side, in the order given."""
 
-    async def measured(job) -> None:
+    async def measured(c: controller.Controller) -> int:
         collected: list[dict] = []
+        ALL_PLANS.extend(c.placement.plans)
         for side in sides:
-            labels = {name: side[name] for name in ("workload", "side", "repeat")}
-            load = Load(side["workload"], side["steps"], job.timeline)
-            await measure_side(job, load, side, labels, collected)
-        if job.world.rank == 0:
+            await measure_side(c, side, collected)
+        if c.world.rank == 0:
             out.write_text(json.dumps(collected))
+        return signal.SIGTERM  # nothing is to be drawn at the end
 
     return measured
 
@@ -198,8 +206,9 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, required=True, help="where to write each step's metrics")
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
-    # --partial-rollout lets the actor take tokens of older weights; whether there are any is up to each side
-    run.main(["--lr", "1e-12", "--max-judge-failures", "1000000000", "--rebalance", "--partial-rollout", *theirs])
+    genrm.MAX_JUDGE_FAILURES = 10**9
+    # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side
+    run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", *theirs])
 
 
 if __name__ == "__main__":

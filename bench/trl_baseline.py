@@ -1,6 +1,8 @@
-"""TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch. Runs in TRL's own environment.
+"""TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch. Runs in TRL's own
+environment.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR --measure DIR
+    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR --measure
+    DIR
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from meter import Meter
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import data  # this one and genrm import nothing beyond the standard library
-import genrm
+import data
+from recipes.addition import task
 
 
 class MeasuredTrainer(GRPOTrainer):
@@ -94,7 +96,7 @@ def rule(meter: Meter, eos: int):
 
     def reward(completions, completion_ids, answer, **columns) -> list[float]:
         right = [
-            ids[-1] == eos and genrm.addition_answer(text) == key
+            ids[-1] == eos and task.addition_answer(text) == key
             for text, ids, key in zip(completions, completion_ids, answer, strict=True)
         ]
         meter.rows[-1]["reward"] = float(sum(right))
@@ -115,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     meter = Meter(settings.measure, int(os.environ["RANK"]), settings.launched)
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    problems = data.Addition(settings.seed, lambda question: data.encode(tokenizer, question))
+    problems = task.Addition(settings.seed, lambda question: data.encode(tokenizer, question))
     draws = [problems.training(draw) for draw in range(settings.prompts * settings.steps)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = MeasuredTrainer(

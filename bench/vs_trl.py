@@ -1,15 +1,16 @@
-"""nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, two ranks each, on CPU.
+"""nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, two
+ranks each, on CPU.
 
-    python bench/vs_trl.py                            3 repeats of each, alternating: a table, and runs/vs_trl-demo/results.json
-    python bench/vs_trl.py --repeats 1 --steps 4      a quick look
-    python bench/vs_trl.py --size larger              nine times the parameters, so that arithmetic counts
+    python bench/vs_trl.py                            3 repeats of each, alternating: a table, and
+    runs/vs_trl-demo/results.json python bench/vs_trl.py --repeats 1 --steps 4      a quick look python
+    bench/vs_trl.py --size larger              nine times the parameters, so that arithmetic counts
 
-Model: the demo's warm-started actor, or a larger one made likewise. Task: addition, reward 1 for the exact answer. A step is 16
-prompts x 8 answers of up to 72 tokens and one update on all of them. Every repeat is a fresh torchrun, whose first steps are left
-out of the step figures. CPU-seconds and memory count every process of a side: ranks, servers, schedulers, the launcher. TRL has
-an environment of its own, .venv-trl, made on first use. Start-up is reported apart; one unmeasured run of each side comes first,
-so that both find their files cached. TRL's step is counted from on_step_begin to on_step_end, nanoYATT's from one report to the
-next.
+Model: the demo's warm-started actor, or a larger one made likewise. Task: addition, reward 1 for the exact
+answer. A step is 16 prompts x 8 answers of up to 72 tokens and one update on all of them. Every repeat is a
+fresh torchrun, whose first steps are left out of the step figures. CPU-seconds and memory count every process
+of a side: ranks, servers, schedulers, the launcher. TRL has an environment of its own, .venv-trl, made on
+first use. Start-up is reported apart; one unmeasured run of each side comes first, so that both find their
+files cached. TRL's step is counted from on_step_begin to on_step_end, nanoYATT's from one report to the next.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import shutil
 import socket
 import sys
 import time
+from pathlib import Path
 from statistics import fmean, median
 
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 
 RUNS = ROOT / "runs"
+CACHE = Path.home() / ".cache" / "nanoyatt"  # where warmstart.py keeps the demo's models
 LARGER = RUNS / "vs_trl-larger-actor"
 TRL_VENV = ROOT / ".venv-trl"
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psutil==7.2.2")
@@ -87,15 +90,28 @@ def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> 
     if side == "nanoYATT":
         command = [TORCHRUN, *LAUNCH, "bench/nano_rule.py", *measure]
         command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
-        if settings.size == "larger":
-            command += ["--model", LARGER, "--judge", LARGER, "--judge-format", "addition"]  # the judge isn't asked
-        command += ["--lr-warmup-steps", 0, "--lr-decay-to", 1, "--port", free_ports(2 * RANKS), "--out", folder / "run"]
+        command += ["--model", model_of(settings), "--lr-warmup-steps", 0, *settings.nano]
+        command += ["--port", free_ports(2 * RANKS), "--out", folder / "run"]
     else:
-        model = json.loads((settings.out / "nanoYATT-unmeasured" / "run" / "config.json").read_text())["model"]
         command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py", *measure]
-        command += ["--prompts", settings.prompts, "--answers", settings.answers, "--model", model]
+        command += ["--prompts", settings.prompts, "--answers", settings.answers]
+        command += ["--model", model_of(settings)]
     run_to_its_end(command, folder / "log.txt", RUN_LIMIT_S)
     return merge([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)])
+
+
+def model_of(settings: argparse.Namespace) -> Path:
+    """The demo's warm-started policy, or the larger one; made on first use."""
+    if settings.size == "larger":
+        if not LARGER.is_dir():
+            run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
+        return LARGER
+    homes = sorted(CACHE.glob(f"addition-*-seed{settings.seed}"))
+    if not homes:  # a run of sft makes them, and starts no engine
+        command = [TORCHRUN, *LAUNCH, "run.py", "sft", "--steps", 1, "--seed", settings.seed]
+        run_to_its_end([*command, "--out", settings.out / "warm-start"], limit_s=RUN_LIMIT_S)
+        homes = sorted(CACHE.glob(f"addition-*-seed{settings.seed}"))
+    return homes[-1] / "actor"
 
 
 def merge(ranks: list[dict]) -> dict:
@@ -173,13 +189,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--size", choices=LR, default="demo", help="of the model")
     parser.add_argument("--lr", type=float, help=f"default: {LR}")
+    parser.add_argument("--no-deterministic", action="store_true", help="nanoYATT without bit-equal answers")
     settings = parser.parse_args()
+    settings.nano = ["--no-deterministic"] * settings.no_deterministic
     settings.lr = settings.lr or LR[settings.size]
     settings.out = RUNS / f"vs_trl-{settings.size}"
     end_with_us()
     make_trl_environment()
-    if settings.size == "larger" and not LARGER.is_dir():
-        run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
     shutil.rmtree(settings.out, ignore_errors=True)
     load = os.getloadavg()[0]
     for side in SIDES:

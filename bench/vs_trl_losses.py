@@ -1,10 +1,12 @@
-"""The losses of SFT, reward models and DPO beside TRL's, on the same rows and weights: equal within 1e-4, or exit status 1.
+"""The losses of SFT, reward models and DPO beside TRL's, on the same rows and weights: equal within 1e-4, or
+exit status 1.
 
     python bench/vs_trl_losses.py
 
-Rows are the demo's, in the files that `run.py sft|rm|dpo` would read; models are the demo's architecture with random weights, DPO's
-reference another one than its policy. Each side tokenizes the rows by itself. TRL evaluates them by SFTTrainer, RewardTrainer and
-DPOTrainer, in the environment that vs_trl.py makes, .venv-trl.
+Rows are the demo's, in the files that `run.py sft|rm|dpo` would read; models are the demo's architecture with
+random weights, DPO's reference another one than its policy. Each side tokenizes the rows by itself. TRL
+evaluates them by SFTTrainer, RewardTrainer and DPOTrainer, in the environment that vs_trl.py makes,
+.venv-trl.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ def make_inputs() -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from commands import finetune
     from recipes.addition import warmstart
 
     for seed, name in enumerate(("policy", "reference")):
@@ -46,7 +47,7 @@ def make_inputs() -> None:
     scorer.save_pretrained(OUT / "scorer")
     AutoTokenizer.from_pretrained(OUT / "policy").save_pretrained(OUT / "scorer")
     for command in MODELS:
-        rows = finetune.demo_rows(command, seed=0, count=ROWS)
+        rows = warmstart.example_rows(command, seed=0, count=ROWS)
         (OUT / f"{command}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -65,7 +66,8 @@ def our_losses() -> dict[str, dict[str, float]]:
     for command, name in MODELS.items():
         config = parse_config([command, "--model", str(OUT / name), "--max-tokens-per-micro-batch", "512", "--dpo-beta", str(BETA)])
         tokenizer, path = data.load_tokenizer(config.model), OUT / f"{command}.jsonl"
-        examples = finetune.read_examples(path, finetune.TASKS[command].read, tokenizer, replace(config, eval_prompts=0))
+        parse, config = finetune.TASKS[command].parse, replace(config, eval_prompts=0)
+        examples = finetune.read_examples(path, parse, tokenizer, config)
         rows = examples.batch(0, ROWS)
         if command == "dpo":
             other = Actor(config, str(OUT / "reference"))

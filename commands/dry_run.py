@@ -1,190 +1,99 @@
-"""Preview: what can be said before a run begins. `--dry-run`: who would run where, and the memory it takes; `check`: what is here.
+"""What can be said before a run. `--dry-run`: who would run where, in how much memory; `check`: what is here.
 
-Neither starts anything. Sizes come from the headers of the models' safetensors files, so they are exact where the text says no "about".
+Neither starts anything. Sizes come from the headers of safetensors files: they are exact but for "about".
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 import shutil
-import socket
 import sys
 import textwrap
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from math import prod
 from pathlib import Path
 
-import algorithms
-import placement
-from config import Config, as_text, check_batch, dashed
+import psutil
+
+from algorithms import algorithm_of
+from config import Config, as_text, dashed
 from engines import server
+from placement import Plan
+from reporting.describe import describe
 from runtime import rendezvous
 
 BYTES = {"float32": 4, "bfloat16": 2}
-PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its children. The demo's 2 and 2 take 4,700 MB on a CPU
-PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil", "tensorboard")
+PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its children
+DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
+PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 HEAD = "score.weight"  # of a value model
-LEAST = {"disk": 1000, "memory": PROCESS_MB, "shared memory": 64}  # MB free; memory: for each rank. Weights are pushed by shared memory
+WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 
-Shapes = dict[str, list[int]]  # of the tensors of a Hugging Face directory, by name
+Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
 
 
 # ---------------------------------------------------------------- --dry-run
 
 
-def dry_run(config: Config) -> None:
+def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
-    import run
-
-    ranks = int(os.environ.get("WORLD_SIZE", 2))
-    plans = check_batch(config, ranks)
     rendezvous.interface_of(config.host)
-    model, judges = shapes_of(config)
+    lines = [*device_map(config, plans, ranks), *memory(config, ranks), "nothing was started"]
     if os.environ.get("RANK", "0") == "0":
-        lines = [run.describe(config, plans, ranks), *settings(config), *device_map(config, plans, ranks)]
-        lines += [*memory(config, model, judges, ranks), "nothing was started"]
-        print("\n".join(lines), flush=True)
+        all_settings = dataclasses.asdict(config).items()
+        text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in all_settings)
+        settings = textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ", **WHOLE_WORDS)
+        print(describe(config, plans, ranks), "  all settings:", *settings, *lines, sep="\n", flush=True)
 
 
-def settings(config: Config) -> list[str]:
-    """All of them."""
-    text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
-    lines = textwrap.wrap(text, 132, break_long_words=False, break_on_hyphens=False)
-    return ["  all settings:", *(f"    {line}" for line in lines)]
-
-
-def shapes_of(config: Config) -> tuple[Shapes, list[Shapes]]:
-    """The tensors of the actor and of each judge; the demo's are known before they are made."""
-    from training import model
-
-    if not config.model:
-        from recipes.addition import warmstart
-
-        shape = warmstart.SHAPE | {"vocab_size": warmstart.RECIPE["vocab"]}
-        model.check_sizes(shape, config)
-        return qwen3_shapes(shape), [qwen3_shapes(shape)]
-    model.check_sizes(model.read_hf_config(config.model), config)
-    if config.critic:
-        model.check_critic(config)
-    return server.checkpoint_shapes(config.model), [server.checkpoint_shapes(judge) for judge in config.judge]
-
-
-def qwen3_shapes(shape: dict[str, int]) -> Shapes:
-    """The tensors of a Qwen3 with tied embeddings, from the sizes of its config.json."""
-    hidden, mlp, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
-    attention = {"q_proj": [queries, hidden], "k_proj": [keys, hidden], "v_proj": [keys, hidden], "o_proj": [hidden, queries]}
-    layer = {f"self_attn.{name}": size for name, size in (attention | {"q_norm": [dim], "k_norm": [dim]}).items()}
-    layer |= {"mlp.gate_proj": [mlp, hidden], "mlp.up_proj": [mlp, hidden], "mlp.down_proj": [hidden, mlp]}
-    layer |= {"input_layernorm": [hidden], "post_attention_layernorm": [hidden]}
-    layers = range(shape["num_hidden_layers"])
-    shapes = {f"model.layers.{i}.{name}.weight": size for i in layers for name, size in layer.items()}
-    return {"model.embed_tokens.weight": [shape["vocab_size"], hidden]} | shapes | {"model.norm.weight": [hidden]}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands in the actor's grid."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-
-    @staticmethod
-    def of(rank: int, config, ranks: int) -> Place:
-        """Megatron's order: tensor-parallel ranks are neighbours, then context, data and pipeline."""
-        dp = ranks // (config.tp * config.cp * config.pp)
-        rest, tp = divmod(rank, config.tp)
-        rest, cp = divmod(rest, config.cp)
-        return Place(tp, cp, rest % dp, rest // dp)
-
-
-def device_map(config, plans: list[placement.Plan], ranks: int) -> list[str]:
+def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """A line a rank: its part of the actor, and the servers that it owns."""
-    lines = [f"  may move to {', '.join(plan.split for plan in plans[1:])}"] if len(plans) > 1 else []
+    lines = [f"  may move to {', '.join(str(plan.split) for plan in plans[1:])}"] if len(plans) > 1 else []
     for rank in range(ranks):
-        place, servers = Place.of(rank, config, ranks), []
+        place = ", ".join(f"{kind} {number}" for kind, number in grid(rank, config, ranks).items())
+        lines.append(f"  rank {rank}: actor {place}")
         for offset, role in enumerate(("rollout", "genrm")):
-            leading = [plan.split for plan in plans if rank in plan.leads(role)]
-            if leading and not config.train_only:
-                awake = f" in {len(leading)} of {len(plans)} plans" if len(plans) > 1 else ""
-                servers.append(f"{role} at {config.host}:{config.port + 2 * rank + offset}{awake}")
-        actor = f"actor dp {place.dp}, tp {place.tp}, pp {place.pp}, cp {place.cp}"
-        lines.append(f"  rank {rank}: {'; '.join([actor, *servers])}")
+            leading = [plan for plan in plans if rank in plan.leads(role)]
+            some = f" in {len(leading)} of {len(plans)} plans" if len(plans) > 1 else ""
+            if leading:
+                lines[-1] += f"; {role} at {config.host}:{config.port + 2 * rank + offset}{some}"
     return lines
 
 
-def critic_shapes(config, model: Shapes) -> Shapes:
-    """The tensors of a value model: a policy's, with one row in place of the output layer."""
-    shapes = server.checkpoint_shapes(config.critic) if config.critic else model
-    body = {name: shape for name, shape in shapes.items() if name not in ("lm_head.weight", "value_head.weight")}
-    return body | {HEAD: [1, *shapes["model.norm.weight"]]}
+def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
+    """Where a rank stands in the actor, in Megatron's order: tensor-parallel ranks are neighbours."""
+    rest, tp = divmod(rank, config.tp)
+    rest, cp = divmod(rest, config.cp)
+    pp, dp = divmod(rest, ranks // (config.tp * config.cp * config.pp))
+    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
 
 
-def memory(config, model: Shapes, judges: list[Shapes], ranks: int) -> list[str]:
-    """What a rank's part of the actor takes, by pipeline stage, so critics and reference, and what an engine takes."""
-    dp = ranks // (config.tp * config.cp * config.pp)
-    lines = ["  memory in MB, of a rank's part or of an engine on each of its ranks; activations come on top:"]
-    names = () if config.rollout_only else algorithms.get_algorithm(config.algorithm).critics
-    trainers = [("actor", model), *((f"{name} critic", critic_shapes(config, model)) for name in names)]
-    for (name, shapes), stage in itertools.product(trainers, range(config.pp)):
-        at = f", stage {stage} of {config.pp}" if config.pp > 1 else ""
-        lines.append(f"    {name}{at}: {as_mb(trainer_bytes(shapes, config, dp, stage))}")
-    if config.kl_coef and not config.rollout_only:
-        most = max(parameters(model, config.tp, config.pp, stage) for stage in range(config.pp))
-        lines.append(f"    reference, in the host's memory: {as_mb({'weights': most * BYTES[config.dtype]})}")
+def memory(config: Config, ranks: int) -> list[str]:
+    """What the trainers take on the rank with most of them, and an engine on each of its ranks."""
+    algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
+    model, context = read_actor(config)
+    rows = {"actor": trainer_bytes(model, config, dp)}
+    if not config.rollout_only:
+        critic = critic_shapes(server.checkpoint_shapes(config.critic) if config.critic else model)
+        rows |= {f"{name} critic": trainer_bytes(critic, config, dp) for name in algorithm.critics}
+        if algorithm.kl_coef:
+            size = parameters(model, config) * BYTES[config.dtype]
+            rows["reference, in the host's memory"] = {"weights": size}
     if not config.train_only:
-        names = [f"genrm of {judge}" for judge in config.judge] or ["genrm"] * config.judges  # the demo's judge isn't named
-        engines = [("rollout", model, config.rollout_tp)]
-        engines += [(name, judge, config.genrm_tp) for name, judge in zip(names, judges, strict=True)]
-        lines += [f"    {name}: {as_mb(engine_bytes(shapes, config, tp))}" for name, shapes, tp in engines]
-        lines.append(f"    with CUDA the KV cache is cut to what --mem-fraction {config.mem_fraction} of the device leaves")
-    return [*lines, f"    libraries: about {PROCESS_MB} for each rank and each server"]
-
-
-def trainer_bytes(shapes: Shapes, config, dp: int, stage: int) -> dict[str, int]:
-    """Bytes of one rank of a pipeline stage. AdamW's two states are fp32 and shared out over data- and context-parallel ranks.
-
-    In bfloat16 it also keeps the weights in fp32. Logits: one copy, of a full micro-batch, which only the last stage has,
-    and no critic.
-    """
-    count = parameters(shapes, config.tp, config.pp, stage)
-    states = 8 if config.dtype == "float32" else 12
-    parts = {"weights": count * BYTES[config.dtype], "gradients": 4 * count, "optimizer": states * count // (dp * config.cp)}
-    if stage == config.pp - 1 and HEAD not in shapes:
-        tokens, vocab = config.max_tokens_per_micro_batch // config.cp, shapes["model.embed_tokens.weight"][0]
-        parts["logits"] = 4 * tokens * vocab // config.tp
-    return parts
-
-
-def parameters(shapes: Shapes, tp: int, pp: int, stage: int) -> int:
-    """Parameters of one rank of a pipeline stage: layers are dealt to the stages, all but norms and value heads is cut by tensor
-    parallelism.
-    """
-    layer_of = {name: int(found[1]) for name in shapes if (found := re.search(r"\.layers\.(\d+)\.", name))}
-    a_stage = (1 + max(layer_of.values())) // pp
-    is_tied = not {"lm_head.weight", HEAD} & shapes.keys()
-
-    def is_here(name: str) -> bool:
-        if name in layer_of:
-            return layer_of[name] // a_stage == stage
-        is_embedding = "embed_tokens" in name
-        return (is_embedding and stage == 0) or ((is_tied or not is_embedding) and stage == pp - 1)  # tied: a copy on the last stage
-
-    return sum(prod(shape) // (1 if "norm" in name or name == HEAD else tp) for name, shape in shapes.items() if is_here(name))
-
-
-def engine_bytes(shapes: Shapes, config, tp: int) -> dict[str, int]:
-    """Bytes of an engine on each of its ranks. A token's keys and values are as many numbers as k_proj and v_proj have rows."""
-    per_token = sum(shape[0] for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
-    size = BYTES[config.dtype]
-    weights = sum(map(prod, shapes.values())) * size // tp
-    return {"weights": weights, "KV cache": config.max_total_tokens * per_token * size // tp}
+        rows["rollout"] = engine_bytes(model, context, config, config.rollout_tp)
+        for path in config.judge_models:
+            judge = model, context  # the demo's two are alike
+            if path:
+                judge = server.checkpoint_shapes(path), server.context_length(path, config)
+            rows[f"genrm {path}".strip()] = engine_bytes(*judge, config, config.genrm_tp)
+    return [
+        "  memory in MB, of a rank's part or of an engine on each of its ranks; activations come on top:",
+        *(f"    {name}: {as_mb(parts)}" for name, parts in rows.items()),
+        f"    libraries: about {PROCESS_MB} for each rank and each server",
+        f"    with CUDA a KV cache takes what --mem-fraction {config.mem_fraction} leaves",
+    ]
 
 
 def as_mb(parts: dict[str, int]) -> str:
@@ -193,66 +102,109 @@ def as_mb(parts: dict[str, int]) -> str:
     return f"{listed}; together {sum(parts.values()) / 1e6:.1f}"
 
 
+def read_actor(config: Config) -> tuple[Shapes, int]:
+    """The policy's tensors and context; the demo's before it is made. ValueError if it can't be used."""
+    from training import model
+
+    if config.model:
+        model.check_sizes(model.read_hf_config(config.model), config)
+        if config.critic:
+            model.check_critic(config)
+        return server.checkpoint_shapes(config.model), server.context_length(config.model, config)
+    from torch import device
+    from transformers import AutoModelForCausalLM
+
+    from recipes.addition.warmstart import model_config
+
+    hf = model_config()
+    model.check_sizes(hf.to_dict(), config)
+    with device("meta"):  # no numbers, only shapes
+        parameters = AutoModelForCausalLM.from_config(hf).named_parameters()
+    shapes = {name: [*parameter.shape] for name, parameter in parameters}
+    return shapes, config.max_model_len or hf.max_position_embeddings
+
+
+def critic_shapes(shapes: Shapes) -> Shapes:
+    """The tensors of a value model: a policy's, with one row in place of the output layer."""
+    body = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    return body | {HEAD: [1, *shapes["model.norm.weight"]]}
+
+
+def parameters(shapes: Shapes, config: Config) -> int:
+    """Of a rank in the fullest pipeline stage. Norms and value heads aren't cut by tensor parallelism."""
+    uncut = {name for name, shape in shapes.items() if len(shape) == 1 or name == HEAD}
+    sizes = {n: prod(shape) // (1 if n in uncut else config.tp) for n, shape in shapes.items()}
+    layers, whole = sum(size for name, size in sizes.items() if ".layers." in name), sum(sizes.values())
+    first = sizes["model.embed_tokens.weight"]
+    is_tied = not {"lm_head.weight", HEAD} & shapes.keys()  # the last stage has a copy of the embedding
+    last = whole - layers - (0 if is_tied else first)
+    return layers // config.pp + max(first, last) if config.pp > 1 else whole
+
+
+def trainer_bytes(shapes: Shapes, config: Config, dp: int) -> dict[str, int]:
+    """Bytes of one rank in the fullest pipeline stage: a copy of the logits, too, if it isn't a critic.
+
+    AdamW's states are fp32, shared out over data- and context-parallel ranks; so are bfloat16's weights.
+    """
+    count = parameters(shapes, config)
+    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
+    parts = {"weights": count * BYTES[config.dtype], "gradients": 4 * count, "optimizer": states}
+    if HEAD not in shapes:
+        tokens = config.max_tokens_per_micro_batch // config.cp
+        parts["logits"] = 4 * tokens * shapes["model.embed_tokens.weight"][0] // config.tp
+    return parts
+
+
+def engine_bytes(shapes: Shapes, context: int, config: Config, tp: int) -> dict[str, int]:
+    """Of an engine on each of its ranks. A token's keys and values: a number for each row of the weights."""
+    kv = ("k_proj.weight", "v_proj.weight")
+    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
+    size = BYTES[config.dtype]
+    weights = sum(map(prod, shapes.values())) * size // tp
+    return {"weights": weights, "KV cache": server.kv_tokens(context) * rows * size // tp}
+
+
 # ---------------------------------------------------------------- run.py check
 
 
 def check(config: Config) -> int:
-    """Print one screen: what is installed and what is free, with ! before what a run would miss. Returns the exit status."""
-    ranks = int(os.environ.get("WORLD_SIZE", 2))
-    facts = [*installed(), accelerator(), free_ports(config, ranks), *room(config, ranks)]
-    for name, text, is_good in facts:
+    """Print what is installed and what is free, with ! before what a run would miss. Returns a status."""
+    ranks, out = int(os.environ.get("WORLD_SIZE", 2)), Path(config.out).absolute()
+    ports = range(config.port, config.port + 2 * ranks)
+    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    taken = sorted(listening & {*ports})
+    state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
+    folder = next(path for path in (out, *out.parents) if path.exists())
+    space = {
+        "disk": (shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
+        "memory": (psutil.virtual_memory().available, PROCESS_MB * ranks, ""),
+        "shared memory": (shutil.disk_usage("/dev/shm").free, SHARED_MB, " in /dev/shm"),
+    }
+    rows = [
+        ("Python", sys.version.split()[0], sys.version_info >= (3, 11)),
+        *packages(),
+        ("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken),
+    ]
+    for name, (free, least, where) in space.items():
+        rows.append((name, f"{free / 1e9:.1f} GB free{where}", free >= least * 1e6))
+    for name, text, is_good in rows:
         print(f"{' ' if is_good else '!'} {name:14} {text}")
-    missing = [name for name, _, is_good in facts if not is_good]
+    missing = [name for name, _, is_good in rows if not is_good]
     print(f"missing: {', '.join(missing)}" if missing else f"a run of {ranks} ranks can start")
     return int(bool(missing))
 
 
-Fact = tuple[str, str, bool]  # what, how it is, whether a run can start with it
+def packages() -> list[tuple[str, str, bool]]:
+    """Each beside its pin, for the adapters in cpu/ are made for those; and the GPUs, if there are any."""
+    requirements = Path(__file__).parents[1].joinpath("requirements.txt").read_text()
+    pins = dict(re.findall(r"^([\w-]+)([=>].+)$", requirements, re.MULTILINE))
+    found = {distribution.name: distribution.version for distribution in distributions()}
+    versions = [(name, found.get(name, "not installed")) for name in PACKAGES]
+    rows = [(name, f"{text} (pinned: {pins[name]})", name in found) for name, text in versions]
+    if "torch" in found:
+        from torch import cuda
 
-
-def installed() -> list[Fact]:
-    """Python and the packages, each beside the version that is pinned: the adapters in cpu/ are made for those."""
-    pins = dict(re.findall(r"^([\w-]+)(==.+|>=.+)$", Path(__file__).with_name("requirements.txt").read_text(), re.MULTILINE))
-    facts = [("Python", sys.version.split()[0], sys.version_info >= (3, 11))]
-    for name in PACKAGES:
-        try:
-            facts.append((name, f"{version(name)} (pinned: {pins[name]})", True))
-        except PackageNotFoundError:
-            facts.append((name, f"not installed (pinned: {pins[name]})", False))
-    return facts
-
-
-def accelerator() -> Fact:
-    """The GPUs that torch sees. None is fine: then the engines run on the CPU."""
-    try:
-        import torch
-    except ImportError:
-        return "accelerator", "torch can't be imported", False
-    if not torch.cuda.is_available():
-        return "accelerator", f"none: the engines run on the CPU ({os.cpu_count()} cores)", True
-    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return "accelerator", ", ".join(f"{device.name} {device.total_memory >> 30} GB" for device in devices), True
-
-
-def free_ports(config: Config, ranks: int) -> Fact:
-    """The ports that the servers would listen on."""
-    wanted, taken = range(config.port, config.port + 2 * ranks), []
-    for port in wanted:
-        with socket.socket() as probe:
-            if probe.connect_ex((config.host, port)) == 0:
-                taken.append(port)
-    text = f"{wanted[0]}-{wanted[-1]} on {config.host}"
-    return "ports", f"{text}: {as_text(tuple(taken))} taken, choose another --port" if taken else f"{text} are free", not taken
-
-
-def room(config: Config, ranks: int) -> list[Fact]:
-    """Disk where the run leaves its files, memory, and shared memory."""
-    import psutil
-
-    out = Path(config.out).absolute()
-    folder = next(path for path in (out, *out.parents) if path.exists())
-    free = {"disk": shutil.disk_usage(folder).free, "memory": psutil.virtual_memory().available}
-    free["shared memory"] = shutil.disk_usage("/dev/shm").free
-    least = LEAST | {"memory": LEAST["memory"] * ranks}
-    where = {"disk": f" in {folder}", "memory": "", "shared memory": " in /dev/shm"}
-    return [(name, f"{size / 1e9:.1f} GB free{where[name]}", size >= least[name] * 1e6) for name, size in free.items()]
+        devices = [cuda.get_device_name(number) for number in range(cuda.device_count())]
+        none = f"none: the engines run on the CPU ({os.cpu_count()} cores)"
+        rows.append(("accelerator", ", ".join(devices) or none, True))
+    return rows

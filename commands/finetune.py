@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
-import resume
 from actor import Actor, Reference, cross_entropy_loss, learning_rate, target_logprobs
-from config import Config
+from checkpoint import archive
+from config import Config, make_out
 from controller import MAX_SKIPS
 from critic import Critic, target_values
+from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from sample import Sample
@@ -247,13 +248,12 @@ def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]
     return [[flat([[examples[number] for number, _ in keys]]) for keys in mini_batch] for mini_batch in plan]
 
 
-async def prepare(config: Config, rank: int, say: Callable[[str], None], resolved: Callable) -> None:
+async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes an empty folder for what `train` leaves behind; without --data the demo's examples, too."""
     if rank == 0:
-        out = Path(config.out)
-        resume.move_aside(out, say)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(resolved(config), indent=1) + "\n")
+        archive(make_out(config), say)
+        out = make_out(config)
+        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
         if not config.data:
             from recipes.addition.warmstart import example_rows
 

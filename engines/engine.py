@@ -49,7 +49,12 @@ class Request(NamedTuple):
 
     prompt: list[int]
     sampling: Sampling
+    limit: int  # most new tokens
     seed: int | None = None  # 63 bits
+
+    def after(self, tokens: list[int]) -> Request:
+        """What is left to ask for once these came; as a token's noise is by its place, the same will come."""
+        return self._replace(prompt=self.prompt + tokens, limit=self.limit - len(tokens))
 
 
 def seed_of(*what: int | str) -> int:
@@ -72,7 +77,6 @@ class Answer:
     end: float = 0.0
     score: float | None = None  # instead of tokens, from a scalar reward model
     rank: int = 0  # of the engine that wrote its end
-    stalls: int = 0  # engines that stalled while it was awaited
 
     def extended(self, part: Answer) -> Answer:
         """This answer and the part that follows it."""
@@ -107,12 +111,13 @@ class Engine:
 
     @classmethod
     def launch(
-        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, model: int = 0, key: str = ""
-    ) -> Self:
+        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path | str,
+        model: int = 0, key: str = "",
+    ) -> Self:  # fmt: skip
         """Starts a server on this machine and returns at once; `await ready()` before use.
 
-        The server refuses requests without `key`, by default a new one. It dies with the thread that calls this,
-        even if that is killed hard. ValueError if the port is taken.
+        The server refuses requests without `key`, by default a new one. It dies with the thread that calls
+        this, even if that is killed hard. ValueError if the port is taken.
         """
         url, key = f"http://{config.host}:{port}", key or secrets.token_hex(32)
         engine = cls(role, rank, url, config.max_running_requests, model, key)
@@ -137,13 +142,13 @@ class Engine:
             await asyncio.sleep(LOOK_S)
         if (await self._get("/model_info"))["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
-        await self._post("/freeze_gc")  # each sleep collects garbage: else 0.7 s, over all of SGLang's imports
+        await self._post("/freeze_gc")  # else each sleep collects garbage over all of SGLang's imports: 0.7 s
 
     async def until_down(self) -> str:
         """Waits until the server is dead or hangs, and says which; for its owner, while it is awake.
 
-        It hangs if for so long no stream brought anything and /health, to which a busy server says yes with every
-        batch, didn't say yes.
+        It hangs if for silence_s no stream brought anything and /health didn't say yes, which a busy server does
+        with every batch.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2
         while silent_s < self._silence_s:
@@ -157,14 +162,13 @@ class Engine:
         return f"gave no sign of life for {self._silence_s:g} s"
 
     async def restart(self, deadline_s: float) -> None:
-        """A new server for a killed one: awake, with the weights of the model directory. Raises like `ready`."""
+        """A new server for a killed one, awake, with its directory's weights. Raises like `ready`."""
         self._process.start()
         await self.ready(deadline_s)
         self.awake = True
 
     async def kill(self) -> None:
         """Ends the server and all of its processes; its port is free then. Requests that it owed break."""
-        self.awake = False
         await self._process.kill()
 
     async def close(self) -> None:
@@ -182,19 +186,19 @@ class Engine:
         assert self.awake, f"the {self.name} sleeps already"
         self.awake = False
         if self._has_aborted:
-            await asyncio.sleep(0.1)  # with an aborted request still on its way out, pausing would take a second
+            await asyncio.sleep(0.1)  # until an aborted request is out, or pausing would take a second
         self._has_aborted = False
         await self._post("/pause_generation", mode="abort")  # other modes leave the idle scheduler spinning
         await self._post("/flush_cache?timeout=30")
         await self._post("/release_memory_occupation", tags=["kv_cache", "weights"])
 
     async def wake_weights(self) -> None:
-        """First half of waking: room for the weights. A judge's are as they were; the actor's are to be loaded."""
+        """Room for the weights. A judge's are as they were, a rollout engine's are to be loaded."""
         assert not self.awake, f"the {self.name} is awake already"
         await self._post("/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
-        """Second half of waking, once the actor is out: room for the KV cache; requests are welcome again."""
+        """Room for the KV cache, once the actor is out; requests are welcome again."""
         await self._post("/resume_memory_occupation", tags=["kv_cache"])
         await self._post("/continue_generation")
         self.awake = True
@@ -202,15 +206,14 @@ class Engine:
     # ---- weights
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces the server's weights by full tensors under Hugging Face names; `version` marks what they write.
+        """Replaces all weights by full tensors under Hugging Face names; `version` marks what they write.
 
-        Only handles travel: the server, on the same machine, reads the tensors from shared memory or over CUDA
-        IPC. ValueError for a tensor that the model doesn't have, or lacks, or when the server refuses.
+        Only handles travel: the server, on the same machine, reads the tensors from shared memory or over
+        CUDA IPC. ValueError for a tensor that the model doesn't have, or lacks, or when the server refuses.
         """
         missing = set(self._shapes)
         await self._push(self._checked(named_weights, missing), weight_version=str(version))
-        missing -= {"lm_head.weight"}  # tied to the embedding
-        if missing:
+        if missing - {"lm_head.weight"}:  # tied to the embedding
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
         served = (await self._get("/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
@@ -220,9 +223,9 @@ class Engine:
     ) -> Iterable[tuple[str, Tensor]]:
         """Passes tensors on, crossing them off: SGLang skips an unknown name and dies of a wrong shape."""
         for name, tensor in named_weights:
-            shape, expected = list(tensor.shape), self._shapes.get(name)
-            if expected != shape:
-                raise ValueError(f"the {self.name} cannot load {name} of shape {shape}: its model has {expected}")
+            shape, own = list(tensor.shape), self._shapes.get(name)
+            if shape != own:
+                raise ValueError(f"the {self.name} cannot load {name} of shape {shape}: its model has {own}")
             missing.discard(name)
             yield name, tensor
 
@@ -241,17 +244,17 @@ class Engine:
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.
 
-        Yields what comes as it comes: an answer's first token, then STREAM_INTERVAL at a time, then its end. Each
-        is an Answer of the new tokens alone: `index` is its request, `finish` empty but at the end. A token's
-        noise is by its place: an answer that is cut off and continued comes out the same.
+        Yields what comes as it comes: an answer's first token, then STREAM_INTERVAL at a time, then its end.
+        Each is an Answer of the new tokens alone: `index` is its request, `finish` empty but at the end.
         EngineLost if the connection breaks, ValueError if the server refuses.
         """
         assert self.awake, f"a request reached the {self.name} while it sleeps"
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
-        params = [asdict(request.sampling) | {"sampling_seed": request.seed} for request in requests]
+        params = [asdict(r.sampling) | {"max_new_tokens": r.limit, "sampling_seed": r.seed} for r in requests]
         body = {"input_ids": [request.prompt for request in requests], "sampling_params": params}
-        async with self._open("POST", "/generate", body | {"return_logprob": True, "stream": True}) as response:
+        body |= {"return_logprob": True, "stream": True}
+        async with self._open("POST", "/generate", body) as response:
             async for event in server.server_sent_events(response):
                 self._events += 1
                 if "error" in event:
@@ -264,7 +267,7 @@ class Engine:
         assert finished == len(requests), f"the {self.name} ended its reply before its answers"
 
     async def abort(self) -> None:
-        """Aborts every answer that the server is writing, whoever asked; they come back with finish "abort"."""
+        """Aborts every answer that the server writes, whoever asked; they come back with finish "abort"."""
         self._has_aborted = True
         await self._post("/abort_request", abort_all=True)
 
@@ -274,7 +277,7 @@ class Engine:
     async def _open(
         self, method: str, path: str, body: dict | None = None, deadline_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The reply to a request. EngineLost if none comes or it breaks off, ValueError if the server refuses."""
+        """A reply. EngineLost if none comes or it breaks off, ValueError if the server refuses."""
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -309,11 +312,11 @@ def read_part(event: dict, written: int) -> Answer:
     """The new tokens in an event of the stream of an answer of which `written` tokens have come."""
     info = event["meta_info"]
     total = info["completion_tokens"]
-    logprobs = info["output_token_logprobs"]  # (logprob, token, None); of an answer aborted in the queue, all so far
-    new = logprobs[len(logprobs) - (total - written) :]
-    # which weights wrote what is said at the end alone; until then it was the present ones: they change asleep
+    rows = info["output_token_logprobs"]  # (logprob, token, None); if it was aborted in the queue, all so far
+    rows = rows[len(rows) - (total - written) :]
+    # which weights wrote what is said at the end; until then it was the present ones, for they change asleep
     spans = info.get("weight_versions") or [{"version": info["weight_version"], "start": 0, "end": total}]
     versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])][written:]
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""
-    tokens, logprobs = [token for _, token, _ in new], [logprob for logprob, _, _ in new]
+    tokens, logprobs = [token for _, token, _ in rows], [logprob for logprob, _, _ in rows]
     return Answer(event["index"], tokens, logprobs, finish, versions, info.get("cached_tokens", 0))

@@ -13,7 +13,7 @@ HEAD, BIAS = "score.weight", "score.bias"
 class ScoringEngine(Engine):
     """A handle on a server of a Hugging Face directory ...ForSequenceClassification of one number.
 
-    `generate` yields an Answer without tokens for each prompt: its `score` is the number at the prompt's last token.
+    `generate` yields an Answer without tokens for each prompt: its `score` is the number at the last token.
     """
 
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
@@ -23,7 +23,8 @@ class ScoringEngine(Engine):
         import torch
 
         if self._shapes.get(HEAD, [0])[0] != 1:
-            raise ValueError(f"the {self.name} serves no scalar reward model: its directory has no {HEAD} of one row")
+            what = f"its directory has no {HEAD} of one row"
+            raise ValueError(f"the {self.name} serves no scalar reward model: {what}")
         await super().ready(deadline_s)
         # SGLang's heads of Qwen models have a bias, which stays at random: the directory has none
         await self._push([(BIAS, torch.zeros(1))])

@@ -15,6 +15,7 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -43,16 +44,16 @@ class Picture:
     records: Records
     capacity: int
 
-    @property
+    @cached_property
     def begins(self) -> dict[int, float]:
         """Step -> when its first span begins. The first of all is 0 in the figure."""
         return {s.step: s.start for s in sorted(self.records.spans, key=lambda s: s.start, reverse=True)}
 
-    @property
+    @cached_property
     def zero(self) -> float:
         return min(self.begins.values(), default=0.0)
 
-    @property
+    @cached_property
     def marks(self) -> list[Mark]:
         """The lowest rank's: all make them at once. Wave 1 is where its step begins."""
         lowest = min((mark.rank for mark in self.records.marks), default=0)
@@ -110,22 +111,23 @@ def draw(pictures: list[Picture], path: Path) -> None:
 
 def make_figure(pictures: list[Picture]) -> Figure:
     """For each picture a panel of its lanes and, where there are any, one of its answers."""
-    panels = []  # inches, what draws it
+    panels = []  # inches, and what draws it
     for picture in pictures:
         ranks = sorted({span.rank for span in picture.records.spans})
-        panels.append((1.0 + 0.52 * max(1, len(ranks)), _draw_lanes, picture, ranks))
+        panels.append((1.0 + 0.52 * max(1, len(ranks)), partial(_draw_lanes, picture=picture, ranks=ranks)))
         if rows := rows_of(picture.records.samples):
             height = min(MOST, ROW * (1 + max(row for row, _ in rows)))
-            panels.append((0.75 + height, _draw_answers, picture, rows, height))
-    heights = [height for height, *_ in panels]
+            draw_answers = partial(_draw_answers, picture=picture, rows=rows, height=height)
+            panels.append((0.75 + height, draw_answers))
+    heights = [height for height, _ in panels]
     figure = Figure(figsize=(13, 0.4 + sum(heights)), layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     all_axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (_, draw_panel, *what) in zip(all_axes, panels, strict=True):
+    for axes, (_, draw_panel) in zip(all_axes, panels, strict=True):
         axes.set_frame_on(False)
         axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
         axes.margins(x=0.004)
-        draw_panel(axes, *what)
+        draw_panel(axes)
     all_axes[-1].tick_params(axis="x", length=3, color=GREY)
     all_axes[-1].set_xlabel("seconds", fontsize=9, color=INK, loc="left")
     names = defaultdict(list)
@@ -164,7 +166,8 @@ def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan
         if state in INSTANTS:
             axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
         else:
-            axes.hlines(y, start, end, color=color, linewidth=max(0.5, 100 * height / (last + 1)))
+            linewidth = max(0.5, 130 * height / (last + 1))  # in points, 72 an inch: rows touch
+            axes.hlines(y, start, end, color=color, linewidth=linewidth)
     _draw_verticals(axes, picture)
     axes.set_ylim(last + 1.5, -1.5)
     axes.set_yticks([])

@@ -183,8 +183,7 @@ class Facts(NamedTuple):
 def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans: list[tl.Span]) -> Facts:
     """What this controller saw: `batch` is what it had written, `samples` are those it trained on.
 
-    A carried group is counted as such alone; its answers are when it comes again: how many of it are finished
-    by now is up to timing.
+    A carried group's answers are counted when it comes again: how many are finished by now is up to timing.
     """
     filtered = [sample for group in batch.filtered for sample in group]
     finished = batch.kept + batch.dropped + filtered
@@ -212,15 +211,14 @@ def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans
         "rollout/carried_groups": len(batch.carried),
         "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
     }
-    maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES}
-    maxima |= {
+    maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES} | {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
         "rollout/waves": float(batch.waves),  # as all other controllers
         "rollout/lacking_groups": float(batch.missing_groups),
     }
     actor = c.placement.actor
-    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
-    return Facts(means, sums, maxima, c.rewards.latencies, work)
+    work = sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)
+    return Facts(means, sums, maxima, c.rewards.latencies, {actor.dp_rank: work})
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:

@@ -1,137 +1,105 @@
-"""Ways out of a rank: a user's error, Ctrl-C, a launcher that died. Each leaves one line on stderr and no process behind.
+"""Ways out of a rank with its engines closed: a user's error, Ctrl-C, SIGTERM, a launcher that died.
 
-torchrun answers a failed rank with a page of its own traceback, which would bury the line, and --max-restarts would try again what
-can't succeed. So ranks that leave take the launcher with them: nobody exits before everybody has cleaned up, then the rank with the
-lowest process id ends the launcher, which is the sign for all to go. A crash (any other exception) is left to torchrun, and so is
-what SIGTERM ends: torchrun sends it to the other ranks when one has died, and may start all of them again.
-
-While the run trains, a first SIGINT or SIGTERM only asks for a stop: the controllers agree on it in their next meeting, save and end.
+A user's error is one line, whatever the number of ranks, and status 2. A rank ends itself alone: torchrun
+ends the others with SIGTERM. While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers
+agree on it, save and leave with status 0. A second one, or one before training, cancels all work: 130 or 143.
+torchrun waits 30 s for that, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT, before it kills its ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
+import json
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
-import psutil
-
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1
-GRACE_S = 2.0  # most errors reach every rank by itself; after this the others are told
-PATIENCE_S = 30.0  # for them to clean up
-LEAVE = signal.SIGUSR1  # from one rank to the others: it can't go on, and neither can they
-ECHO_S = 3.0  # torchrun passes a signal on that the ranks have got already: no second one
+ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
 
 
 @dataclass
 class Stop:
     """What signals have asked of this process. They set it, the training loop reads `asked`."""
 
-    gently: bool = False  # whether there is a training loop that will stop by itself
+    graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
 
 
 def prepare() -> None:
-    """At the very start of a rank: it ends when its launcher is killed, and libraries keep their warnings to themselves."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    launcher = psutil.Process(os.getppid())
-    os.environ["NANOYATT_LAUNCHER"] = f"{launcher.pid} {launcher.create_time():.0f}"
-    for number in (signal.SIGINT, LEAVE):  # until the event loop takes over
-        signal.signal(number, lambda *_: give_up("interrupted", 130))
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    """At the very start of a rank: it ends with its launcher, and libraries keep their warnings back."""
+    die_with_parent(signal.SIGTERM)
+    for number in SIGNALS:  # until the event loop takes over
+        signal.signal(number, lambda number, _: exit_on_signal(number))
+    os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-async def until_told(work, stop: Stop):
-    """Run the work and return its result. A signal is noted in `stop`, or cancels it, so that every `finally` on the way out runs."""
+def die_with_parent(number: int) -> None:
+    """Ask Linux for this signal when the thread that started this process ends, even by kill -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
+    """Run the work and return its result. A signal is noted in `stop`, or cancels it with every `finally`."""
     task = asyncio.ensure_future(work)
 
-    def hear(number: int) -> None:
-        now = time.monotonic()
-        is_echo = stop.asked and now - stop.time < ECHO_S
-        if number == LEAVE or not (is_echo or (stop.gently and not stop.asked)):
-            task.cancel()
-        if not stop.asked:
+    def on_signal(number: int) -> None:
+        is_first, now = not stop.asked, time.monotonic()
+        if is_first:
             stop.asked, stop.time = number, now
+        if (is_first and not stop.graceful) or now - stop.time > ECHO_S:
+            task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, LEAVE):
-        asyncio.get_running_loop().add_signal_handler(number, hear, number)
-    return await task
-
-
-def leave(message: str, status: int, number: int) -> None:
-    """Leave as signal `number` wants it: SIGTERM ends ranks, any other the launcher, too. Engines must be closed already."""
-    if number != signal.SIGTERM:
-        give_up(message, status)
-    if os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr)
-    go(status)
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except RuntimeError:  # of a collective, where another rank has left with a user's error
+        if (reported := reported_file()) and reported.exists():
+            raise asyncio.CancelledError from None
+        raise
 
 
-def give_up(message: str, status: int) -> None:
-    """Leave with one line and a status, and have the other ranks of this machine leave too. Engines must be closed already."""
-    for number in (signal.SIGINT, signal.SIGTERM, LEAVE):
-        signal.signal(number, signal.SIG_IGN)  # torchrun passes Ctrl-C on a second time
-    launcher, born = map(int, os.environ["NANOYATT_LAUNCHER"].split())
-    leaving = Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}")  # a file in it for each rank that has cleaned up
-    if is_first(leaving):
-        print(message, file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == launcher:  # an orphan's new parent isn't its to end
-        with contextlib.suppress(psutil.NoSuchProcess):
-            leave_together(psutil.Process(launcher), leaving)
-    shutil.rmtree(leaving, ignore_errors=True)
-    go(status)
+def exit_on_error(line: str) -> NoReturn:
+    """Leave because of a user's error. torchrun reads the line from its error file, to quote it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}))
+    exit_now(2, line)
 
 
-def go(status: int) -> None:
-    """End this process now: a thread may still wait in a collective for a rank that left."""
+def exit_on_signal(number: int) -> NoReturn:
+    exit_now(128 + number, "interrupted")
+
+
+def exit_now(status: int, line: str) -> NoReturn:
+    """Say why, unless another rank of this machine has, and end although threads may wait for other ranks."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        if reported := reported_file():
+            reported.touch(exist_ok=False)
+        print(line, file=sys.stderr, flush=True)
+    except FileExistsError:
+        pass
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 
-def is_first(leaving: Path) -> bool:
-    """Whether no rank has left before: most errors reach every rank, and one line is enough."""
-    try:
-        leaving.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-def leave_together(launcher: psutil.Process, leaving: Path) -> None:
-    """Return once every rank of this launcher has cleaned up and the launcher is gone."""
-    (leaving / str(os.getpid())).touch()
-    siblings = [child for child in launcher.children() if child.pid != os.getpid()]
-    start, told = time.monotonic(), False
-    while os.getppid() == launcher.pid and time.monotonic() < start + PATIENCE_S:
-        alive = [sibling for sibling in siblings if is_alive(sibling)]
-        busy = [sibling for sibling in alive if not (leaving / str(sibling.pid)).exists()]
-        if busy and not told and time.monotonic() > start + GRACE_S:
-            told = True
-            for sibling in busy:
-                sibling.send_signal(LEAVE)
-        if not busy and all(os.getpid() < sibling.pid for sibling in alive):
-            launcher.kill()
-            break
-        time.sleep(0.02)
-    while any(is_alive(sibling) for sibling in siblings if sibling.pid > os.getpid()) and time.monotonic() < start + PATIENCE_S:
-        time.sleep(0.02)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Running, and not a zombie."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+def reported_file() -> Path | None:
+    """There once a rank has said why the run ends: in the folder that torchrun made for this attempt."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path).parents[1] / "reported" if path else None

@@ -30,7 +30,6 @@ OPTIMISM = 0.10  # part of its predicted time by which an untried split may be f
 SIMILAR_LOAD = 0.1  # a trial when the judges' share of the tokens was further off says nothing of now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
 
-
 Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
 
 
@@ -60,7 +59,7 @@ class RequestStats:
 
     @staticmethod
     def of(requests: Iterable[Request], wakes: int = 0, stalls: int = 0) -> RequestStats:
-        """One controller's."""
+        """One controller's requests, in any order."""
         requests = list(requests)
         edges = sorted([(sent, 1) for sent, *_ in requests] + [(end, -1) for _, end, *_ in requests])
         in_flight, last, request_s, second_moment = 0, 0.0, 0.0, 0.0

@@ -3,8 +3,8 @@
     python tests/compare_layouts.py BEFORE AFTER      a line a layout; exit status 1 if any number differs
 
 Both folders hold what parallel_worker.py, critic_worker.py or preference_worker.py left for one case.pt:
-result.2 and the like with metrics, gradients and weights, and the exported models. Columns that a change renames
-go into RENAMED for the comparison.
+result.2 and the like with metrics, gradients and weights, and the exported models. What only AFTER has is
+no difference; columns that a change renames go into RENAMED for the comparison.
 """
 
 import sys
@@ -48,7 +48,7 @@ def main(before: Path, after: Path) -> int:
         for name in [name for name in old if name.split(" ")[-1] in RENAMED]:
             *place, last = name.split(" ")
             old[" ".join([*place, RENAMED[last]])] = old.pop(name)
-        found = [name for name in sorted(old.keys() | new.keys()) if not same(old.get(name), new.get(name))]
+        found = [name for name in sorted(old) if name not in new or not same(old[name], new[name])]
         differs |= bool(found)
         print(f"{layout}: {f'{len(found)} differ: {found[:5]}' if found else f'all {len(old)} are equal'}")
     return int(differs or not one)

@@ -4,13 +4,19 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+# "ci" draws the same examples every time; HYPOTHESIS_PROFILE=fresh draws others
+hypothesis.settings.register_profile("ci", derandomize=True)
+hypothesis.settings.register_profile("fresh", print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
 WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_faults"}
-AT_THE_END = {"test_doors", "test_resume", "test_rollout"}  # with engines, too
+AT_THE_END = {"test_security", "test_resume", "test_rollout"}  # with engines, too
 
 
 class TwoStreams(LoadScopeScheduling):

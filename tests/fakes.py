@@ -529,7 +529,7 @@ def simulate(
     checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
     controllers)), called when it is time. look: called likewise whenever nothing can run but later.
     """
-    config = fake_config(mode, **settings)
+    config = fake_config(mode, out=str(out), **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log) for rank in range(size)]
     engines = fake_engines(config, plans, devices, write, verdict)

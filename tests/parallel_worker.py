@@ -39,6 +39,15 @@ def set_constants(patch: Callable = setattr) -> None:
     patch(actor, "MAX_LOGPROB_DIFF", {"float32": 1e3, "bfloat16": 1e3})
 
 
+def supervised(trainer, sequences: list, lr: float) -> float:
+    """One optimizer step of cross-entropy on (prompt, response) pairs; returns the mean loss before it."""
+    from actor import cross_entropy_loss
+
+    packed = [[sequences[index] for index in chosen] for chosen in trainer.pack(sequences)]
+    stats = trainer.learn(packed, cross_entropy_loss, (), lr)
+    return stats["loss"] / stats["divisor"]
+
+
 def balanced(batch: list, actor) -> list:
     """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
     samples = {(sample.prompt_id, sample.index): sample for sample in batch if sample.advantages is not None}
@@ -130,6 +139,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     stale = stale_update(actor, reference["batches"][1])
     sequences = sequence_update(actor, reference["batches"][1])
     spread = spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor))) if actor.dp_size > 1 else None
+    uneven = supervised(actor, [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)], 1e-3)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares))
     actor.close()
@@ -145,6 +155,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         "sequences": sequences,
         "stale": stale,
         "spread_with_a_slow_rank": spread,
+        "uneven": uneven,
     }
 
 

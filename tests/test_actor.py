@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,16 +20,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_worker import actor_config, balanced
+from parallel_worker import actor_config, balanced, set_constants, supervised
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from algorithms import Algorithm, algorithm_of
 from sample import Sample
 from scheduling.balance import pack, packed_length
 from training import ptx
 from training.packing import NO_TARGET, make_micro_batches, zigzag
 
 VOCAB = 64
+NEAR = {"float32": 1e-3}  # how far trainer and engine may be apart, where a test is about it
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CLIP_GRAD = 0.5  # as in set_constants
 LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]  # worked by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, to one half
 
 
@@ -71,6 +74,7 @@ def make_samples(step: int) -> list[Sample]:
 
 
 def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, float]:
+    algorithm = algorithm_of(config)
     kept = [sample for sample in samples if sample.advantages is not None]
     tokens = sum(len(sample.response) for sample in kept)
     sums = dict.fromkeys(("loss", "entropy", "kl", "clip_frac"), 0.0)
@@ -79,14 +83,14 @@ def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, flo
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
         ratio = (logprobs - torch.tensor(sample.logprobs)).exp()
         advantages = torch.tensor(sample.advantages)
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         loss = -torch.min(ratio * advantages, clipped * advantages)
         (loss.sum() / tokens).backward()
         sums["loss"] += loss.sum().item()
         sums["entropy"] += entropy.sum().item()
         sums["kl"] -= ratio.log().sum().item()
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad).item()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
     optimizer.step()
     return {"train/grad_norm": grad_norm, "train/tokens": tokens, **{f"train/{name}": x / tokens for name, x in sums.items()}}
 
@@ -97,7 +101,7 @@ def plain_reference(model_dir: str) -> dict:
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     decayed, not_decayed = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     batches, metrics = [], []
     for step in range(3):
         samples, noise = make_samples(step), random.Random(step)
@@ -220,6 +224,16 @@ def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, lay
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_without_sequences_takes_part_under_every_layout(name, layouts_path):
+    """One rank has all of them, in several micro-batches."""
+    family, ranks, layout = LAYOUTS[name]
+    got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["uneven"]
+    plain = {"qwen3": "tp2", "qwen2": "tp2_tied"}[family]
+    expected = torch.load(f"{layouts_path}.2", weights_only=False)[plain]["uneven"]
+    assert expected > 1 and got == pytest.approx(expected, abs=0.1 if layout.get("dtype") == "bfloat16" else 1e-3)
+
+
 def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path):
     """A rank that takes a second more than the others shows, although they wait for it in the sum of the gradients."""
     result = torch.load(f"{layouts_path}.2", weights_only=False)["dp2"]
@@ -238,10 +252,16 @@ def check_export(path: Path, weights: dict, tolerance: float) -> None:
 # ------------------------------------------------------------------------------------------------ one rank, in this process
 
 
+@pytest.fixture(autouse=True)
+def constants(monkeypatch):
+    set_constants(monkeypatch.setattr)
+
+
 @pytest.fixture
 def make_actor():
     """Builds an actor of a single rank, after taking the one before it down."""
-    from actor import Actor, mpu
+    from actor import Actor
+    from training.trainer import mpu
 
     actors = []
 
@@ -296,7 +316,7 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
     samples = on_policy_samples(actor)
     gradients, counts = [], []
     for budget in (1000, 120, 60, 27):
-        actor.config.max_tokens_per_micro_batch = budget
+        actor.config = replace(actor.config, max_tokens_per_micro_batch=budget)
         gradients.append(gradient(actor, samples, monkeypatch))
         counts.append(len(balanced(samples, actor)[0]))
     assert counts[:3] == [1, 2, 4] and counts[3] > 6
@@ -309,7 +329,8 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
 def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
     """With a KL to a reference and the entropy in the loss; off-policy, in two optimizer steps of several micro-batches each."""
     changes = {"kl_coef": 0.3, "entropy_coef": 0.2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
-    actor, rng = make_actor(model_dir, algorithm=row, **changes), random.Random(0)
+    changes |= {"clip_low": 0.2, "clip_high": 0.28}  # gspo's own would cut everything
+    actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
     samples = on_policy_samples(actor)
     for sample in samples:
         sample.logprobs = [logprob + rng.gauss(0, 0.2) for logprob in sample.logprobs]
@@ -322,9 +343,9 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     losses = []
     for part in (samples[0::2], samples[1::2]):
         optimizer.zero_grad()
-        losses.append(plain_row_loss(model, part, actor.config))
+        losses.append(plain_row_loss(model, part, actor.config, actor.algorithm))
         losses[-1].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), actor.config.clip_grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
     sizes = [len(part) if row != "cispo" else sum(len(sample.response) for sample in part) for part in (samples[0::2], samples[1::2])]
     mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
@@ -338,7 +359,7 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
     """Policy's mean + ptx_coef * mean over the texts' tokens, in one optimizer step; other texts in each of two steps."""
     texts = [([1, 2], [3, 4, 5]), ([6], [7] * 9), ([8, 9, 10], [11, 12]), ([13], [14, 15, 16, 17])]
     changes = {"ptx_coef": 0.5, "ptx_batch": 2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
-    actor = make_actor(model_dir, algorithm="cispo", kl_coef=0.3, temperature=1.0, **changes)
+    actor = make_actor(model_dir, row="cispo", kl_coef=0.3, ptx_data="texts", temperature=1.0, **changes)
     samples = on_policy_samples(actor)
     for sample in samples:
         sample.reference_logprobs = [logprob - 0.1 for logprob in sample.logprobs]
@@ -353,8 +374,8 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
         examples = [Sample(0, 0, prompt, response=response) for prompt, response in chosen]
         losses.append(-torch.cat([plain_logprobs(model, example, 1.0)[0] for example in examples]))
         optimizer.zero_grad()
-        (plain_row_loss(model, part, actor.config) + 0.5 * losses[-1].mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), actor.config.clip_grad)
+        (plain_row_loss(model, part, actor.config, actor.algorithm) + 0.5 * losses[-1].mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
     assert metrics["train/ptx_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
     assert metrics["train/tokens"] == sum(len(sample.response) for sample in samples)
@@ -363,37 +384,33 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
         assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
 
 
-def plain_row_loss(model, samples: list[Sample], config) -> torch.Tensor:
+def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -> torch.Tensor:
     """Of one optimizer step, an answer at a time."""
-    total, tokens = 0.0, 0
+    total, tokens, row = 0.0, 0, config.algorithm[0]
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
         log_ratio, advantages = logprobs - torch.tensor(sample.logprobs), torch.tensor(sample.advantages)
-        ratio = (log_ratio.mean() if config.algorithm == "gspo" else log_ratio).exp()
-        cut = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        ratio = (log_ratio.mean() if row == "gspo" else log_ratio).exp()
+        cut = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         loss = -torch.min(ratio * advantages, cut * advantages)
-        if config.algorithm == "cispo":
+        if row == "cispo":
             loss = -cut.detach() * advantages * logprobs
         off = torch.tensor(sample.reference_logprobs) - logprobs
-        loss = loss + config.kl_coef * (off.exp() - 1 - off) - config.entropy_coef * entropy
-        divided = {"gspo": len(sample.response), "dr_grpo": config.max_new_tokens, "cispo": 1}[config.algorithm]
+        loss = loss + algorithm.kl_coef * (off.exp() - 1 - off) - algorithm.entropy_coef * entropy
+        divided = {"gspo": len(sample.response), "dr_grpo": config.max_new_tokens, "cispo": 1}[row]
         total, tokens = total + loss.sum() / divided, tokens + len(sample.response)
-    return total / (tokens if config.algorithm == "cispo" else len(samples))
+    return total / (tokens if row == "cispo" else len(samples))
 
 
 def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
     """Not even to the embedding's gradient, and not to the number of tokens that the loss is divided by."""
-    from actor import _sum_loss
+    from actor import cross_entropy_loss
 
     actor = make_actor(model_dir)
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)[:3]]
-
-    def cross_entropy(slots, logprobs, entropy):
-        return -logprobs, {}
-
     gradients = []
     for packed in ([sequences], [[], sequences, []]):
-        actor._forward_backward(packed, partial(_sum_loss, 1.0, cross_entropy))
+        actor._passes(packed, cross_entropy_loss)
         gradients.append(actor.ddp.buffers[0].grad_data.clone())
     assert torch.equal(gradients[0], gradients[1]) and gradients[0].abs().max() > 0
 
@@ -410,8 +427,9 @@ def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     assert actor.version == 2
 
 
-def test_updates_per_step_deals_the_samples_to_optimizer_steps(make_actor, model_dir):
-    constant = {"lr_warmup_steps": 0, "lr_decay_to": 1.0}
+def test_updates_per_step_deals_the_samples_to_optimizer_steps(make_actor, model_dir, monkeypatch):
+    monkeypatch.setattr("actor.LR_DECAY_TO", 1.0)
+    constant = {"lr_warmup_steps": 0}
     actor = make_actor(model_dir, updates_per_step=2, **constant)
     samples = on_policy_samples(actor)
     metrics, together = update(actor, samples), weights_of(actor)
@@ -425,22 +443,24 @@ def test_updates_per_step_deals_the_samples_to_optimizer_steps(make_actor, model
     assert metrics["train/engine_logprob_diff_max"] < 1e-5 < parts[1]["train/engine_logprob_diff_max"]
 
 
-def test_supervised_is_a_step_of_plain_cross_entropy(make_actor, model_dir):
+def test_a_step_of_cross_entropy_is_that_of_plain_transformers(make_actor, model_dir):
+    """At temperature 1, whatever the answers are sampled at; it is no update."""
     actor = make_actor(model_dir)
-    samples = make_samples(0)
-    loss = actor.supervised([(sample.prompt, sample.response) for sample in samples], lr=1e-2)
+    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
+    loss = supervised(actor, sequences, lr=1e-2)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    expected = -torch.cat([plain_logprobs(model, sample, temperature=1.0)[0] for sample in samples]).mean().item()
-    assert loss == pytest.approx(expected, abs=1e-5)
-    assert actor.supervised([(sample.prompt, sample.response) for sample in samples], lr=1e-2) < loss
+    plain = [plain_logprobs(model, sample, temperature=1.0)[0] for sample in make_samples(0)]
+    assert loss == pytest.approx(-torch.cat(plain).mean().item(), abs=1e-5)
+    assert supervised(actor, sequences, lr=1e-2) < loss
     assert actor.version == 0
 
 
-def test_a_disagreement_with_the_engine_stops_before_the_weights_move(make_actor, model_dir):
-    actor = make_actor(model_dir, max_logprob_diff=1e-3)
+def test_a_disagreement_with_the_engine_stops_before_the_weights_move(make_actor, model_dir, monkeypatch):
+    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
+    actor = make_actor(model_dir)
     samples, before = on_policy_samples(actor), weights_of(actor)
     samples[3].logprobs[0] += 0.01
-    with pytest.raises(ValueError, match=r"up to 1.00e-02, more than --max-logprob-diff 1.00e-03"):
+    with pytest.raises(ValueError, match=r"up to 1.00e-02, more than 1.00e-03, .* --dtype float32"):
         update(actor, samples)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
@@ -497,7 +517,7 @@ def test_padding_is_refused(make_actor, model_dir):
 
 # --------------------------------------------------------------------------------------------------- partial rollout: stale tokens
 
-STALE = {"partial_rollout": True, "stale_weight_max": 1.5, "lr_warmup_steps": 0, "max_logprob_diff": 1e-3}
+STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 
 def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[float]]:
@@ -514,7 +534,7 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
             distance = rng.uniform(-1, 1)
             sample.versions[token] = 0
             sample.logprobs[token] -= distance
-            weights.append(min(torch.tensor(distance).exp().item(), STALE["stale_weight_max"]))
+            weights.append(min(torch.tensor(distance).exp().item(), STALE["behavior_weight_cap"]))
             plain.advantages[token] *= weights[-1]
     assert min(weights) < 0.5 and weights.count(1.5) > 2
     return stale, fresh, weights
@@ -522,6 +542,7 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
 
 def test_the_gradient_of_a_stale_token_has_its_importance_weight(make_actor, model_dir, monkeypatch):
     """At ratio 1 a loss with a weight is the loss of an advantage with it. Only fresh tokens are compared with the engine."""
+    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir, **STALE)
     stale, fresh, weights = with_stale_tokens(actor, on_policy_samples(actor))
     expected = gradient(actor, fresh, monkeypatch)
@@ -534,8 +555,9 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(make_actor, mod
 
 
 @pytest.mark.parametrize("step_size", [1e-3, 3e-2])
-def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, step_size):
+def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, monkeypatch, step_size):
     """With two updates: the second's ratio is to the weights before the first, whether or not the clip then cuts it."""
+    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     weights, metrics = [], []
     for which in range(2):
         actor = make_actor(model_dir, updates_per_step=2, lr=step_size, **STALE)
@@ -551,7 +573,7 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, s
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates):
     """Truncated: as if the engine had the trainer's numbers and every advantage its weight. Masked: that of some tokens is 0."""
-    for settings in ({"mismatch_max": 1.5}, {"mismatch_mask": 2.0}, {"mismatch_max": 1.5, "mismatch_mask": 2.0}):
+    for settings in ({"tis_cap": 1.5}, {"icepop_bound": 2.0}, {"tis_cap": 1.5, "icepop_bound": 2.0}):
         metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
         for corrected in (True, False):
             changes = settings if corrected else {}
@@ -561,8 +583,8 @@ def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, upd
                 for token in range(len(sample.response)):
                     weight = math.exp(rng.uniform(-1, 1))
                     sample.logprobs[token] -= math.log(weight) * corrected
-                    kept = 1 / 2 <= weight <= 2 or "mismatch_mask" not in settings
-                    sample.advantages[token] *= 1.0 if corrected else min(weight, settings.get("mismatch_max", 9)) * kept
+                    kept = 1 / 2 <= weight <= 2 or "icepop_bound" not in settings
+                    sample.advantages[token] *= 1.0 if corrected else min(weight, settings.get("tis_cap", 9)) * kept
                     masked += not kept
             metrics.append(update(actor, samples))
         assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
@@ -572,11 +594,11 @@ def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, upd
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_partial_rollout_changes_nothing_of_a_fresh_batch(make_actor, model_dir, updates):
+def test_continued_answers_change_nothing_of_a_fresh_batch(make_actor, model_dir, updates):
     """Bit for bit: weights and metrics."""
     weights, metrics = [], []
-    for partial_rollout in (False, True):
-        actor = make_actor(model_dir, updates_per_step=updates, partial_rollout=partial_rollout)
+    for over_dispatch in (1.0, 1.5):
+        actor = make_actor(model_dir, updates_per_step=updates, over_dispatch=over_dispatch)
         metrics.append(update(actor, on_policy_samples(actor)) | {"train/seconds_spread": 0.0})
         weights.append(weights_of(actor))
     assert metrics[0] == metrics[1] and metrics[0]["train/stale_token_frac"] == 0 and metrics[0]["train/stale_weight_mean"] == 1
@@ -584,7 +606,7 @@ def test_partial_rollout_changes_nothing_of_a_fresh_batch(make_actor, model_dir,
 
 
 def test_versions_that_cannot_be_are_refused(make_actor, model_dir):
-    """Older weights without --partial-rollout, weights to come with it."""
+    """Older weights where no answer is continued, weights to come where answers are."""
     actor = make_actor(model_dir)
     stale, _, _ = with_stale_tokens(actor, on_policy_samples(actor))
     with pytest.raises(AssertionError, match="meets weights 1"):
@@ -609,7 +631,7 @@ def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypa
                 assert actor.ddp.buffers[0].param_data.untyped_storage().size() == 0
                 actor.wake()
                 monkeypatch.setattr(actor, "device", torch.device("cpu"))
-            actor.supervised([(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3)
+            supervised(actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3)
         weights.append(weights_of(actor))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -647,14 +669,15 @@ def test_learning_rate_of_every_update():
     assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(LEARNING_RATES)
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
     assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
-    late = actor_config(critic_warmup=3, steps=7)  # the critic learns alone, and then all is as without
-    assert [learning_rate(version, late) for version in range(7)] == pytest.approx([0, 0, 0, *LEARNING_RATES])
-    assert learning_rate(0, actor_config(critic_warmup=1, lr_warmup_steps=0)) == 0
+    late = actor_config(steps=7)  # the critic learns alone, and then all is as without
+    assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx([0, 0, 0, *LEARNING_RATES])
+    assert learning_rate(0, actor_config(lr_warmup_steps=0), 1) == 0
 
 
-def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_dir):
+def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_dir, monkeypatch):
     """Bit for bit, weight decay and a momentum from before included; its versions go on, and the engine is compared with."""
-    actor = make_actor(model_dir, critic_warmup=2, max_logprob_diff=1e-3)
+    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
+    actor = make_actor(model_dir, row="ppo", critic_warmup=2)
     before = weights_of(actor)
     for _ in range(2):
         metrics = update(actor, on_policy_samples(actor))
@@ -756,8 +779,8 @@ def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir)
         make_actor(model_dir, pp=2)
     with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
         transformer_config(read_hf_config(model_dir), actor_config(tp=4))
-    with pytest.raises(ValueError, match="'a2c' is unknown; choose one of: grpo"):
-        make_actor(model_dir, algorithm="a2c")
+    with pytest.raises(ValueError, match="--algorithm a2c is unknown; choose one of: grpo"):
+        make_actor(model_dir, row="a2c")
     actor = make_actor(model_dir, max_tokens_per_micro_batch=20)
     with pytest.raises(ValueError, match="does not fit into --max-tokens-per-micro-batch 20"):
         actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])
@@ -790,10 +813,10 @@ def with_bug(patch, method: str) -> None:
 def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir, tmp_path, monkeypatch, dtype):
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
     actor = make_actor(model_dir, dtype=dtype)
-    losses = [actor.supervised(sequences, 1e-2) for _ in range(2)]
+    losses = [supervised(actor, sequences, 1e-2) for _ in range(2)]
     actor.version = 7
     save(actor, tmp_path / "checkpoint")
-    losses += [actor.supervised(sequences, 1e-2) for _ in range(2)]
+    losses += [supervised(actor, sequences, 1e-2) for _ in range(2)]
 
     actor = make_actor(model_dir, dtype=dtype)
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
@@ -805,13 +828,13 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir
     with monkeypatch.context() as patch:
         with_bug(patch, "load_state_dict")  # bug 3: one step tensor for all
         actor.restore(tmp_path / "checkpoint")
-        actor.supervised(sequences, 1e-2)
+        supervised(actor, sequences, 1e-2)
         assert min(adam_steps(actor)) > 10
 
     actor = make_actor(model_dir, dtype=dtype)
     actor.restore(tmp_path / "checkpoint")
     assert actor.version == 7
-    assert [actor.supervised(sequences, 1e-2) for _ in range(2)] == losses[2:]
+    assert [supervised(actor, sequences, 1e-2) for _ in range(2)] == losses[2:]
     assert set(adam_steps(actor)) == {4.0}
 
 

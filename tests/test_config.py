@@ -1,4 +1,4 @@
-"""Settings: from the command line to a Config, presets, what can't work and how it is said."""
+"""Settings: from the command line to a Config, presets, commands, what can't work and how it is said."""
 
 import dataclasses
 import re
@@ -10,15 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import config as config_module
 import placement
-import run
-from config import AT_LEAST_1, COMMANDS, LIMITS, PRESETS, Config, as_text, check_batch, dashed, field_comments, parse_config
+from run import check_settings, describe
+from config import (
+    AT_LEAST_1,
+    COMMANDS,
+    LIMITS,
+    PRESETS,
+    Config,
+    as_text,
+    dashed,
+    documented_settings,
+    make_out,
+    parse_config,
+)
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-PROMISED = ("preset", "mode", "out", "steps", "seed", "model", "judge", "data", "algorithm", "prompts-per-step", "answers-per-prompt")
-PROMISED += ("dry-run", "rollout-only", "train-only", "replay")
-RESOLVED = ("preset", "out", "judge_format", "judge_weights", "judge_signal")  # what isn't given follows from the rest
+# DESIGN.md: names that scripts outside may rely on
+PROMISED = (
+    "preset mode out steps seed resume model judge rule data algorithm prompts_per_step answers_per_prompt"
+)
+PROMISED += " rollout_ranks rebalance over_dispatch tp pp cp sp max_tokens_per_micro_batch lr save_every keep"
+PROMISED += " save_hf_every deterministic dry_run rollout_only train_only replay"
+RESOLVED = ("preset", "out", "judge_format")  # what isn't given follows from the rest
 PATHS = ["--model", "m", "--judge", "j"]
 
 
@@ -26,11 +42,27 @@ PATHS = ["--model", "m", "--judge", "j"]
 
 
 def test_without_arguments_the_demo():
-    """The defaults are the preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
+    """The preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
     config = parse_config([])
-    assert (config.preset, config.mode, config.out, config.judge_format) == ("tiny", "partial", "runs/tiny-partial", ("addition",))
-    filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",), judge_weights=(1.0,), judge_signal=("reward",))
-    assert config == dataclasses.replace(Config(), **filled_in)
+    assert (config.command, config.preset, config.mode, config.out) == (
+        "rl",
+        "tiny",
+        "partial",
+        "runs/tiny-partial",
+    )
+    filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",))
+    assert config == dataclasses.replace(Config(), **PRESETS["tiny"] | filled_in)
+    assert (config.lr, config.max_new_tokens, config.max_model_len) == (5e-4, 72, 256)
+
+
+def test_with_a_model_the_fields_defaults():
+    """What suits the demo alone doesn't apply: the preset is `base`, and the context is the model's own."""
+    config = parse_config(PATHS)
+    assert (config.preset, config.out) == ("base", "runs/base-partial")
+    assert (config.lr, config.max_new_tokens, config.max_model_len) == (1e-6, 1024, 0)
+    assert parse_config([*PATHS, "--preset", "tiny"]).lr == 5e-4
+    assert [parse_config([name, "--model", "m"]).lr for name in ("sft", "rm", "dpo")] == [1e-5, 1e-5, 1e-6]
+    assert [parse_config([name]).lr for name in ("sft", "rm", "dpo")] == [5e-4] * 3
 
 
 def test_what_is_filled_in_follows_from_the_rest():
@@ -39,47 +71,52 @@ def test_what_is_filled_in_follows_from_the_rest():
     assert parse_config(["--out", "x"]).out == "x"
     assert parse_config(["--rollout-only"]).out == "runs/tiny-partial-rollout-only"
     train_only = parse_config(["--train-only", "--replay", "r"])
-    assert (train_only.out, train_only.partial_rollout) == ("runs/tiny-partial-train-only", True)
+    assert (train_only.out, train_only.continues_answers) == ("runs/tiny-partial-train-only", True)
+    assert (
+        parse_config(["--over-dispatch", "1.5"]).continues_answers and not parse_config([]).continues_answers
+    )
+    assert parse_config(["sft"]).out == "runs/sft"
     assert parse_config([*PATHS]).judge_format == ("addition",)
     assert parse_config([*PATHS, "--data", "d"]).judge_format == ("chat",)
     assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == ("addition",)
 
 
-@pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
-def test_learning_from_examples_takes_the_demos_model(command):
-    """As run.py puts it in place; there is no judge to go with it."""
-    config = dataclasses.replace(parse_config([command]), model="m")
-    assert (config.judges, config.judge_weights, config.judge_signal) == (0, (), ())
-
-
 @pytest.mark.parametrize(
-    "arguments,judge,weights,formats",
+    "arguments,models",
     [
-        ([], (), (1.0,), ("addition",)),
-        (["--model", "m", "--judge", "a"], ("a",), (1.0,), ("addition",)),
-        (["--judge", "a", "b", "--model", "m", "--data", "d"], ("a", "b"), (1.0, 1.0), ("chat", "chat")),
-        (["--model", "m", "--judge", "a", "a", "--judge-weights", "0.7", "0.3"], ("a", "a"), (0.7, 0.3), ("addition",) * 2),
-        (["--model", "m", "--judge", "a", "b", "c", "--judge-format", "chat"], ("a", "b", "c"), (1.0,) * 3, ("chat",) * 3),
-        (["--model", "m", "--judge", "a", "b", "--judge-format", "chat", "addition"], ("a", "b"), (1.0, 1.0), ("chat", "addition")),
-        (["--model", "m", "--judge", "a", "b", "--judge-weights", "0", "2"], ("a", "b"), (0.0, 2.0), ("addition",) * 2),
-        (["--model", "m", "--rule", "right"], (), (), ("addition",)),
-        (["--model", "m", "--rule", "right", "--judge-format", "chat"], (), (), ("chat",)),
-        (["--model", "m", "--train-only", "--replay", "r"], (), (), ("addition",)),
+        ([], ("",)),  # the demo's judge has no name before it is made
+        (["--rule", "right"], ("",)),
+        ([*PATHS], ("j",)),
+        ([*PATHS, "k", "--reward-weights", "0.7", "0.3"], ("j", "k")),
+        ([*PATHS, "k", "--rule", "right", "--reward-weights", "0", "0", "2"], ("j", "k")),
+        ([*PATHS, "--cost-judge", "c"], ("j", "c")),
+        (["--model", "m", "--rule", "right"], ()),
+        (["--model", "m", "--rule", "right", "--cost-judge", "c", "--reward-weights", "1"], ("c",)),
+        (["--model", "m", "--train-only", "--replay", "r"], ()),
+        (["sft"], ()),
     ],
 )
-def test_judges_with_their_weights_and_formats(arguments, judge, weights, formats):
-    """One weight and one format for each judge once it is resolved; the demo's only judge isn't named."""
+def test_the_judges_of_a_run(arguments, models):
+    """Those of the reward, then those of the cost; valid once the demo's models are in place, too."""
     config = parse_config(arguments)
-    assert (config.judge, config.judge_weights, config.judge_format) == (judge, weights, formats)
-    assert dataclasses.replace(config, model="m", judge=judge or ("made",)).judge_weights == weights  # what is resolved stays valid
+    assert config.judge_models == models
+    made = dataclasses.replace(config, model="m", judge=config.judge or ("made",) * (models == ("",)))
+    assert len(made.judge_models) == len(models)
 
 
 def test_what_takes_several_values_comes_back_as_the_command_line_takes_it():
     """as_text is the way back; one value is that value."""
-    config = parse_config(["--model", "m", "--judge", "a", "b", "--judge-weights", "0.7", "0.3"])
-    assert (as_text(config.judge), as_text(config.judge_weights), as_text(config.steps), as_text(())) == ("a b", "0.7 0.3", "40", "")
-    described = run.describe(config, check_batch(config, 4), 4)
-    assert "judge a b\n" in described and "--judge-weights 0.7 0.3" in described
+    config = parse_config(
+        [*PATHS, "k", "--reward-weights", "0.7", "0.3", "--algorithm", "ppo", "gae_lambda=0.9"]
+    )
+    assert (as_text(config.judge), as_text(config.reward_weights), as_text(config.steps)) == (
+        "j k",
+        "0.7 0.3",
+        "40",
+    )
+    assert (as_text(()), as_text(config.algorithm)) == ("", "ppo gae_lambda=0.9")
+    described = describe(config, check_settings(config, 4), 4)
+    assert "judge j k\n" in described and "--reward-weights 0.7 0.3" in described
 
 
 def test_the_command_line_beats_the_preset_which_beats_the_defaults():
@@ -90,6 +127,7 @@ def test_the_command_line_beats_the_preset_which_beats_the_defaults():
                 assert config[field.name] == changes.get(field.name, field.default), field.name
     assert parse_config(["--preset", "cuda", "--lr", "0.5"]).lr == 0.5
     assert parse_config(["--lr", "0.5", "--preset", "cuda", "--dtype", "float32"]).dtype == "float32"
+    assert parse_config(["sft", "--preset", "cuda", "--lr", "0.5"]).lr == 0.5
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -97,11 +135,12 @@ def test_presets_name_settings_and_work(name):
     """Every key is a field of the field's type, and the result is valid on 2 ranks."""
     for key, value in PRESETS[name].items():
         assert type(value).__name__ == FIELDS[key].type
-    check_batch(parse_config(["--preset", name]), 2)
+    check_settings(parse_config(["--preset", name]), 2)
 
 
 def test_one_sampled_answer_does_where_a_greedy_one_is_beside_it():
-    assert parse_config(["--algorithm", "remax", "--answers-per-prompt", "1"]).answers_per_prompt == 1
+    config = parse_config(["--algorithm", "remax", "--answers-per-prompt", "1"])
+    assert check_settings(config, 2) and config.answers_per_prompt == 1
 
 
 VALUES = {
@@ -111,13 +150,22 @@ VALUES = {
     "bool": st.booleans(),
 }
 # these are checked against others
-CHECKED = {"algorithm", "judgements", "max_model_len", "max_new_tokens", "judge_max_new_tokens", "max_tokens_per_micro_batch"}
-CHECKED |= {"judge_format", "judge_weights", "judge_signal", "judge_retries", "judge_timeout_s", "collective_timeout_s"}
-CHECKED |= {"request_timeout_s", "replay", "engine_timeout_s"}
-CHECKED |= {"answers_per_prompt", "kl_in", "kl_estimator", "clip_dual", "mismatch_mask", "overlong_from"}
-CHECKED |= {"critic", "critic_warmup", "samples", "pass_at", "rule", "cost_rule", "reward_weights", "ptx_coef", "ptx_data"}
-CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool"}  # and these take no value
-FREE = sorted(set(FIELDS) - {"command", "preset", "mode", "dtype", "model", "judge", "data"} - CHECKED)
+CHECKED = {
+    "judgements",
+    "max_model_len",
+    "max_new_tokens",
+    "judge_max_new_tokens",
+    "max_tokens_per_micro_batch",
+}
+CHECKED |= {"replay", "critic", "model", "data", "dtype", "judge", "cost_judge", "reward_weights"}
+CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool" or field.type.startswith("tuple")}
+OF_RL = {
+    field.name
+    for name, row in documented_settings().items()
+    if name in COMMANDS["rl"].groups
+    for field, _ in row
+}
+FREE = sorted(OF_RL - {"preset"} - CHECKED)
 
 
 def within_limits(name):
@@ -135,7 +183,7 @@ def test_every_setting_comes_back_as_it_was_given(data):
     names = data.draw(st.lists(st.sampled_from(FREE), unique=True, max_size=6))
     given_values = {name: data.draw(within_limits(name)) for name in names}
     arguments = [text for name, value in given_values.items() for text in (f"--{dashed(name)}", str(value))]
-    config = dataclasses.asdict(parse_config(arguments))
+    config = dataclasses.asdict(parse_config(["--preset", "base", *arguments]))
     for name, field in FIELDS.items():
         if name not in RESOLVED or name in given_values:
             assert config[name] == given_values.get(name, field.default)
@@ -143,7 +191,8 @@ def test_every_setting_comes_back_as_it_was_given(data):
 
 def test_switches_and_equals_signs():
     assert parse_config(["--tp", "2", "--sp"]).sp is True
-    assert parse_config(["--sp", "--no-sp"]).sp is False
+    assert parse_config(["--no-deterministic"]).deterministic is False
+    assert parse_config(["--no-deterministic", "--deterministic"]).deterministic is True
     assert parse_config(["--steps=7"]).steps == 7
     assert parse_config(["--seed", "-1"]).seed == -1
 
@@ -153,66 +202,64 @@ def test_a_config_is_frozen():
         Config().steps = 3
 
 
+@pytest.mark.parametrize("timeout_s", [10.0, 600.0])
+def test_nothing_is_waited_for_longer_than_the_other_controllers_wait(timeout_s):
+    """Every timeout is a part of one: also three stalls of one request together."""
+    config = Config(timeout_s=timeout_s)
+    assert config.engine_silence_s < config.stalled_s < config.engine_start_s < timeout_s
+    assert 3 * config.stalled_s < timeout_s
+
+
 # ---------------------------------------------------------------- what can't work
 
 BAD_WEIGHTS = ("0.0 0.0", "-1.0 2.0", "nan 1.0", "1.0 nan", "inf 1.0", "1.0 inf")
+ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, so 2"
+POSITIVE = sorted(OF_RL & {*AT_LEAST_1})
+NOT_A_NUMBER = "argument --reward-weights: invalid float value: 'much'"
+PASS_AT = ["eval", "--model", "m", "--pass-at"]
 
 
 @pytest.mark.parametrize(
     "arguments,message",
     [
         (["--stepz", "3"], "unrecognized arguments: --stepz 3; see run.py --help"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),  # no abbreviations: a new setting would change their meaning
+        (["--step", "3"], "unrecognized arguments: --step 3"),  # a new setting would change what it means
         (["steps"], "unrecognized arguments: steps"),
         (["--steps"], "argument --steps: expected one argument"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--steps", "1.5"], "argument --steps: invalid int value"),
         (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
-        (["--preset", "huge"], "--preset huge is unknown; choose one of tiny, cuda"),
+        (["--preset", "huge"], "--preset huge is unknown; choose one of base, tiny, cuda"),
         (["--dtype", "float16"], "--dtype float16 is unknown; choose float32 or bfloat16"),
-        (["--judge-format", "xml"], "--judge-format xml is unknown; choose one of addition, chat"),
-        (["--judge-format", "chat", "xml"], "--judge-format xml is unknown"),
-        (["--judge-signal", "cost"], "--judge-signal cost: reward or cost is needed for each judge, so 1, and reward at least once"),
-        ([*PATHS, "k", "--judge-signal", "reward"], "--judge-signal reward: reward or cost is needed for each judge, so 2"),
-        ([*PATHS, "k", "--judge-signal", "reward", "price"], "--judge-signal reward price: reward or cost"),
-        (
-            [*PATHS, "k", "--judge-signal", "reward", "cost", "--judge-weights", "1", "0"],
-            "--judge-weights 1.0 0.0: one above 0 is needed for each --judge-signal",
-        ),
-        (["--judge-format", "chat", "chat"], "--judge-format chat chat: one for all judges is needed, or one for each, so 1"),
-        ([*PATHS, "k", "l", "--judge-format", "chat", "chat"], "--judge-format chat chat: one for all judges is needed, or one"),
-        ([*PATHS, "k", "--judge-weights", "1"], "--judge-weights 1.0: one for each judge is needed, so 2"),
-        (["--judge-weights", "1", "1"], "--judge-weights 1.0 1.0: one for each judge is needed, so 1"),
-        *[([*PATHS, "k", "--judge-weights", *bad.split()], f"--judge-weights {bad}: finite numbers are needed") for bad in BAD_WEIGHTS],
-        (["--judge-weights"], "argument --judge-weights: expected at least one argument"),
-        (["--judge-weights", "much"], "argument --judge-weights: invalid float value: 'much'"),
-        (["--answers-per-prompt", "1"], "--answers-per-prompt 1: at least 2 is needed by --algorithm grpo"),
-        (["--kl-in", "gradient"], "--kl-in gradient is unknown; choose one of loss, reward"),
-        (["--kl-estimator", "k4"], "--kl-estimator k4 is unknown; choose one of k1, k2, k3"),
-        (["--clip-dual", "0.5"], "--clip-dual 0.5: 0 or more than 1 is needed"),
-        (["--mismatch-mask", "1"], "--mismatch-mask 1: 0 or more than 1 is needed"),
-        (["--overlong-from", "72"], "--overlong-from 72 must be below --max-new-tokens 72"),
-        (["--critic", "c"], "--critic and --critic-warmup are for algorithms with a critic: --algorithm grpo has none"),
-        (["--critic-warmup", "3"], "--critic and --critic-warmup are for algorithms with a critic: --algorithm grpo has none"),
-        (["--algorithm", "ppo", "--critic", "c"], "--critic needs --model: the demo's critic starts from its actor"),
-        (["--algorithm", "ppo", "--critic-warmup", "40"], "--critic-warmup 40 leaves the actor none of --steps 40"),
-        (["--value-clip", "0"], "--value-clip 0.0: at least 1e-12 is needed"),
+        (["--critic", "c"], "--critic needs --model: the demo's models only know addition"),
         (["--model", "m"], "--model needs a --judge or a --rule, which say what an answer is worth"),
-        (["--judge", "j"], "--data and --judge need --model"),
-        (["--data", "d", "--rule", "right"], "--data and --judge need --model: the demo's models only know addition"),
-        (["--model", "m", "--rule", "right", "--reward-weights", "1", "1"], "1.0 1.0: one for each --rule is needed, so 1"),
-        (["--model", "m", "--rule", "right", "--judge-signal", "reward"], "--judge-weights and --judge-signal need a --judge"),
+        (["--judge", "j"], "--judge needs --model: the demo's models only know addition"),
+        (["--data", "d", "--rule", "right"], "--data needs --model: the demo's models only know addition"),
+        (["--cost-judge", "c"], "--cost-judge needs --model"),
+        (["sft", "--data", "d"], "--data needs --model"),
+        (["eval"], "run.py eval needs --model DIR"),
+        (["--model", "m", "--rule", "right", "--reward-weights", "1", "1"], "then each --rule, so 1"),
+        ([*PATHS, "k", "--reward-weights", "1"], ONE_EACH),
+        (["--rule", "right", "--reward-weights", "1"], ONE_EACH),
+        *[([*PATHS, "k", "--reward-weights", *bad.split()], f"weights {bad}: finite") for bad in BAD_WEIGHTS],
+        (["--reward-weights"], "argument --reward-weights: expected at least one argument"),
+        (["--reward-weights", "much"], NOT_A_NUMBER),
         (["--sp"], "--sp needs --tp 2"),
-        (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only starts no"),
-        (["--train-only"], "--train-only needs --replay FILE"),
-        (["--replay", "r"], "--train-only needs --replay FILE, what a --rollout-only run wrote, and nothing else reads that"),
-        (["--engine-timeout-s", "600"], "longer than the other controllers wait, --collective-timeout-s 600"),
-        (["--collective-timeout-s", "300"], "may take longer than the other controllers wait, --collective-timeout-s 300"),
-        (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0: a greedy judge repeats itself"),
-        *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1 is needed") for name in AT_LEAST_1],
+        (["--rebalance", "--mode", "full"], "--rebalance moves ranks between the roles"),
+        (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only"),
+        (["--train-only"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
+        (["--replay", "r"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
+        (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0"),
+        (["--max-model-len", "72"], "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
+        (["--max-model-len", "90"], "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
+        (["--max-tokens-per-micro-batch", "255"], "micro-batch 255: one sample may have 256 tokens"),
+        ([*PATHS, "--max-new-tokens", "8192"], "micro-batch 8192: one sample may have 8193 tokens"),
+        ([*PASS_AT, "9"], "--pass-at 9: each k from 1 to --samples 8 is needed"),
+        ([*PASS_AT, "0", "1"], "--pass-at 0 1: each k from 1"),
+        *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1") for name in POSITIVE],
         (["--tp", "-2"], "--tp -2: at least 1"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_setting_is_named(arguments, message):
     """One line, with the setting, its value and what to choose."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -223,7 +270,10 @@ def test_a_bad_setting_is_named(arguments, message):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--algorithm", "ppp"],  # found when the actor is built, after the engines were started
+        ["--algorithm", "ppp"],
+        ["--algorithm", "ppo", "gae=0.9"],
+        ["--judge-format", "xml"],
+        ["--judge-format", "chat", "xml"],
         ["--mode", "half"],
         ["--port", "70000"],  # OverflowError in Engine.launch
         ["--port", "0"],
@@ -234,36 +284,57 @@ def test_a_bad_setting_is_named(arguments, message):
         ["--judge-temperature", "-1"],
         ["--max-refill-waves", "-1"],  # no wave at all: no sample
         ["--eval-prompts", "-5"],  # a slice from the wrong end
-        ["--clip-grad", "-1"],
         ["--mem-fraction", "2"],
-        ["--engine-timeout-s", "0"],
+        ["--timeout-s", "0"],
+        ["--answers-per-prompt", "1"],  # of a group there is no other to compare with
         ["--judge-max-new-tokens", "256"],  # no room for what the judge is asked
         ["--max-tokens-per-micro-batch", "50"],  # shorter than one answer: fails at the first update
+        ["--over-dispatch", "0.5"],
     ],
     ids=" ".join,
 )
 def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments):
-    """By parse_config or check_batch, naming the setting."""
-    with pytest.raises(ValueError, match=re.escape(arguments[0])):
-        check_batch(parse_config(arguments), 2)
+    """By parse_config or check_settings, naming the setting."""
+    with pytest.raises(ValueError, match=re.escape(arguments[0])) as caught:
+        check_settings(parse_config(arguments), 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_short_context_does_where_there_is_no_judge():
+    """--judge-max-new-tokens is nobody's then."""
+    short = ["--max-model-len", "64", "--max-new-tokens", "32"]
+    assert parse_config(["--model", "m", "--rule", "right", *short]).max_model_len == 64
+    with pytest.raises(ValueError, match="--judge-max-new-tokens 1024"):
+        parse_config([*PATHS, *short])
+
+
+ENGINES = "for a rollout engine of 1 and a genrm engine of 1"
 
 
 @pytest.mark.parametrize(
     "arguments,ranks,message",
     [
-        ([], 1, "--mode partial needs at least 2 ranks, for a rollout engine of 1 and a genrm engine of 1; this run has 1"),
+        ([], 1, f"--mode partial needs at least 2 ranks, {ENGINES}; this run has 1"),
         (["--rollout-ranks", "2"], 2, "--rollout-ranks 2 leaves 0 of 2 ranks for genrm; this run takes 1"),
         (["--rollout-ranks", "-1"], 4, "--rollout-ranks -1"),
-        (["--prompts-per-step", "15"], 2, "--prompts-per-step 15 can't be shared evenly by 2 data-parallel ranks"),
         (["--tp", "2"], 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
         (["--tp", "2", "--pp", "2", "--mode", "full"], 2, "= 4 doesn't divide 2 ranks"),
-        (["--max-new-tokens", "256"], 2, "--max-new-tokens 256 leaves prompts no room in --max-model-len 256"),
-        (["--rollout-ranks", "3", "--rollout-tp", "2"], 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm; this run takes 2, 4, 6"),
-        (["--rollout-tp", "2", "--prompts-per-step", "15"], 3, "--rollout-tp 2 doesn't divide 3 ranks"),
-        (["--genrm-tp", "4", "--prompts-per-step", "12"], 6, "--genrm-tp 4 doesn't divide 6 ranks"),
-        (["--rollout-tp", "2"], 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2 and a genrm engine of 1"),
+        (
+            ["--max-new-tokens", "256"],
+            2,
+            "--max-new-tokens 256 leaves prompts no room in --max-model-len 256",
+        ),
+        (["--rollout-ranks", "3", "--rollout-tp", "2"], 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm"),
+        (["--rollout-tp", "2"], 3, "--rollout-tp 2 doesn't divide 3 ranks"),
+        (["--genrm-tp", "4"], 6, "--genrm-tp 4 doesn't divide 6 ranks"),
+        (["--rollout-tp", "2"], 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2"),
         ([*PATHS, "k"], 2, "engine of 1 for each of 2 judges; this run has 2"),
-        ([*PATHS, "k", "l", "--rollout-ranks", "6"], 8, "leaves 2 of 8 ranks for genrm; this run takes 1, 2, 3, 4, 5"),
+        ([*PATHS, "--cost-judge", "k"], 2, "engine of 1 for each of 2 judges; this run has 2"),
+        (
+            [*PATHS, "k", "l", "--rollout-ranks", "6"],
+            8,
+            "leaves 2 of 8 ranks for genrm; this run takes 1, 2, 3, 4, 5",
+        ),
         ([*PATHS, "k", "--mode", "full"], 1, "--mode full needs at least 2 ranks, for a rollout engine of 1"),
         (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial, auto"),
     ],
@@ -271,7 +342,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments)
 def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
     """With the numbers."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        check_batch(parse_config(arguments), ranks)
+        check_settings(parse_config(arguments), ranks)
     assert "\n" not in str(caught.value)
 
 
@@ -280,49 +351,93 @@ def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
     [
         (["--mode", "full"], 1, placement.Plan("full", (0,), (0,), (0,))),
         ([], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
+        ([], 3, placement.Plan("partial", (0, 1), (2,), (0, 1, 2))),  # 16 prompts need not be shared evenly
         ([*PATHS], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
         ([*PATHS, "k"], 4, placement.Plan("partial", (0, 1), (2, 3), (0, 1, 2, 3))),
         ([*PATHS, "k", "--mode", "full"], 2, placement.Plan("full", (0, 1), (0, 1), (0, 1))),
         (["--rollout-ranks", "3"], 4, placement.Plan("partial", (0, 1, 2), (3,), (0, 1, 2, 3))),
-        (["--prompts-per-step", "15", "--tp", "2", "--sp"], 2, placement.Plan("partial", (0,), (1,), (0, 1))),  # one data-parallel rank
+        (["--prompts-per-step", "15", "--tp", "2", "--sp"], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
     ],
 )
 def test_a_batch_that_fits_gives_its_plan(arguments, ranks, plan):
     config = parse_config(arguments)
-    assert check_batch(config, ranks) == [plan]
-    described = run.describe(config, [plan], ranks)
+    assert check_settings(config, ranks) == [plan]
+    described = describe(config, [plan], ranks)
     assert str(plan) in described and f"{config.prompts_per_step * 8} samples" in described
+
+
+@pytest.mark.parametrize("name", ["a file/out", "a file"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
+    """In one line; a folder that can is made, with those above it, and nothing stays in it."""
+    (tmp_path / "a file").touch()
+    with pytest.raises(ValueError, match=rf"--out {tmp_path / name} can't be written: \w+") as caught:
+        make_out(Config(out=str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+    made = make_out(Config(out=str(tmp_path / "deep" / "out")))
+    assert made.is_dir() and not list(made.iterdir())
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """The folder is there, and no file can be made in it."""
+
+    def full(dir):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(config_module.tempfile, "TemporaryFile", full)
+    with pytest.raises(ValueError, match="can't be written: No space left on device"):
+        make_out(Config(out=str(tmp_path)))
 
 
 # ---------------------------------------------------------------- help
 
 
-def test_every_setting_is_explained():
-    """A comment for each field is its help text; two explain themselves."""
-    comments = field_comments()
-    assert set(FIELDS) - set(comments) == {"weight_decay", "adam_beta1", "adam_beta2"}
-    assert comments["steps"] == "batches to train on, each for updates_per_step optimizer updates"
-    assert all(comment and not comment.startswith("#") for comment in comments.values())
-    assert set(comments) <= set(FIELDS)
+def test_every_setting_is_explained_in_a_group():
+    """A comment for each field is its help text; the command is the first word."""
+    settings = {field.name: comment for row in documented_settings().values() for field, comment in row}
+    assert [*settings] == [*FIELDS][1:] and all(settings.values())
+    assert settings["steps"] == "batches to train on"
+    assert {
+        group for command in COMMANDS.values() for group in command.groups
+    } == documented_settings().keys()
 
 
-def test_help():
-    """Runs on a bare machine: without torch, in a second or so; every setting with its default."""
-    heavy = {"torch", "sglang", "aiohttp", "transformers"}
-    code = f"import sys, run\ntry: run.parse_config(['--help'], run.__doc__)\nfinally: assert not {heavy} & sys.modules.keys()"
+def test_a_command_has_few_settings_and_its_own():
+    """At most 60 for the loop, among them all that are promised; learning from examples has no judge."""
+    assert len(OF_RL) <= 60 and set(PROMISED.split()) <= OF_RL
+    for name in ("sft", "rm", "dpo", "eval"):
+        for refused in (["--judge", "j"], ["--mode", "full"], ["--dry-run"], ["--updates-per-step", "2"]):
+            with pytest.raises(ValueError, match=f"unrecognized arguments: {refused[0]}"):
+                parse_config([name, "--model", "m", *refused])
+    with pytest.raises(ValueError, match="unrecognized arguments: --dpo-beta"):
+        parse_config(["--dpo-beta", "0.2"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command):
+    """In a second or so, without torch; every setting under its heading, with its default."""
+    heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
+    parse = f"run.parse_config({[command, '--help']}, run.__doc__)"
+    code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr
-    assert all(f"\n  {name} " in ran.stdout for name in COMMANDS)
-    for name, field in list(FIELDS.items())[1:]:  # but the command, which is the first word
-        assert f"--{dashed(name)}" in ran.stdout
-        assert f"[{as_text(field.default)}]" in ran.stdout
     assert "torchrun --nproc-per-node 2 run.py --mode partial" in ran.stdout
-    assert {f"--{name}" for name in PROMISED} <= set(re.findall(r"--[a-z-]+", ran.stdout))
+    assert all(f"\n  {name} " in ran.stdout for name in COMMANDS)
+    shown = " ".join(ran.stdout.split())
+    for group, row in documented_settings().items():
+        assert (f"\n{group}:\n" in ran.stdout) == (group in COMMANDS[command].groups)
+        for field, comment in row:
+            default = (
+                "" if field.default in ("", ()) or field.default is False else f" [{as_text(field.default)}]"
+            )
+            assert (f" {comment}{default} " in f"{shown} ") == (group in COMMANDS[command].groups), field.name
+    assert "--no-deterministic" in ran.stdout or command not in ("rl", "eval")
+    assert "--no-sp" not in ran.stdout and "--no-rebalance" not in ran.stdout
 
 
 def test_the_plain_script_says_how_to_start_it():
-    """Without torchrun, and with a bad setting: one line on stderr, exit status 1, nothing imported that takes seconds."""
-    for arguments, message in (([], "error: start with: torchrun --nproc-per-node 2 run.py"), (["--steps", "0"], "error: --steps 0")):
+    """Without torchrun, and with a bad setting: one line, status 2, nothing imported that takes seconds."""
+    start = "error: start with: torchrun --nproc-per-node 2 run.py"
+    for arguments, message in (([], start), (["--steps", "0"], "error: --steps 0")):
         ran = subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert ran.returncode == 1 and ran.stdout == ""
+        assert ran.returncode == 2 and ran.stdout == ""
         assert ran.stderr.startswith(message) and len(ran.stderr.splitlines()) == 1

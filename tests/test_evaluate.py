@@ -27,7 +27,7 @@ def tokenizers(tmp_path_factory) -> dict:
 
 
 class FakeEngine:
-    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last sampled one off. Latest first."""
+    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last one off. Latest first."""
 
     name = "rollout engine of rank 0"
 
@@ -44,12 +44,15 @@ class FakeEngine:
         assert len(set(seeds)) == len(prompts) and greedy == [False] * (len(prompts) - 1) + [True]
         for index in reversed(range(len(prompts))):
             text = ">8" if index % 2 and not greedy[index] else ">7"
-            tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            tokens = [
+                *self.tokenizer(text, add_special_tokens=False)["input_ids"],
+                self.tokenizer.eos_token_id,
+            ]
             yield Answer(index, tokens, [], "length" if index == len(prompts) - 2 else "stop", [])
 
 
 def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, monkeypatch, capsys):
-    """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems. No key, no question."""
+    """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     engine = FakeEngine(tokenizers["text"])
@@ -60,8 +63,14 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
     config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
     assert asyncio.run(evaluate.run(config, shutdown.Stop())) == (0, "") and engine.closed
     found = json.loads((out / "eval.json").read_text())
-    of_first = {"eval/accuracy": 1, "eval/pass@1": 2 / 5, "eval/pass@2": 1 - 3 / 10}  # 3 of the 10 ways to draw 2 have no right one
-    assert {name: found[name] for name in of_first} == pytest.approx({name: value / 2 for name, value in of_first.items()})
+    of_first = {
+        "eval/accuracy": 1,
+        "eval/pass@1": 2 / 5,
+        "eval/pass@2": 1 - 3 / 10,
+    }  # 3 of the 10 ways to draw 2 have no right one
+    assert {name: found[name] for name in of_first} == pytest.approx(
+        {name: value / 2 for name, value in of_first.items()}
+    )
     assert found["prompts"] == 2 and "pass@2 0.350" in capsys.readouterr().out
     first, second = (json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines())
     assert (first["question"], first["greedy"], first["sampled"][1]) == ("3+4=", ">7", ">8")
@@ -82,10 +91,14 @@ def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
 
 def test_pass_at_k_of_many_samples():
     """Where the binomials are astronomic: 1 - C(900, 100) / C(1000, 100)."""
-    assert pass_at_k(1000, 100, 100) == pytest.approx(1 - math.comb(900, 100) / math.comb(1000, 100), rel=1e-12)
+    assert pass_at_k(1000, 100, 100) == pytest.approx(
+        1 - math.comb(900, 100) / math.comb(1000, 100), rel=1e-12
+    )
     assert pass_at_k(200, 1, 1) == pytest.approx(1 / 200)
 
 
 def test_figures_are_means_over_prompts():
     figures = summarize([True, False], [4, 1], samples=4, ks=(1, 2))
-    assert figures == pytest.approx({"eval/accuracy": 0.5, "eval/pass@1": (1 + 1 / 4) / 2, "eval/pass@2": (1 + 1 / 2) / 2})
+    assert figures == pytest.approx(
+        {"eval/accuracy": 0.5, "eval/pass@1": (1 + 1 / 4) / 2, "eval/pass@2": (1 + 1 / 2) / 2}
+    )

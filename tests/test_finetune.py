@@ -25,13 +25,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import data
 import genrm
-import run
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import parse_config
 from controller import MAX_SKIPS
 from recipes.addition import warmstart
-from runtime import shutdown
 from sample import Sample
 
 # worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
@@ -520,55 +518,3 @@ def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
 
 def not_a_number(batch, logits):
     return logits.sum() * math.nan, torch.ones((), dtype=torch.int32), {}
-
-
-# ---------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["eval"], "run.py eval needs --model DIR"),
-        (["sft", "--data", "d"], "run.py sft needs --model DIR with --data"),
-        (["dpo", "--judge", "j"], "run.py dpo has no --judge"),
-        (["rm", "--dry-run"], "run.py rm has no --judge, --dry-run"),
-        (["sft", "--updates-per-step", "2"], "run.py sft makes one update a step"),
-        (
-            ["eval", "--model", "m", "--samples", "4"],
-            "--pass-at 1 4 8: each k from 1 to --samples 4 is needed",
-        ),
-        (["eval", "--model", "m", "--pass-at", "0"], "--pass-at 0: each k from 1"),
-        (["dpo", "--dpo-beta", "0"], "--dpo-beta 0.0: at least"),
-        (["train"], "unrecognized arguments: train"),
-    ],
-)
-def test_a_command_without_what_it_needs(arguments, message):
-    with pytest.raises(ValueError) as caught:
-        parse_config(arguments)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "command,ranks,message",
-    [
-        ("sft", None, "start with: torchrun"),
-        ("rl", None, "start with: torchrun"),
-        ("eval", "2", "run.py eval needs one engine, and 2 ranks would start one each"),
-    ],
-)
-def test_a_command_that_is_started_the_wrong_way(command, ranks, message, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if ranks:
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-    with pytest.raises(ValueError, match=message):
-        run.choose(parse_config([command, *(["--model", "m"] if command == "eval" else [])]), shutdown.Stop())
-
-
-def test_commands_and_where_they_leave_things():
-    assert parse_config([]).command == parse_config(["rl"]).command == "rl"
-    assert (
-        parse_config(["rl", "--mode", "full"]).out == parse_config(["--mode", "full"]).out == "runs/tiny-full"
-    )
-    assert parse_config(["sft"]).out == "runs/sft"
-    config = parse_config(["eval", "--model", "m", "--samples", "16", "--pass-at", "1", "16"])
-    assert (config.command, config.pass_at, config.out) == ("eval", (1, 16), "runs/eval")

@@ -25,9 +25,10 @@ def in_two_ranks(tmp_path, program, timeout_s, notes=False):
         pid = os.fork()
         if pid == 0:
             sys.stdout = sys.stderr = (tmp_path / str(rank)).open("w")
-            world.LAST_WORD_S = 0.5
+            world.OTHERS_GIVE_UP_S = 0.5
             try:
-                dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+                store = f"file://{tmp_path}/store"
+                dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
                 asyncio.run(program(World("cpu", timeout_s, folder)))
             except RuntimeError as error:
                 print(error)
@@ -42,7 +43,7 @@ def in_two_ranks(tmp_path, program, timeout_s, notes=False):
 
 
 async def meet(world):
-    print(await world.gather(world.rank * 10), await world.broadcast("from 1" if world.rank else "from 0", 1))
+    print(await world.gather(world.rank * 10), await world.broadcast(f"from {world.rank}"))
     print(await world.exchange({1 - world.rank: b"to the other", world.rank: b"to myself"}))
     await world.barrier()
 
@@ -50,8 +51,8 @@ async def meet(world):
 def test_collectives(tmp_path):
     """Every rank hears everyone, in rank order; parcels go point to point."""
     assert in_two_ranks(tmp_path, meet, 30.0) == [
-        "[0, 10] from 1\n{1: b'to the other', 0: b'to myself'}\n",
-        "[0, 10] from 1\n{0: b'to the other', 1: b'to myself'}\n",
+        "[0, 10] from 0\n{1: b'to the other', 0: b'to myself'}\n",
+        "[0, 10] from 0\n{0: b'to the other', 1: b'to myself'}\n",
     ]
 
 
@@ -88,14 +89,20 @@ async def one_hangs_in_training(world):
     await world.run(update)
 
 
+LAST_SEEN = [
+    (one_hangs, "serve of step 5"),
+    (one_dies, "train of step 4"),
+    (one_hangs_in_training, "train of step 4"),
+]
+
+
 @pytest.mark.parametrize("notes", [False, True], ids=["store", "folder"])
-@pytest.mark.parametrize(
-    "program,phase", [(one_hangs, "serve of step 5"), (one_dies, "train of step 4"), (one_hangs_in_training, "train of step 4")]
-)
+@pytest.mark.parametrize("program,phase", LAST_SEEN)
 def test_who_did_not_come(tmp_path, program, phase, notes):
     """The error names the rank, and the phase in which it was last seen."""
-    said, _ = in_two_ranks(tmp_path, program, 2.0, notes)
-    assert said == f"rank 0 waited in vain, for 2 s at most: rank 1 didn't come, last seen in phase: {phase}\n"
+    printed, _ = in_two_ranks(tmp_path, program, 2.0, notes)
+    waited = "rank 0 waited in vain, for 2 s at most"
+    assert printed == f"{waited}: rank 1 didn't come, last seen in phase: {phase}\n"
 
 
 async def an_error_of_its_own(world):

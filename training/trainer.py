@@ -40,7 +40,7 @@ ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
 
 # (micro-batch, the model's output for it: [1, T, vocab / tp] or [1, T, 1]) -> the sum of the loss, what the sum
-# over all micro-batches and ranks is divided by, statistics: sums, or maxima where the name ends with _max
+# over all micro-batches and ranks is divided by, statistics: sums, or maxima where a name ends with _max
 OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, int | Tensor, dict[str, Tensor]]]
 
 
@@ -160,16 +160,14 @@ class Trainer:
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer step on this data-parallel rank's micro-batches (collective over all ranks).
 
-        names: the loss's statistics. check: gets all of them before the weights move, and may raise, on all
-        ranks. A rank with fewer micro-batches than others takes part with empty ones. A step without a
-        target, or whose loss or gradient isn't finite, is skipped: weights and optimizer stay as they are.
-        Returns over all ranks the statistics, `loss` and `divisor` (sums), `slowest_s` and `fastest_s` (of a
-        rank's own work), `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0). What isn't finite
-        is reported as 0.
+        names: the loss's statistics. check: gets all before the weights move, and may raise, on all ranks
+        alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
+        optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), `slowest_s` and
+        `fastest_s` (of a rank's own work), `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0).
+        What isn't finite is reported as 0.
         """
         assert self.awake, f"the {self.title} sleeps: wake it before it learns"
-        count = int(all_reduce({"count": len(packed)}, dist.ReduceOp.MAX)["count"])
-        stats = self._reduce(self._passes(packed + [[]] * (count - len(packed)), output_loss), names)
+        stats = self._reduce(self._passes(packed, output_loss), names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
         if check and is_finite:
             check(stats)
@@ -185,7 +183,7 @@ class Trainer:
     def measure(
         self, packed: list[list[Sequence]], output_loss: OutputLoss, names: Iterable[str]
     ) -> dict[str, float]:
-        """`loss`, `divisor` and the statistics alone, of one micro-batch or more (collective)."""
+        """`loss`, `divisor` and the statistics alone, of examples (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         return self._reduce(self._passes(packed, output_loss, forward_only=True), names)
 
@@ -224,6 +222,7 @@ class Trainer:
         """
         config, self._started = self.config, time.perf_counter()
         cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
+        packed = packed or [[]]  # a rank without sequences takes part with an empty micro-batch
         micro_batches = make_micro_batches(packed, config.cp, cp_rank, tp_with_sp)
 
         def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):

@@ -20,6 +20,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ from recipes.addition.task import (
 from reporting.progress import Progress
 from runtime.world import World
 from training.trainer import ADAM_BETAS, CLIP_GRAD
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
 
 Batches = Callable[[int], list[tuple[str, str]]]  # step -> (prompt, response) texts, the same on every rank
 Problem = tuple[int, int, str]  # two summands, and an answer
@@ -149,25 +153,31 @@ class MuonActor(Actor):
 # ---------------------------------------------------------------- the model before training
 
 
+def model_config() -> Qwen3Config:
+    """Of both models."""
+    from transformers import Qwen3Config
+
+    ids = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))}
+    shape = SHAPE | ids | {"vocab_size": RECIPE["vocab"], "max_position_embeddings": 256}
+    return Qwen3Config(**shape, tie_word_embeddings=True, rms_norm_eps=1e-6)
+
+
 def new_model(path: Path, seed: int) -> None:
     """A freshly initialised Qwen3 with a character tokenizer, as a Hugging Face directory."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
     vocab = {piece: i for i, piece in enumerate((*SPECIAL, *ALPHABET))}
     vocab |= {f"<unused{i}>": i for i in range(len(vocab), RECIPE["vocab"])}
-    pad, bos, eos = (vocab[piece] for piece in SPECIAL)
     characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    template = {"single": "<bos> $A", "special_tokens": [("<bos>", bos)]}
+    template = {"single": "<bos> $A", "special_tokens": [("<bos>", vocab["<bos>"])]}
     characters.post_processor = processors.TemplateProcessing(**template)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **names)
-    ids = dict(pad_token_id=pad, bos_token_id=bos, eos_token_id=eos)
     torch.manual_seed(seed)
-    shape = SHAPE | ids | {"vocab_size": RECIPE["vocab"], "max_position_embeddings": 256}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True, rms_norm_eps=1e-6))
+    model = Qwen3ForCausalLM(model_config())
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
@@ -198,11 +208,7 @@ def demonstrations(seed: int) -> Batches:
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Examples for sft, rm and dpo: work shown; for pairs beside an answer that is wrong.
-
-    Half of the wrong ones are blurted out, half come after the same work: so to look at the form isn't
-    enough.
-    """
+    """Examples for sft, rm, dpo: shown work; in pairs a wrong answer, blurted out or after the same work."""
     rng, rows = random.Random(f"{command} {seed}"), []
     while len(rows) < count:
         a, b = training_problem(rng)
@@ -225,16 +231,14 @@ def critique(a: int, b: int, answer: str) -> str:
     """
     if not answer.isdigit() or len(answer) > 10:
         return "N"
-    claimed, written, right, last = answer[::-1], [], True, (0, 0, 0, 0)
-    for position, last in enumerate(columns(a, b)):
-        x, y, carry, total = last
+    claimed, columns_shown = answer[::-1], []
+    for position, (x, y, carry, total) in enumerate(columns(a, b)):
         digit = claimed[position] if position < len(claimed) else "-"
-        right &= digit == str(total % 10)
-        written.append(f"{x}+{y}+{carry}={total:02d}:{digit}" + (".x"[digit != str(total % 10)]))
-    overflow, rest = last[3] // 10, claimed[len(written) :]
-    matches = rest == ("1" if overflow else "")
-    written.append(f"{overflow}:{rest}" + ("." if matches else "x"))
-    return "".join(written) + ("Y" if right and matches else "N")
+        flag = "." if digit == str(total % 10) else "x"
+        columns_shown.append(f"{x}+{y}+{carry}={total:02d}:{digit}{flag}")
+    carry, rest = total // 10, claimed[len(columns_shown) :]
+    text = "".join(columns_shown) + f"{carry}:{rest}" + ("." if rest == "1" * carry else "x")
+    return text + ("N" if "x" in text else "Y")
 
 
 def corrupted(rng: random.Random, a: int, b: int) -> str:
@@ -313,15 +317,10 @@ def critiques(seed: int, pool: list[Problem]) -> Batches:
                 answer = corrupted(rng, a, b)
             else:
                 a, b, answer = rng.choice(pool)
-            pairs.append((judge_prompt(a, b, answer), critique(a, b, answer)))
+            pairs.append((addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)))
         return pairs
 
     return batch
-
-
-def judge_prompt(a: int, b: int, answer: str) -> str:
-    """What the judge will be asked in the run, too."""
-    return addition_prompt(f"{a}+{b}=", answer)
 
 
 # ---------------------------------------------------------------- samples of the actor, and the gate
@@ -369,7 +368,8 @@ def gate(work: Path, world: World) -> dict[str, float]:
     rng = random.Random("gate")
     items = own_answers(work / "actor", HELD_OUT_PROBLEMS, world)
     items += [(a, b, answer) for a, b in HELD_OUT_PROBLEMS for answer in (str(a + b), corrupted(rng, a, b))]
-    texts = generate(work / "judge", [judge_prompt(*item) for item in items], 100, world, do_sample=False)
+    prompts = [addition_prompt(f"{a}+{b}=", answer) for a, b, answer in items]
+    texts = generate(work / "judge", prompts, 100, world, do_sample=False)
     right = [answer == str(a + b) for a, b, answer in items]
     pairs = [(addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
     false_accepts = sum(accepted and not truth for accepted, truth in pairs) / (len(right) - sum(right))

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import urllib.error
@@ -26,7 +25,6 @@ from config import parse_config, printable
 from engines import orphans
 from engines.server import server_flags
 from reporting.metrics import Progress, Report
-from runtime import rendezvous
 from sample import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -34,45 +32,6 @@ STEPS = 12  # of the run that is looked at: it must still serve when all has bee
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks
 CLOSED, CLOSED_ENVIRONMENT = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"), {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open: whether it lives, not what it does
-
-
-# ---------------------------------------------------------------- where ranks meet
-
-
-def test_an_interface_is_found_by_its_address():
-    """Loopback is `lo`; an address that no interface has is named, and so are those to choose from."""
-    assert rendezvous.interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ValueError, match=r"--host 203.0.113.7 is not an address of this machine; it has .*127.0.0.1"):
-        rendezvous.interface_of("203.0.113.7")
-
-
-FOLDER = "import doors; print(rendezvous.private_folder())"
-
-
-def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
-    """The same for all its children, another after a restart; nobody else may enter. One that others may enter is refused."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-
-    def child(**more):
-        ran = subprocess.run([sys.executable, "-c", FOLDER], cwd=ROOT, env=environment | more, capture_output=True, text=True)
-        return Path(ran.stdout.strip()) if ran.returncode == 0 else ran.stderr
-
-    folder = child()
-    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert child() == folder != child(TORCHELASTIC_RESTART_COUNT="1")
-    folder.chmod(0o777)
-    assert "is open to others" in child()
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    assert "is open to others" in child()
-
-
-def test_ranks_of_several_machines_cannot_meet_on_loopback(monkeypatch):
-    """It is said, with the setting that helps."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "lo")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"):
-        rendezvous.meeting_point("127.0.0.1")
 
 
 # ---------------------------------------------------------------- text from a model

@@ -1,0 +1,261 @@
+"""What is said before a run: sizes by hand and against the real libraries, and both commands as typed."""
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from models import save_model
+from tiny_models import make_tiny_qwen3
+
+import run
+import training  # noqa: F401  makes Megatron importable without CUDA
+from commands import dry_run
+from commands.dry_run import (
+    critic_shapes,
+    device_map,
+    engine_bytes,
+    grid,
+    parameters,
+    read_actor,
+    trainer_bytes,
+)
+from config import Config, parse_config
+from engines import server
+from engines.server import checkpoint_shapes
+
+ROOT = Path(__file__).parent.parent
+LAYER = {
+    **{f"self_attn.{name}.weight": [8, 8] for name in ("q_proj", "o_proj")},
+    **{f"self_attn.{name}.weight": [4, 8] for name in ("k_proj", "v_proj")},
+    **{f"self_attn.{name}.weight": [4] for name in ("q_norm", "k_norm")},
+    **{f"mlp.{name}.weight": [16, 8] for name in ("gate_proj", "up_proj")},
+    "mlp.down_proj.weight": [8, 16],
+    **{f"{name}.weight": [8] for name in ("input_layernorm", "post_attention_layernorm")},
+}
+TWO_LAYERS = {f"model.layers.{number}.{name}": shape for number in (0, 1) for name, shape in LAYER.items()}
+TWO_LAYERS |= {"model.embed_tokens.weight": [10, 8], "model.norm.weight": [8]}  # a tied output layer
+UNTIED = TWO_LAYERS | {"lm_head.weight": [10, 8]}
+
+
+def settings(**more):
+    return dataclasses.replace(parse_config([]), **more)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
+    """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
+    shapes, context = read_actor(settings())
+    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
+    assert sum(map(prod, shapes.values())) == parameters(shapes, settings()) == 366_384
+    assert read_actor(settings(max_model_len=0))[1] == 256  # what the model's config names
+
+
+def test_a_ranks_part_of_the_actor_by_hand():
+    """Two layers of 8: attention 8*8 + 4*8 + 4*8 + 8*8 = 192, MLP 3*8*16 = 384, norms 2*8 + 2*4 = 24;
+    embedding 80; last norm 8. The fullest stage is the last, with its copy of a tied embedding.
+    """
+    assert parameters(TWO_LAYERS, settings()) == 80 + 2 * (192 + 384 + 24) + 8
+    assert parameters(TWO_LAYERS, settings(tp=2)) == 40 + 2 * (96 + 192 + 24) + 8  # norms are not cut
+    assert parameters(TWO_LAYERS, settings(pp=2)) == 80 + 600 + 8
+    assert parameters(UNTIED, settings()) == 80 + 1200 + 8 + 80
+    assert parameters(UNTIED, settings(pp=2)) == 600 + 8 + 80
+
+
+def test_bytes_of_the_actor_by_hand():
+    """1288 parameters in fp32: 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; logits."""
+    config = settings(max_tokens_per_micro_batch=256)
+    parts = trainer_bytes(TWO_LAYERS, config, dp=2)
+    assert parts == {"weights": 5152, "gradients": 5152, "optimizer": 5152, "logits": 256 * 10 * 4}
+    bf16 = trainer_bytes(TWO_LAYERS, dataclasses.replace(config, dtype="bfloat16"), dp=1)
+    assert (bf16["weights"], bf16["gradients"], bf16["optimizer"]) == (
+        2576,
+        5152,
+        15456,
+    )  # and weights in fp32
+
+
+def test_a_ranks_part_of_a_critic_by_hand():
+    """Without an output layer, tied or not: 80 of embeddings, 1200 of layers, a norm and a head of 8 each."""
+    for policy in (TWO_LAYERS, UNTIED):
+        shapes = critic_shapes(policy)
+        assert parameters(shapes, settings()) == 80 + 1200 + 8 + 8
+        assert parameters(shapes, settings(tp=2)) == 40 + 2 * (96 + 192 + 24) + 8 + 8
+        assert parameters(shapes, settings(pp=2)) == 600 + 80  # the first stage; the last has 616
+        parts = trainer_bytes(shapes, settings(), dp=2)
+        assert parts == {"weights": 4 * 1296, "gradients": 4 * 1296, "optimizer": 4 * 1296}  # no logits
+
+
+def test_memory_counts_critics_and_the_reference():
+    """Only where the algorithm has them, and is trained; engines, where any is started."""
+
+    def names(**more):
+        lines = dry_run.memory(settings(**more), 2)
+        return [line.split(":")[0].strip() for line in lines[1:-2]]
+
+    ppo = ("ppo", "kl_coef=0.1")
+    assert names() == ["actor", "rollout", "genrm"]
+    assert names(algorithm=ppo) == [
+        "actor",
+        "reward critic",
+        "reference, in the host's memory",
+        "rollout",
+        "genrm",
+    ]
+    assert names(algorithm=ppo, rollout_only=True) == ["actor", "rollout", "genrm"]
+    assert names(train_only=True, replay="r") == ["actor"]
+
+
+def test_bytes_of_an_engine_by_hand():
+    """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
+    tokens = server.kv_tokens(256)
+    assert engine_bytes(TWO_LAYERS, 256, settings(), 1) == {"weights": 5152, "KV cache": tokens * 64}
+    assert engine_bytes(TWO_LAYERS, 256, settings(), 2) == {"weights": 2576, "KV cache": tokens * 32}
+
+
+@pytest.mark.parametrize(
+    "tp,pp,cp,ranks", [(1, 1, 1, 4), (2, 1, 1, 4), (2, 2, 1, 8), (2, 2, 2, 16), (1, 3, 2, 12)]
+)
+def test_the_grid_is_megatrons(tp, pp, cp, ranks):
+    """Ranks of one group of a kind agree in all other coordinates, and count up in their own."""
+    from megatron.core.parallel_state import RankGenerator
+
+    config, dp = settings(tp=tp, pp=pp, cp=cp), ranks // (tp * pp * cp)
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    for kind in ("tp", "cp", "dp", "pp"):
+        for group in generator.get_ranks(kind):
+            places = [grid(rank, config, ranks) for rank in group]
+            assert [place.pop(kind) for place in places] == list(range(len(group)))
+            assert all(place == places[0] for place in places)
+
+
+def test_the_device_map_names_who_owns_which_server():
+    """Ports are the ranks'; a rank whose server isn't in every plan says in how many."""
+
+    def lines(config, ranks):
+        return device_map(config, run.check_settings(config, ranks), ranks)
+
+    config = settings(port=23010)
+    assert lines(config, 2) == [
+        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout at 127.0.0.1:23010",
+        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm at 127.0.0.1:23013",
+    ]
+    moving = lines(dataclasses.replace(config, rebalance=True), 4)
+    assert moving[0] == "  may move to 1|3, 3|1"
+    some = "rollout at 127.0.0.1:23012 in 2 of 3 plans; genrm at 127.0.0.1:23013 in 1 of 3 plans"
+    assert moving[2].endswith(some)
+    without = dataclasses.replace(config, train_only=True, replay="r")
+    assert not any("at 127" in line for line in lines(without, 2))
+
+
+# ---------------------------------------------------------------- --dry-run
+
+
+def command(*arguments, **environment):
+    """run.py as a user starts it; what it printed."""
+    command = [sys.executable, "run.py", *map(str, arguments)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
+    assert "Traceback" not in ran.stderr
+    return ran
+
+
+@pytest.mark.parametrize("ranks", [None, 4])
+def test_a_dry_run_starts_nothing(tmp_path, ranks):
+    """Alone it speaks of two ranks, else of WORLD_SIZE; no folder; status 0; every setting is there."""
+    out = tmp_path / "out"
+    world = {} if ranks is None else {"WORLD_SIZE": str(ranks)}
+    ran = command("--dry-run", "--out", out, "--lr", "0.25", "--port", 23020, **world)
+    assert ran.returncode == 0 and not ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks")
+    assert lines[-1] == "nothing was started" and "--dry-run --" in ran.stdout
+    assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == (ranks or 2)
+    named = set(re.findall(r"(?:^|\s)([a-z0-9-]+)(?=\s)", ran.stdout))
+    assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
+    assert "lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
+    assert not out.exists()
+
+
+def test_a_dry_run_without_a_judge(tmp_path):
+    """Rules reward alone: no genrm anywhere."""
+    save_model(tmp_path / "model")
+    ran = command("--dry-run", "--model", tmp_path / "model", "--rule", "right", "--out", tmp_path / "out")
+    assert ran.returncode == 0, ran.stderr
+    assert (
+        "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout
+        and "\n  judge none\n" in ran.stdout
+    )
+    assert (
+        ran.stdout.count("rollout at ") == 2
+        and "genrm at" not in ran.stdout
+        and "    genrm" not in ran.stdout
+    )
+
+
+def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
+    """Rank 0 does; torchrun ends well."""
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "23029"]
+    arguments = ["run.py", "--dry-run", "--out", tmp_path / "out"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*torchrun, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("nothing was started") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path):
+    """The split, the model's directory, how it is cut, and the address, each in one line; status 2."""
+    save_model(tmp_path / "model")
+    own = ["--model", tmp_path / "model", "--judge", tmp_path / "model"]
+    for arguments, named in (
+        (["--rollout-ranks", "8"], "--rollout-ranks 8"),
+        (["--model", tmp_path / "nowhere", "--judge", tmp_path / "model"], "nowhere"),
+        (["--model", tmp_path / "model", "--judge", tmp_path / "nowhere"], "nowhere"),
+        ([*own, "--pp", "2", "--tp", "4", "--mode", "full"], "--tp 4 does not divide"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
+    ):
+        ran = command("--dry-run", *arguments, WORLD_SIZE="8")
+        assert ran.returncode == 2 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_check_is_one_screen_and_says_yes():
+    """Here all is installed."""
+    ran = command("check", "--port", 23024)
+    assert ran.returncode == 0 and not ran.stderr, ran.stdout
+    lines = ran.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 120 and lines[-1] == "a run of 2 ranks can start"
+    for name in ("Python", "torch", "megatron-core", "sglang", "accelerator", "ports", "disk", "memory"):
+        assert any(line.startswith(f"  {name} ") for line in lines), name
+
+
+def test_check_names_a_taken_port(capsys):
+    """And no other."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 23026))
+        taken.listen()
+        assert dry_run.check(settings(port=23024)) == 1
+    printed = capsys.readouterr().out
+    assert "! ports" in printed and "23024-23027 on 127.0.0.1: 23026 taken" in printed
+    assert printed.endswith("missing: ports\n")
+
+
+def test_check_names_what_is_not_there(capsys, monkeypatch):
+    """A package that isn't installed, too little memory for the ranks."""
+    here = [SimpleNamespace(name=name, version="1.0") for name in dry_run.PACKAGES if name != "sglang"]
+    monkeypatch.setattr(dry_run, "distributions", lambda: here)
+    monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
+    assert dry_run.check(settings(port=23024)) == 1
+    printed = capsys.readouterr().out
+    assert "! sglang         not installed (pinned: ==0.5.23)" in printed
+    assert printed.endswith("missing: sglang, memory\n")

@@ -1,0 +1,76 @@
+"""What examples/ shows: each short enough to be read at a glance, and run on fakes and a virtual clock."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import simulate, to_text
+
+import algorithms
+import placement
+import rollout
+import run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_example(name, monkeypatch, *arguments):
+    """Run the file as its user does, but for the run itself; returns the arguments that it starts with."""
+    started = []
+    monkeypatch.setattr(run, "main", started.append)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    for module, table in ((algorithms, "ALGORITHMS"), (placement, "PLANS"), (rollout, "MODES")):
+        monkeypatch.setattr(module, table, dict(vars(module)[table]))
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return started
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short(path):
+    """At most 25 lines of code: neither blank nor in the text at its top."""
+    code = path.read_text().split('"""', 2)[2]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 25
+
+
+def test_an_algorithm_of_one_s_own_runs(monkeypatch):
+    """It registers its row, starts the program with its arguments, and trains."""
+    arguments = ["--algorithm", "mine", "clip_low=0.1"]
+    assert run_example("my_algorithm.py", monkeypatch, *arguments) == [arguments]
+    controllers, _ = simulate("partial", 2, algorithm=("mine", "clip_low=0.1"), steps=2)
+    samples = [sample for c in controllers for sample in c.report.steps[1][2]]
+    assert len({sample.advantages[0] for sample in samples}) > 1
+    now = torch.tensor([-1.0, -0.5], requires_grad=True)
+    old, advantages, sequence = torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 0])
+    inputs = algorithms.LossInputs(now, old, advantages, sequence, torch.tensor([2.0]))
+    loss, clipped = controllers[0].algorithm.loss(inputs, controllers[0].algorithm)
+    loss.sum().backward()
+    assert loss.shape == clipped.shape == (2,) and now.grad[0] < 0 < now.grad[1]
+
+
+def test_a_mode_of_one_s_own_runs(monkeypatch):
+    """It trains on the very samples of partial colocation, and judges no answer before its group is there."""
+    arguments = ["--mode", "by_group"]
+    assert run_example("my_mode.py", monkeypatch, *arguments) == [arguments]
+    runs = [simulate(mode, 4)[0] for mode in ("by_group", "partial")]
+    assert runs[0][0].placement.plan.mode == "by_group"
+    for step in range(3):
+        batches = [
+            sorted(
+                (s.prompt_id, s.index, s.reward) for c in controllers for s in c.report.steps[step][1].kept
+            )
+            for controllers in runs
+        ]
+        assert batches[0] == batches[1] and batches[0]
+
+
+def test_a_reward_of_one_s_own_runs():
+    """Alone: 1 for the right answer, a tenth less for every ten tokens over forty."""
+    rule = str(EXAMPLES / "my_reward.py")
+    controllers, _ = simulate("partial", 2, model="m", judge=(), rule=(rule,), steps=2)
+    samples = [s for c in controllers for step in range(2) for s in c.report.steps[step][1].kept]
+    assert samples and not controllers[0].placement.genrm.all_engines
+    for sample in samples:
+        right = to_text(sample.response).rsplit(">", 1)[1] == sample.answer_key
+        assert sample.reward == pytest.approx(right - 0.01 * max(0, len(sample.response) - 40))

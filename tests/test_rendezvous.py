@@ -1,0 +1,76 @@
+"""Where the ranks of a run meet: the address, and a folder of their own."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import rendezvous
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_an_interface_is_found_by_its_address():
+    """Loopback is `lo`; an address that no interface has is named, and so are those to choose from."""
+    assert rendezvous.interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match=r"--host 203.0.113.7 is not an address .*; it has .*127.0.0.1"):
+        rendezvous.interface_of("203.0.113.7")
+
+
+FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
+
+
+def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
+    """The same for all its children, another after a restart; nobody else may enter, or it is refused."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+
+    def child(**more):
+        command, environ = [sys.executable, "-c", FOLDER], environment | more
+        ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        return Path(ran.stdout.strip()) if ran.returncode == 0 else ran.stderr
+
+    folder = child()
+    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert child() == folder != child(TORCHELASTIC_RESTART_COUNT="1")
+    folder.chmod(0o777)
+    assert "is open to others" in child()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert "is open to others" in child()
+
+
+@pytest.fixture
+def ranks(monkeypatch, tmp_path):
+    """The environment of one rank of so many; its folder is removed."""
+
+    def of(size, local_size):
+        monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+        environment = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
+        for name, value in (environment | {"GLOO_SOCKET_IFNAME": "lo"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+
+    yield of
+    os.environ.pop("NCCL_SOCKET_IFNAME", None)
+
+
+def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path):
+    """In the folder of their own, by way of the address's interface; it is gone when they part."""
+    ranks(2, 2)
+    found = rendezvous.init_method("127.0.0.1")
+    assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "lo")
+    found["store"].set("key", "value")
+    [folder] = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "store").is_file()
+    rendezvous.close()
+    assert not folder.exists()
+
+
+def test_ranks_of_several_machines_cannot_meet_on_loopback(ranks):
+    """It is said, with the setting that helps."""
+    ranks(4, 2)
+    with pytest.raises(ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"):
+        rendezvous.init_method("127.0.0.1")

@@ -1,0 +1,50 @@
+"""The pins: none may contradict what the engines ask for themselves, or the CUDA install couldn't resolve."""
+
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+LINUX = {"extra": "", "sys_platform": "linux", "platform_machine": "x86_64", "platform_system": "Linux"}
+
+
+def read(name):
+    """name -> what a requirements file asks for; options and comments aside."""
+    lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    found = map(Requirement, [line for line in lines if line and not line.startswith("-")])
+    return {canonicalize_name(requirement.name): requirement.specifier for requirement in found}
+
+
+def exact(specifier):
+    """The one version that a specifier allows, None if it allows several."""
+    pins = [part.version for part in specifier if part.operator == "=="]
+    return pins[0] if pins else None
+
+
+@pytest.mark.parametrize("package", ["sglang", "megatron-core"])
+def test_no_pin_contradicts_an_engines_own(package):
+    """A pin of ours is one that it allows; a pin of its own is in our range."""
+    ours, compared = read("requirements.txt"), 0
+    for needed in map(Requirement, requires(package)):
+        name = canonicalize_name(needed.name)
+        if name not in ours or (needed.marker and not needed.marker.evaluate(LINUX)):
+            continue
+        compared += 1
+        if version := exact(ours[name]):
+            assert needed.specifier.contains(version), f"{name}=={version}, but {package} asks for {needed}"
+        elif version := exact(needed.specifier):
+            assert ours[name].contains(version), f"{name}{ours[name]}, but {package} asks for {needed}"
+    assert compared >= 2
+
+
+def test_the_install_without_cuda_is_within_the_pins():
+    """It adds to them, and narrows what is a range there: sglang's own torch has no build without CUDA."""
+    ours, cpu = read("requirements.txt"), read("cpu/requirements.txt")
+    both = ours.keys() & cpu.keys()
+    assert both == ours.keys() - {"sglang"}
+    for name in both:
+        assert exact(cpu[name]) is None or ours[name].contains(exact(cpu[name])), name
+    assert exact(cpu["torch"])
