@@ -156,7 +156,7 @@ class Checkpoints:
     world: World
     out: Path
     newest: int | None = None
-    writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
+    start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 
     def is_due(self, step: int, *every: int) -> bool:
@@ -202,14 +202,15 @@ class Checkpoints:
         step, rank, state, trainers = c.state.step, self.world.rank, state_of(c), trainers_of(c)
         folder_name = await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
         folder = self.out / "checkpoints" / folder_name
-        _, error = await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
-        if error:
-            return self._give_up(c, step, folder, error)
+        try:
+            await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
+        except OSError as error:
+            return self._give_up(c, step, folder, str(error))
         shards, complete_shards = {}, {}
         for name, trainer in trainers.items():
             shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
         work = partial(write_part, folder, rank, state, shards, await self._hf_writers(trainers, step))
-        writer = await self.world.run(self.writer, work)  # its thread lives as long as the run
+        writer = await self.world.run(self.start_writer, work)  # its thread lives as long as the run
         self.saving = Saving(step, folder, writer, complete_shards)
 
     async def _hf_writers(self, trainers: dict[str, Trainer], step: int) -> Writers:
@@ -226,10 +227,12 @@ class Checkpoints:
         parts = await self.world.gather(None if error else saving.writer.result()[0])
         saving.writer.close()
         await self.world.barrier()  # nobody writes any more
-        if not error:
-            _, error = await on_rank_0(self.world, complete, saving, parts, self.config.keep)
         if error:
             return self._give_up(c, saving.step, saving.folder, error)
+        try:
+            await on_rank_0(self.world, complete, saving, parts, self.config.keep)
+        except OSError as caught:
+            return self._give_up(c, saving.step, saving.folder, str(caught))
         self.newest = saving.step
 
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
@@ -264,15 +267,18 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
         atomic_files.remove_atomically(checkpoints / f"step_{step}")
 
 
-async def on_rank_0(world: World, function: Callable, *args: Any) -> tuple[Any, str]:
-    """What a function returns on rank 0, or why it can't; the same on every rank (collective)."""
-    value, error = None, ""
+async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
+    """A function's result on rank 0, or its OSError or ValueError, on every rank (collective)."""
+    value = error = None
     if world.rank == 0:
         try:
             value = await world.run(function, *args)
         except (OSError, ValueError) as caught:
-            error = str(caught)
-    return await world.broadcast((value, error))
+            error = caught
+    value, error = await world.broadcast((value, error))
+    if error:
+        raise error
+    return value
 
 
 # ---------------------------------------------------------------- what an earlier run left
@@ -291,11 +297,11 @@ async def prepare_out(config: Config, world: World, say: Callable[[str], None]) 
 
     Rank 0 decides, moves files and says so. Every rank raises the ValueError for what the user has to decide.
     """
-    folder = await find_checkpoint(config, world, say)
-    point, error = await on_rank_0(world, make_ready, config, folder, say)
-    if error:
-        raise ValueError(error)
-    return point
+    try:
+        folder = await find_checkpoint(config, world, say)
+        return await on_rank_0(world, make_ready, config, folder, say)
+    except OSError as error:
+        raise ValueError(f"--out {config.out} can't be used: {error}") from None
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
@@ -331,17 +337,14 @@ def make_ready(config: Config, folder: Path | None, say: Callable[[str], None]) 
         folder = None  # the run did its steps: it left a last row then, after its last checkpoint
     if folder:
         compare(config, folder, say)
-    try:
-        if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
-            archive(out, say)
-        for name in ("spans", "logs"):
-            (out / name).mkdir(parents=True, exist_ok=True)
-        point = folder and ResumePoint(folder, step, truncate_to(out, step))
-    except OSError as error:
-        raise ValueError(f"--out {out} can't be written: {error}") from None
-    if point:
-        say(f"goes on from {folder}, after {step} steps")
-    return point
+    if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
+        archive(out, say)
+    for name in ("spans", "logs"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    if folder is None:
+        return None
+    say(f"goes on from {folder}, after {step} steps")
+    return ResumePoint(folder, step, truncate_to(out, step))
 
 
 def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from sample import Sample
 
@@ -46,7 +46,7 @@ class Prompts:
     """
 
     def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):
-        """answers: of a group, one more with has_greedy. keeps_groups: requeued prompts keep what was generated."""
+        """answers: of a group, one more with has_greedy. keeps_groups: of requeued prompts."""
         self.source, self.held_out = source, source.held_out
         self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
         self.cursor = 0  # next prompt_id that was never drawn
@@ -104,7 +104,8 @@ class Prompts:
         self.cursor, self.requeued = state["cursor"], list(state["requeued"])
         if self._keeps_groups:
             self.owners = {prompt_id: owner % controllers for prompt_id, owner in state["owners"]}
-        self.groups = {group[0].prompt_id: group for group in groups if self.owners.get(group[0].prompt_id) == rank}
+        own = [group for group in groups if self.owners.get(group[0].prompt_id) == rank]
+        self.groups = {group[0].prompt_id: group for group in own}
 
 
 class Shuffled(Generic[Row]):
@@ -196,7 +197,7 @@ def _json_rows(path: Path) -> list[tuple[int, dict]]:
     return rows
 
 
-def is_chat(turns) -> bool:
+def is_chat(turns: Any) -> bool:
     """Whether it is a list of chat turns."""
     return isinstance(turns, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)

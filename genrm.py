@@ -178,7 +178,6 @@ class Judge:
     def reset(self) -> None:
         """New step."""
         self.latencies: list[float] = []  # seconds of each critique
-        self.timeouts = 0  # engines that stalled with a critique
 
     async def ask(self, question: str, answer: str | None, pool: Pool) -> Judgement:
         """The critiques of an answer and the mean of their verdicts. answer None: the response has none.
@@ -216,7 +215,6 @@ class Judge:
         async for reply in pool.generate(prompts, self.sampling, seeds=seeds, model=self.number):
             self.latencies.append(clock() - start)
             replies.append(reply)
-        self.timeouts += max(reply.stalls for reply in replies)
         return sorted(replies, key=lambda reply: reply.index)
 
     def _read(self, reply: Answer) -> tuple[str, bool | float | None]:

@@ -215,11 +215,6 @@ class Rewards:
         """Seconds of each critique of this step."""
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
-    @property
-    def timeouts(self) -> int:
-        """Engines that stalled with a critique in this step."""
-        return sum(judge.timeouts for judge in self.judges)
-
     def counts(self) -> tuple[list[int], list[int]]:
         """Of each judge since the run's start: answers without a verdict, and verdicts (for check_judges)."""
         return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]

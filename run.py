@@ -179,7 +179,7 @@ async def build(
         world=world,
         placement=Placement(plans, trainers, await fleet.connect(timeline), world, timeline),
         timeline=timeline,
-        report=Report(config, world, out, progress, decode, step, ended_s),
+        report=Report(config, world, out, progress, decode, point),
         checkpoints=Checkpoints(config, world, out, step),
         references=references,
         **inputs,

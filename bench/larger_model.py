@@ -1,5 +1,4 @@
-"""An actor for `vs_trl.py --size larger`: the demo's task, tokenizer and warm start, nine times the demo's
-parameters (3.4 million).
+"""An actor for `vs_trl.py --size larger`: the demo's task and warm start, nine times its parameters (3.4 M).
 
     torchrun --nproc-per-node 2 bench/larger_model.py DIR
 """
@@ -41,6 +40,7 @@ def main() -> None:
         shutil.rmtree(work)
     progress.close()
     world.close()
+    rendezvous.close()
 
 
 if __name__ == "__main__":

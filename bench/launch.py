@@ -1,4 +1,4 @@
-"""Running a command to its end, for the benchmarks: in a process group of its own, which ends with it or with us."""
+"""Running a command to its end, for the benchmarks: in a process group that ends with it or with us."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ ROOT = Path(__file__).parent.parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 
-def run_to_its_end(command: list, log: Path | None = None, limit_s: float | None = None, environment: dict | None = None) -> None:
-    """Run a command from the project's folder, with one thread a process. SystemExit with the log's end if it
-    fails.
+def run_to_its_end(
+    command: list, log: Path | None = None, limit_s: float | None = None, environment: dict | None = None
+) -> None:
+    """Run a command from the project's folder, with one thread a process. SystemExit if it fails.
 
     A program that uses this turns SIGTERM into SystemExit (`end_with_us`), so that what it started is ended
     then, too.
     """
-
-    def die_with_us() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: even if this program is killed hard
-
     output = log.open("wb") if log else None
     process = subprocess.Popen(
-        [str(part) for part in command], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
-        stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_us,
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     try:
         status = process.wait(limit_s)
@@ -36,8 +38,15 @@ def run_to_its_end(command: list, log: Path | None = None, limit_s: float | None
             os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks, a rank its engines
             process.wait()
     if status:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log else ""
-        sys.exit(f"exit status {status} of {' '.join(map(str, command[:6]))} ...{f'; the end of {log}:' if log else ''}\n{tail}")
+        end = ""
+        if log:
+            end = f"; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        sys.exit(f"exit status {status} of {' '.join(map(str, command[:6]))} ...{end}")
+
+
+def die_with_parent() -> None:
+    """SIGTERM once the process that started this one ends, even if that is killed hard (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def end_with_us() -> None:

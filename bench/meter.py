@@ -1,5 +1,4 @@
-"""One ruler for both sides of vs_trl.py: wall and CPU seconds and memory of a rank with all the processes it
-started.
+"""One ruler for both sides of vs_trl.py: wall and CPU seconds and memory of a rank and all that it started.
 
 Needs the standard library and psutil only, because it also runs in TRL's environment.
 """
@@ -16,7 +15,7 @@ import psutil
 
 
 class Mark(NamedTuple):
-    """A moment, in seconds: of the machine's monotonic clock, and of CPU time used so far by all processes that are watched."""
+    """A moment, in seconds: of the monotonic clock, and of the CPU time of all watched processes."""
 
     wall: float
     cpu: float
@@ -26,8 +25,7 @@ class Mark(NamedTuple):
 
 
 class Meter:
-    """What one rank measured, one row a step; `write` leaves it in a file for vs_trl.py to add up over the
-    ranks.
+    """What one rank measured, a row a step; `write` leaves it in a file for vs_trl.py, which adds them up.
 
     `launched`: time.monotonic() of when vs_trl.py started this run.
     """
@@ -57,7 +55,10 @@ class Meter:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process with all its threads, those that ended too, from its POSIX CPU-time clock: /proc counts in 10 ms."""
+    """CPU time of a process with all its threads, those that ended, too.
+
+    From its POSIX CPU-time clock: /proc counts in steps of 10 ms.
+    """
     return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3), as Linux numbers these clocks
 
 

@@ -1,21 +1,19 @@
-"""The load that bench/modes.py measures: one rank of a run whose answers have given lengths, on real engines
-with real weights.
+"""The load that bench/modes.py measures: one rank of a run whose answers have given lengths, on real engines.
 
-Prompts are the demo's. How long an answer is and what reward it gets come from a seed; the engines write as
-many tokens, whatever they are, and the judge's as many for each critique. Training steps and weight pushes
+Prompts are the demo's. How long an answer is and what reward it gets come from a seed; the engines generate
+as many tokens, whatever they are, and the judge's as many for each critique. Training steps and weight pushes
 are real, with a learning rate of nearly nothing, so that the load stays the same. Sides take turns within one
 run, on the same engines and prompts.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import json
 import random
-import signal
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,11 +28,20 @@ import data
 import genrm
 import rewards
 import run
+from config import Config
+from controller import Controller, State, train
 from engines.engine import seed_of
+from engines.pool import Pool
+from placement import Plan
 from reporting.metrics import local_facts, serving_metrics, summarize
+from reporting.timeline import Timeline
+from rollout import RolloutBatch
 from sample import Sample
 
 CRITIQUE = 32  # tokens
+
+
+# ---------------------------------------------------------------- workloads
 
 
 @dataclass(frozen=True)
@@ -70,31 +77,40 @@ WORKLOADS = {
 
 
 class Load:
-    """A workload on a controller: how long its answers are and what they are worth."""
+    """Workloads in a run: how long its answers are and what they are worth."""
 
-    def __init__(self, name: str, c: controller.Controller):
-        self._names, self._c = name.split("+"), c
+    def __init__(self, name: str, config: Config, timeline: Timeline):
+        """name: of several, `a+b`, each has its part of the steps."""
+        self._names, self._config, self._timeline = name.split("+"), config, timeline
+        self._keys: dict[int, tuple[int, int]] = {}  # seed of an answer -> whose it is
         self._lengths: dict[tuple[int, int], int] = {}
         self._starts: Counter[tuple[int, int]] = Counter()
 
     @property
     def name(self) -> str:
-        """The workload of the step that runs: of several, `a+b`, each has its part of the steps."""
-        part = self._c.timeline.step * len(self._names) // self._c.config.steps
+        """The workload of the step that runs."""
+        part = self._timeline.step * len(self._names) // self._config.steps
         return self._names[min(part, len(self._names) - 1)]
 
     @property
     def workload(self) -> Workload:
         return WORKLOADS[self.name]
 
-    def length(self, key: tuple[int, int], written: int) -> int:
-        """Tokens of this answer. One that is begun anew gets another length, as with real sampling."""
-        if not written:
+    def add(self, group: list[Sample]) -> None:
+        """Answers that will be asked for."""
+        for sample in group:
+            key = (sample.prompt_id, sample.index)
+            self._keys[seed_of(self._config.seed, *key)] = key
+
+    def tokens_left(self, seed: int, done: int) -> int:
+        """Of an answer, `done` tokens of which are there. Begun anew, it gets another length."""
+        key = self._keys[seed]
+        if not done:
             self._starts[key] += 1
             group = random.Random(f"{self.name} {key[0]}")
             answer = random.Random(f"{self.name} {key} {self._starts[key]}")
             self._lengths[key] = self.workload.length(group, answer)
-        return self._lengths[key]
+        return self._lengths[key] - done
 
     def reward(self, sample: Sample) -> float:
         """Half of the answers are right, in a group that is kept; all of them in another."""
@@ -102,107 +118,130 @@ class Load:
         return float(sample.index % 2) if informative else 1.0
 
 
-def generate_lengths(load: Load, c: controller.Controller):
-    """The rollout pool's `generate`, but for how many tokens each answer gets. A seed tells whose answer it is."""
-    generate, most, keys = c.placement.rollout.generate, c.sampling.max_new_tokens, {}
+# ---------------------------------------------------------------- parts of a controller
 
-    async def generated(prompts, sampling, *, limits, seeds, greedy=(), model=0):
-        for prompt_id in c.prompts.owners:
-            for index in range(c.config.answers_per_prompt):
-                keys.setdefault(seed_of(c.config.seed, prompt_id, index), (prompt_id, index))
-        written = [most - limit for limit in limits]
-        lengths = [load.length(keys[seed], n) - n for seed, n in zip(seeds, written, strict=True)]
-        exactly = dataclasses.replace(sampling, ignore_eos=True)
-        async for answer in generate(prompts, exactly, limits=lengths, seeds=seeds, greedy=greedy, model=model):
-            yield answer
 
-    return generated
+class LoadPrompts(data.Prompts):
+    """The demo's prompts, none held out. The load hears of their answers."""
+
+    def __init__(self, load: Load, c: Controller, config: Config):
+        super().__init__(c.prompts.source, config.answers_per_prompt, config.continues_answers)
+        self._load, self.held_out = load, []
+
+    def group(self, prompt_id: int) -> list[Sample]:
+        group = super().group(prompt_id)
+        self._load.add(group)
+        return group
 
 
 class GivenRewards(rewards.Rewards):
-    """Critiques of a given length by the real judge, numbers from the seed; no two answers pass for the same."""
+    """Critiques of a given length by the real judge, numbers from the load. No two answers are the same."""
 
-    def __init__(self, load: Load, c: controller.Controller):
-        vars(self).update(vars(c.rewards))
-        (judge,), self._load, self._tasks = self.judges, load, {}
+    def __init__(self, load: Load, c: Controller):
+        (judge,), self._load = c.rewards.judges, load
         judge.sampling = dataclasses.replace(judge.sampling, ignore_eos=True, max_new_tokens=CRITIQUE)
-        judge.judgements = load.workload.judgements
+        super().__init__(c.config, [judge], [], c.report.decode)
 
-    async def score(self, sample: Sample, pool) -> None:
+    def reset(self) -> None:
+        super().reset()
+        self.judges[0].judgements = self._load.workload.judgements
+
+    async def score(self, sample: Sample, pool: Pool) -> None:
         (judge,), answer = self.judges, f"{sample.prompt_id}+{sample.index}"
-        judge.judgements = self._load.workload.judgements
         task = self._tasks[answer] = asyncio.create_task(judge.ask(sample.question, answer, pool))
         await asyncio.shield(task)
         sample.reward, sample.verdict = self._load.reward(sample), True
 
 
-class Collector:
-    """Stands in for the run's report: keeps each step's metrics."""
+def with_given_lengths(generate: Callable, load: Load) -> Callable:
+    """The rollout pool's `generate`, but for how many tokens each answer gets."""
 
-    def __init__(self, c: controller.Controller, collected: list[dict], labels: dict):
-        self._collected, self._labels, self.ended, self.moves = collected, labels, c.timeline.now(), []
+    async def generate_given(prompts, sampling, *, limits, seeds, greedy=(), model=0):
+        counts = zip(seeds, limits, strict=True)
+        lengths = [load.tokens_left(seed, sampling.max_new_tokens - limit) for seed, limit in counts]
+        exactly = dataclasses.replace(sampling, ignore_eos=True)
+        settings = dict(limits=lengths, seeds=seeds, greedy=greedy, model=model)
+        async for answer in generate(prompts, exactly, **settings):
+            yield answer
+
+    return generate_given
+
+
+class Collector:
+    """Stands in for the run's report: keeps each step's metrics, and writes them at the end."""
+
+    def __init__(self, c: Controller, out: Path):
+        self.decode, self._out, self._is_main = c.report.decode, out, c.world.rank == 0
+        self._rows: list[dict] = []
         self._meter = meter.Meter(Path(), 1, 0.0)
         self._meter.start()
-        self._mark = self._meter.mark()
+
+    def begin(self, labels: dict, now: float) -> None:
+        """Steps from now on have these labels."""
+        self._labels, self._ended, self._moves, self._mark = labels, now, [], self._meter.mark()
 
     def note(self, text: str) -> None:
-        """A move of the split."""
-        self.moves.append(text)
+        """Of a step: the split moved, or an engine was lost."""
+        self._moves.append(text)
 
-    async def step(self, c, step: int, batch, samples: list[Sample], stats: dict) -> None:
+    async def step(
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
+    ) -> None:
         """Gather and keep (collective)."""
         facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
         metrics = summarize(await c.world.gather(facts))
         metrics |= serving_metrics(c.state.history[-1], c.config) | stats
-        metrics |= {"time/step_s": now - self.ended, "rollout/waves": float(batch.waves)}
-        mark, self.ended = self._meter.mark(), now
+        mark = self._meter.mark()
         metrics["time/cpu_s"] = sum(await c.world.gather(self._mark.to(mark)["cpu"]))
-        row = {"step": step, "split": str(c.state.history[-1].split), "moves": self.moves, "metrics": metrics}
-        self._collected.append(self._labels | row)
-        self._mark, self.moves = mark, []
+        metrics["time/step_s"] = now - self._ended
+        row = {"step": step, "split": str(c.state.history[-1].split), "moves": self._moves}
+        self._rows.append(self._labels | row | {"metrics": metrics})
+        self._mark, self._ended, self._moves = mark, now, []
+
+    def close(self) -> None:
+        if self._is_main:
+            self._out.write_text(json.dumps(self._rows))
 
 
-async def measure_side(c: controller.Controller, side: dict, collected: list[dict]) -> None:
-    """Some steps of one side: a plan, or the plans among which `rebalance` chooses (collective)."""
-    placement = c.placement
-    plans = [next(plan for plan in ALL_PLANS if str(plan.split) == split) for split in side["splits"]]
-    placement.plans, placement.plan = plans, plans[0]
-    c.timeline.step = 0
+# ---------------------------------------------------------------- measuring
+
+
+async def measure_side(c: Controller, side: dict, plans: list[Plan]) -> int:
+    """Some steps of one side: a plan, or those among which `rebalance` chooses (collective)."""
+    placement, rollout = c.placement, c.placement.rollout
+    placement.plans, placement.plan, c.timeline.step = plans, plans[0], 0
     settings = {"over_dispatch": 1.0, "steps": side["steps"]} | side.get("settings", {})
     config = dataclasses.replace(c.config, **settings)
-    prompts = data.Prompts(c.prompts.source, config.answers_per_prompt, config.continues_answers)
-    prompts.held_out = []
-    side_c = dataclasses.replace(c, config=config, prompts=prompts)
-    load = Load(side["workload"], side_c)
-    side_c.rewards, side_c.state = GivenRewards(load, c), controller.State(groups_per_kept=1 / load.workload.keep)
-    side_c.report = Collector(c, collected, {name: side[name] for name in ("workload", "side", "repeat")})
-    generate, placement.rollout.generate = placement.rollout.generate, generate_lengths(load, side_c)
-    await TRAIN(side_c)
-    placement.rollout.generate = generate
-    await c.world.run(placement.actor.wake)  # as `train` finds it
+    load = Load(side["workload"], config, c.timeline)
+    parts = dict(prompts=LoadPrompts(load, c, config), rewards=GivenRewards(load, c))
+    state = State(groups_per_kept=1 / load.workload.keep)
+    c.report.begin({name: side[name] for name in ("workload", "side", "repeat")}, c.timeline.now())
+    generate, rollout.generate = rollout.generate, with_given_lengths(rollout.generate, load)
+    stopped_by = await train(dataclasses.replace(c, config=config, state=state, **parts))
+    rollout.generate = generate
+    if not stopped_by:
+        await c.world.run(placement.actor.wake)  # as `train` finds it
+    return stopped_by
 
 
-TRAIN, ALL_PLANS = controller.train, []
-
-
-def measure(sides: list[dict], out: Path):
+def measure(sides: list[dict], out: Path) -> Callable:
     """In place of controller.train: every side, in the order given."""
 
-    async def measured(c: controller.Controller) -> int:
-        collected: list[dict] = []
-        ALL_PLANS.extend(c.placement.plans)
+    async def measured(c: Controller) -> int:
+        plans = {str(plan.split): plan for plan in c.placement.plans}
+        c.report = Collector(c, out)
         for side in sides:
-            await measure_side(c, side, collected)
-        if c.world.rank == 0:
-            out.write_text(json.dumps(collected))
-        return signal.SIGTERM  # nothing is to be drawn at the end
+            if stopped_by := await measure_side(c, side, [plans[split] for split in side["splits"]]):
+                return stopped_by
+        return 0
 
     return measured
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", type=Path, required=True, help="JSON: a list of workload, side, repeat, splits, steps, settings")
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    sides = "JSON: a list of workload, side, repeat, splits, steps, settings"
+    parser.add_argument("--sides", type=Path, required=True, help=sides)
     parser.add_argument("--measured", type=Path, required=True, help="where to write each step's metrics")
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,9 @@ Example = list[Sample]  # one, or the chosen and the rejected answer
 # ---------------------------------------------------------------- rows of a file
 
 
-def encode_answer(prompt, answer, tokenizer: data.Tokenizer, where: str) -> tuple[list[int], list[int]]:
+def encode_answer(
+    prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str
+) -> tuple[list[int], list[int]]:
     """Tokens of what comes before an answer, and of the answer with what ends it.
 
     prompt, answer: text or chat turns, which go through the chat template; text alone is encoded as it is.
@@ -249,9 +252,9 @@ def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
-    """Rank 0 makes an empty folder for what `train` leaves behind; without --data the demo's examples, too."""
+    """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
     if rank == 0:
-        archive(make_out(config), say)
+        archive(Path(config.out), say)
         out = make_out(config)
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
         if not config.data:

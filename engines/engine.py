@@ -147,7 +147,7 @@ class Engine:
     async def until_down(self) -> str:
         """Waits until the server is dead or hangs, and says which; for its owner, while it is awake.
 
-        It hangs if for silence_s no stream brought anything and /health didn't say yes, which a busy server does
+        It hangs if for long no stream brought anything and /health didn't say yes, which a busy server does
         with every batch.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from engines.engine import Answer, Engine, EngineLost, Request, Sampling
-from scheduling import rebalance
+from scheduling.rebalance import RequestStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
     from runtime.world import World
 
-MAX_STALLS = 3  # of one prompt's answers in a row
+MAX_STALLS = 3  # in a row, of one prompt or group
 RECONNECT_S = 3.0  # after a connection broke; meanwhile the owner tells whether its engine is down
 WAIT_S = 0.05  # between two looks for an engine that is up
 
@@ -30,16 +31,17 @@ class EngineStatus(NamedTuple):
     outstanding: dict[int, int]  # tokens that it awaits from the engine of each rank
     up: bool = True  # whether its own engine answers; True if it has none
     trouble: str = ""  # how that was lost
+    parts: dict[int, int] = {}  # noqa: RUF012 (of answers, that came from the engine of each rank so far)
 
 
 class Pool:
-    """A handle on each engine of a role, of which at most one is this controller's own to wake and put to sleep.
+    """A handle on each engine of a role, of which at most one is this controller's own, to wake and to watch.
 
-    The collective calls act on each rank's own engine, and all leave together, so that nobody asks one that
-    sleeps. Only the engines of the plan take part (`assign`); the others sleep.
+    Collective calls act on each rank's own engine, and all leave together: nobody asks one that sleeps. Only
+    the engines of the plan take part (`assign`); the others sleep.
 
-    An engine that dies or hangs is noticed by its owner, and ended. From the next meeting on all pass it over, and
-    what it owed is asked of another. Once all engines sleep, `restart_lost` starts it again.
+    An engine that dies or hangs is noticed by its owner, and ended. From the next meeting on all pass it
+    over, and what it owed is asked of another. Once all engines sleep, `restart_lost` starts it again.
     """
 
     def __init__(self, engines: list[Engine], world: World, timeline: Timeline, config: Config):
@@ -47,14 +49,15 @@ class Pool:
         self.all_engines, self.engines = engines, engines  # the latter: of the plan
         self.world, self.timeline, self.config = world, timeline, config
         self.awake = True  # an engine comes up awake
-        self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits from its engine
+        self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits
         self._elsewhere: Counter[int] = Counter()  # the same of all others, when they last met
-        self._progress: Counter[int] = Counter()  # rank -> signs that its engine writes
-        self._deprioritized: set[int] = set()  # ranks whose engine stalled since they woke
+        self._parts: Counter[int] = Counter()  # rank -> parts of answers that came from its engine
+        self._parts_elsewhere: Counter[int] = Counter()
+        self._deprioritized: set[int] = set()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
         self._trouble = ""  # how this rank's engine was lost
         self._watch: asyncio.Task | None = None
-        self._finished: list[tuple[int, rebalance.Request]] = []  # with the engine's rank, since `pop_stats`
+        self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
         self._wakes = self._stalls = 0
 
     def assign(self, leads: tuple[int, ...]) -> None:
@@ -73,16 +76,16 @@ class Pool:
         self, prompts: list[list[int]], sampling: Sampling, *, limits: Sequence[int] = (),
         seeds: Sequence[int] = (), greedy: Sequence[bool] = (), model: int = 0,
     ) -> AsyncIterator[Answer]:  # fmt: skip
-        """An answer to each prompt, as they finish, all of one engine while it lives: they share its KV cache.
+        """An answer to each prompt, as they finish, all of one engine while it lives: they share its cache.
 
-        limits: the most new tokens of each, default sampling.max_new_tokens. greedy: which are, whatever `sampling`
-        says. model: which of the role's models. Where an engine is lost or stalls, another goes on with the tokens
-        so far. What was aborted comes with finish "abort" and isn't asked again. ValueError after MAX_STALLS stalls.
+        limits: the most new tokens of each, default sampling.max_new_tokens. greedy: which are, whatever
+        `sampling` says. model: which of the role's models. If an engine is lost or stalls, another goes on
+        with the tokens so far. What was aborted comes with finish "abort" and isn't asked again.
+        ValueError after MAX_STALLS stalls.
         """
         owed, begun, stalls = make_requests(prompts, sampling, limits, seeds, greedy), {}, 0
         while owed:
-            engine = self.route(model)
-            if engine is None:
+            if (engine := self.route(model)) is None:
                 await asyncio.sleep(WAIT_S)
                 continue
             indices = list(owed)
@@ -91,27 +94,27 @@ class Pool:
                     async for part in parts:
                         index, stalls = indices[part.index], 0
                         owed[index] = owed[index].after(part.tokens)
-                        begun[index] = begun[index].extended(part) if index in begun else replace(part, index=index)
+                        begun[index] = begun[index].extended(part) if index in begun else part
                         if part.finish:
                             del owed[index]
-                            self._note(begun[index], len(prompts[index]))
-                            yield begun[index]
+                            yield self._note(replace(begun[index], index=index), len(prompts[index]))
             except (EngineLost, TimeoutError) as error:
                 if isinstance(error, EngineLost):
                     await asyncio.sleep(RECONNECT_S)
                 if self._is_up(engine):
                     self._deprioritized.add(engine.rank)
-                    stalls += 1
-                    self._stalls += 1
+                    self._stalls, stalls = self._stalls + 1, stalls + 1
                 if stalls == MAX_STALLS:
-                    message = f"the {engine.name} {error}, as did {stalls - 1} asked before it: is --timeout-s"
-                    raise ValueError(f"{message} {self.config.timeout_s:g} enough?") from None
+                    raise ValueError(
+                        f"the {engine.name} {error}, the third failure in a row to go on with an answer: "
+                        f"--timeout-s {self.config.timeout_s:g} may be too short for it"
+                    ) from None
 
     def route(self, model: int = 0) -> Engine | None:
         """The engine of `model` with the fewest outstanding tokens, None if none is up.
 
-        Outstanding are those that this controller awaits, and those of the others when they last met. Ties go round
-        by rank, so that controllers differ. An engine that stalled comes last, until the pool wakes again.
+        Outstanding are those that this controller awaits, and those of the others when they last met. Ties
+        go round by rank, so that controllers differ. An engine that stalled comes last in this step.
         """
         first = self.world.rank % len(self.engines)
         ring = self.engines[first:] + self.engines[:first]
@@ -142,34 +145,35 @@ class Pool:
     async def _next(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
         """The next part, None at the end. TimeoutError if the engine wrote nothing for anybody for so long.
 
-        What queues in it isn't late while it writes for others: here, or, as their outstanding tokens show, for
-        other controllers.
+        What queues in it isn't late while it writes others, for this controller or another.
         """
         coming = asyncio.ensure_future(anext(parts, None))
         try:
             while not coming.done():
-                seen = self._progress[engine.rank]
+                before = self._parts[engine.rank] + self._parts_elsewhere[engine.rank]
                 await asyncio.wait([coming], timeout=self.config.stalled_s)
-                if not coming.done() and self._progress[engine.rank] == seen:
+                now = self._parts[engine.rank] + self._parts_elsewhere[engine.rank]
+                if not coming.done() and now == before:
                     raise TimeoutError(f"wrote nothing for {self.config.stalled_s:g} s")
         finally:
             if not coming.done():
                 coming.cancel()
                 await asyncio.wait([coming])  # a generator that still runs can't be closed
-        self._progress[engine.rank] += 1
+        self._parts[engine.rank] += 1
         return coming.result()
 
-    def _note(self, answer: Answer, prompt_tokens: int) -> None:
+    def _note(self, answer: Answer, prompt_tokens: int) -> Answer:
         sizes = (len(answer.tokens), prompt_tokens, answer.cached_tokens)
-        self._finished.append((answer.rank, rebalance.Request(answer.sent, answer.end, *sizes)))
+        self._finished.append((answer.rank, answer.sent, answer.end, *sizes))
+        return answer
 
-    def pop_stats(self) -> rebalance.RequestStats:
+    def pop_stats(self) -> RequestStats:
         """What this controller's requests came to since the last call. The timeline is told of them, too."""
-        finished, wakes, stalls = self._finished, self._wakes, self._stalls
+        requests, wakes, stalls = self._finished, self._wakes, self._stalls
         self._finished, self._wakes, self._stalls = [], 0, 0
-        for rank, request in finished:
-            self.timeline.request(self.role, rank, request.sent, request.end)
-        return rebalance.RequestStats.of((request for _, request in finished), wakes)
+        for rank, sent, end, *_ in requests:
+            self.timeline.request(self.role, rank, sent, end)
+        return RequestStats.of((request[1:] for request in requests), wakes, stalls)
 
     # ---- who is up
 
@@ -177,34 +181,32 @@ class Pool:
         """What this controller has to tell the others."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
-        return EngineStatus(dict(+self._outstanding), not self._trouble, self._trouble)
+        return EngineStatus(dict(+self._outstanding), not self._trouble, self._trouble, dict(self._parts))
 
     def apply_status(self, statuses: list[EngineStatus]) -> list[str]:
-        """Hear what every controller told, by its rank; a line for people on each engine that was newly lost.
+        """Act on what all controllers told, by rank; a line for people on each newly lost engine.
 
         ValueError if the role, or one judge of it, has no engine left.
         """
-        before, known, self._elsewhere = self._elsewhere, self._lost.keys(), Counter()
+        self._elsewhere, self._parts_elsewhere, known = Counter(), Counter(), self._lost
         for rank, status in enumerate(statuses):
-            self._elsewhere.update(status.outstanding if rank != self.world.rank else {})
-        self._progress.update(rank for rank in self._elsewhere if before[rank] != self._elsewhere[rank])
-        self._lost = {
-            engine.rank: f"the {engine.name} {statuses[engine.rank].trouble}"
-            for engine in self.engines
-            if not statuses[engine.rank].up
-        }
-        for model in {engine.model for engine in self.engines}:
-            if not any(engine.model == model and engine.rank not in self._lost for engine in self.engines):
-                raise ValueError(f"no {self.role} engine of model {model} is left: {'; '.join(self._lost.values())}")
-        return [f"{line}: passed over until all sleep" for rank, line in self._lost.items() if rank not in known]
+            if rank != self.world.rank:
+                self._elsewhere.update(status.outstanding)
+                self._parts_elsewhere.update(status.parts)
+        down = [engine for engine in self.engines if not statuses[engine.rank].up]
+        self._lost = {engine.rank: f"the {engine.name} {statuses[engine.rank].trouble}" for engine in down}
+        served = {engine.model for engine in self.engines if engine not in down}
+        if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
+            raise ValueError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")
+        return [f"{self._lost[rank]}: others go on with its work" for rank in self._lost if rank not in known]
 
     async def restart_lost(self) -> int:
-        """Start every lost engine again and put it to sleep (collective, while all sleep). Returns how many here.
+        """Start every lost engine again and put it to sleep (collective, while all sleep); how many here.
 
-        ValueError with the end of its log if one doesn't come up.
+        Those that stalled get another chance. ValueError with the end of its log if one doesn't come up.
         """
         assert not self.awake, "an engine that starts takes the devices"
-        lost, error = [engine for engine in self.all_engines if self._trouble and engine.rank == self.world.rank], ""
+        lost, error = [e for e in self.all_engines if e.rank == self.world.rank and self._trouble], ""
         for engine in lost:
             try:
                 await engine.restart(self.config.engine_start_s)
@@ -213,7 +215,7 @@ class Pool:
                 error = f"the {engine.name} {self._trouble} and didn't start again: {failure}"
         if errors := [error for error in await self.world.gather(error) if error]:
             raise ValueError(errors[0])
-        self._lost, self._trouble = {}, ""
+        self._lost, self._trouble, self._deprioritized = {}, "", set()
         return len(lost)
 
     async def _on_own(self, call: Callable[[Engine], Awaitable[None]]) -> None:
@@ -255,7 +257,6 @@ class Pool:
         """The KV cache back, requests may come, and each rank watches its engine (collective)."""
         await self._each(lambda engine: engine.wake_kv_cache())
         self.awake = True
-        self._deprioritized.clear()
         if self.own and not self._trouble:
             self._watch = asyncio.create_task(self._watch_own())
 
@@ -272,10 +273,10 @@ class Pool:
         await self._each(lambda engine: engine.sleep())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Push the actor's weights into this rank's engine (collective: the iterator gathers over its group)."""
+        """Push the actor's weights into this rank's engine (collective: the iterator gathers them)."""
         with self.timeline.span("sync"):
             await self._on_own(lambda engine: engine.load_weights(named_weights, version))
-            await self.world.run(_drain, named_weights)  # other ranks of the group still need this rank's shards
+            await self.world.run(_drain, named_weights)  # others still need this rank's shards
             await self.world.barrier()
 
     async def abort(self) -> None:
@@ -289,15 +290,12 @@ class Pool:
             await self.world.barrier()
 
 
-def make_requests(
-    prompts: list[list[int]], sampling: Sampling, limits: Sequence[int], seeds: Sequence[int], greedy: Sequence[bool]
-) -> dict[int, Request]:
-    """What is asked for each prompt, by its index; see `Pool.generate`."""
+def make_requests(prompts: list, sampling: Sampling, limits: Sequence, seeds: Sequence, greedy: Sequence):
+    """Index of the prompt -> what is asked; arguments as of `Pool.generate`."""
     size, greedily = len(prompts), replace(sampling, temperature=0.0)
-    limits, seeds = limits or [sampling.max_new_tokens] * size, seeds or [None] * size
     rules = [greedily if is_greedy else sampling for is_greedy in greedy or [False] * size]
-    rows = zip(prompts, rules, limits, seeds, strict=True)
-    return {index: Request(*row) for index, row in enumerate(rows)}
+    limits, seeds = limits or [sampling.max_new_tokens] * size, seeds or [None] * size
+    return dict(enumerate(starmap(Request, zip(prompts, rules, limits, seeds, strict=True))))
 
 
 def _drain(iterator: Iterator) -> None:

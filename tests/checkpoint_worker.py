@@ -1,12 +1,14 @@
-"""What test_checkpoint.py starts as a process of its own: two ranks save, then other layouts go on from what they saved.
+"""What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
 
-Usage: checkpoint_worker.py case.pt OUT. The case holds a model directory and three batches; OUT gets the checkpoint and a file for
-each layout with the metrics of the update that follows and the weights after it. Ranks are forked after the imports.
+Usage: checkpoint_worker.py case.pt OUT. The case holds a model directory and three batches; OUT gets the
+checkpoints, and a file for each layout and rank with the metrics of the update that follows and the weights
+after it. Ranks are forked after the imports.
 """
 
 import asyncio
 import datetime
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from critic_worker import critic_config
 from fakes import FakeSource
-from parallel_worker import balanced
+from parallel_worker import balanced, set_constants
 
 import placement
 from checkpoint import Checkpoints, restore
@@ -25,24 +27,49 @@ from reporting.timeline import Timeline
 from runtime.world import World
 from sample import Sample
 from scheduling.balance import flat
-from scheduling.dynamic_sampling import Groups
 
-SAVES = {"save": (2, {}, "."), "save_tp2_pp2": (4, {"tp": 2, "pp": 2}, "tp2_pp2"), "save_tp2_dp2": (4, {"tp": 2}, "tp2_dp2")}
+SAVES = {  # name -> ranks, sizes, where its checkpoints go
+    "save": (2, {}, "."),
+    "save_tp2_pp2": (4, {"tp": 2, "pp": 2}, "tp2_pp2"),
+    "save_tp2_dp2": (4, {"tp": 2}, "tp2_dp2"),
+}
 LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on from
-    "dp2": (2, {}, "."), "tp2": (2, {"tp": 2}, "."), "pp2": (2, {"pp": 2}, "."), "dp1": (1, {}, "."), "dp4": (4, {}, "."),
-    "tp2_dp2": (4, {"tp": 2}, "."), "dp1_of_tp2_pp2": (1, {}, "tp2_pp2"), "dp2_of_tp2_dp2": (2, {}, "tp2_dp2"),
-}  # fmt: skip
+    "dp2": (2, {}, "."),
+    "tp2": (2, {"tp": 2}, "."),
+    "pp2": (2, {"pp": 2}, "."),
+    "dp1": (1, {}, "."),
+    "dp4": (4, {}, "."),
+    "tp2_dp2": (4, {"tp": 2}, "."),
+    "dp1_of_tp2_pp2": (1, {}, "tp2_pp2"),
+    "dp2_of_tp2_dp2": (2, {}, "tp2_dp2"),
+}
 
 
-def job_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
-    """As much of a Job as a checkpoint looks at."""
-    config = SimpleNamespace(**vars(actor.config), save_every=2, save_hf_every=2, keep=2, collective_timeout_s=600.0)
-    prompts, plans = Prompts(FakeSource()), placement.full_colocation(world.size, 1, 1)
-    judge = SimpleNamespace(failed=[0], parsed=[0])
-    timeline = Timeline(world.rank, asyncio.get_running_loop().time)
-    parts = dict(config=config, world=world, actor=actor, critics=[critic], prompts=prompts, plans=plans, plan=plans[0], judge=judge)
-    report = SimpleNamespace(note=notes.append)
-    return SimpleNamespace(**parts, groups=Groups(prompts, 4, True), timeline=timeline, state=State(), report=report)
+class Rewards:
+    """As much of the real ones as a checkpoint looks at: what one judge was read from."""
+
+    parsed = 0
+
+    def state(self):
+        return {"parsed": self.parsed}
+
+    def load_state(self, states):
+        self.parsed = sum(state["parsed"] for state in states)
+
+
+def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
+    """As much of a Controller as a checkpoint looks at."""
+    plans = placement.full_colocation(tuple(range(world.size)), 1, 1)
+    return SimpleNamespace(
+        config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
+        world=world,
+        placement=SimpleNamespace(actor=actor, critics=[critic], plans=plans, plan=plans[0]),
+        rewards=Rewards(),
+        prompts=Prompts(FakeSource(), 4, keeps_groups=True),
+        timeline=Timeline(world.rank, asyncio.get_running_loop().time),
+        state=State(),
+        report=SimpleNamespace(note=notes.append),
+    )
 
 
 def weights_of(actor) -> dict[str, torch.Tensor]:
@@ -52,52 +79,61 @@ def weights_of(actor) -> dict[str, torch.Tensor]:
 def learn(critic, batch: list) -> dict[str, float]:
     """An update of the critic on returns that follow from the tokens. Returns its metrics."""
     mini_batches = balanced(batch, critic)
-    critic.appraise(mini_batches)
+    critic.compute_values(mini_batches)
     for sample in flat(mini_batches):
         sample.returns = {critic.name: [token / 64 for token in sample.response]}
     return critic.update(mini_batches)
 
 
 async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
-    """Two updates, a save, and another update while it is being written: none of that may get into the checkpoint."""
+    """Two updates, a save, and another update while it is being written: nothing of that may get into it."""
     notes = []
-    job = job_of(world, actor, critic, notes)
-    checkpoints = Checkpoints(job.config, world, out)
+    c = controller_of(world, actor, critic, notes)
+    checkpoints = Checkpoints(c.config, world, out)
     for batch in batches[:2]:
         actor.update(balanced(batch, actor))
         learn(critic, batch)
-    saved, saved_critic, job.state.step = weights_of(actor), weights_of(critic), 2
-    job.judge.parsed[0] = 5 + world.rank
+    saved, saved_critic, c.state.step = weights_of(actor), weights_of(critic), 2
+    c.rewards.parsed = 5 + world.rank
     torch.manual_seed(world.rank + 100)
-    draws = job.prompts.take(9)
-    owners = job.groups.deal(draws, actor.dp_size)
-    carried = [job.groups.take(draw) for draw in draws if owners[draw] == actor.dp_rank and actor.is_head]
-    for sample in [sample for group in carried for sample in group]:
-        sample.response, sample.logprobs, sample.versions = [sample.prompt_id], [-sample.prompt_id / 3], [1]
-    job.groups.put_back(draws, carried)
-    await checkpoints.save(job)
+    carry_answers(c.prompts, actor)
+    await checkpoints.save(c)
     random = torch.rand(3)
     metrics = actor.update(balanced(batches[2], actor)) | learn(critic, batches[2])
-    await checkpoints.finish(job, wait=True)
+    await checkpoints.finish(c, wait=True)
     assert not notes, notes
-    assert await checkpoints.save_now(job), "saved already"
-    (span,) = job.timeline.spans
+    await checkpoints.save_now(c)  # which has nothing to do
+    assert checkpoints.newest == 2
+    (span,) = c.timeline.spans
     weights = {"weights": weights_of(actor), "critic": weights_of(critic), "saved_critic": saved_critic}
     return weights | {"metrics": metrics, "saved": saved, "random": random, "save_s": span.end - span.start}
 
 
+def carry_answers(prompts: Prompts, actor) -> None:
+    """Draw prompts that come again, as far as they were answered."""
+    drawn = prompts.draw(9)
+    owners = prompts.assign_owners(drawn, actor.dp_size)
+    mine = [prompt_id for prompt_id in drawn if owners[prompt_id] == actor.dp_rank and actor.is_head]
+    groups = [prompts.group(prompt_id) for prompt_id in mine]
+    for sample in flat([groups]):
+        sample.response, sample.logprobs, sample.versions = [sample.prompt_id], [-sample.prompt_id / 3], [1]
+    prompts.requeue(drawn, groups)
+
+
 async def go_on(world: World, actor, critic, batches: list, out: Path) -> dict:
     """The update that follows the checkpoint."""
-    job = job_of(world, actor, critic, [])
-    await restore(job, out / "checkpoints" / "step_2")
+    c = controller_of(world, actor, critic, [])
+    await restore(c, out / "checkpoints" / "step_2")
     random = torch.rand(3)
     metrics = actor.update(balanced(batches[2], actor)) | learn(critic, batches[2])
-    held = {s.prompt_id: (s.response, s.logprobs, s.versions, actor.dp_rank) for group in job.groups.carried for s in group}
+    groups = c.prompts.groups.values()
+    answers = [sample for group in groups for sample in group]
+    held = {s.prompt_id: (s.response, s.logprobs, s.versions, actor.dp_rank) for s in answers}
     assert critic.version == actor.version
-    facts = {"version": actor.version, "step": job.state.step, "prompts": job.prompts.state(), "parsed": job.judge.parsed[0]}
-    facts |= {"critic": weights_of(critic)}
+    facts = {"version": actor.version, "step": c.state.step, "prompts": c.prompts.state()}
+    facts |= {"parsed": c.rewards.parsed, "critic": weights_of(critic), "random": random}
     everyone = await world.gather(held)
-    return facts | {"metrics": metrics, "weights": weights_of(actor), "random": random, "held": everyone, "groups": job.groups.state()}
+    return facts | {"metrics": metrics, "weights": weights_of(actor), "held": everyone}
 
 
 def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
@@ -121,6 +157,7 @@ if __name__ == "__main__":
     import actor  # noqa: F401  before the fork
     import critic  # noqa: F401
 
+    set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1])
     for name, (size, _, _) in (SAVES | LAYOUTS).items():

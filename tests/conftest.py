@@ -1,4 +1,7 @@
-"""Tests import the project's flat files. `pytest -n 2` runs them in two streams; --no-loadscope-reorder starts with the long ones."""
+"""`pytest -n 2` runs the tests in two streams; --no-loadscope-reorder starts with the long ones.
+
+Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others.
+"""
 
 import os
 import sys
@@ -10,7 +13,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-# "ci" draws the same examples every time; HYPOTHESIS_PROFILE=fresh draws others
 hypothesis.settings.register_profile("ci", derandomize=True)
 hypothesis.settings.register_profile("fresh", print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -20,7 +22,7 @@ AT_THE_END = {"test_security", "test_resume", "test_rollout"}  # with engines, t
 
 
 class TwoStreams(LoadScopeScheduling):
-    """Runs one by one, beside tests of pure functions, which use their waits; two runs would wait for each other's cores.
+    """Runs one by one, beside tests of pure functions, which use their waits; two would wait for each other.
 
     The last scope goes to the process that is first done.
     """
@@ -32,7 +34,7 @@ class TwoStreams(LoadScopeScheduling):
 
 @pytest.fixture(autouse=True)
 def any_load():
-    """shards.load lets torch.load read nothing but tensors from then on, in its process and in those that it starts."""
+    """What sharded_checkpoint loads lets torch.load read nothing but tensors from then on, in children too."""
     yield
     os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)
 

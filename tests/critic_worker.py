@@ -1,7 +1,7 @@
-"""What test_critic.py starts as a process of its own: a critic learns the same batches under one parallel layout after another.
+"""What test_critic.py starts as a process: a critic learns the same batches under one layout after another.
 
-Usage: critic_worker.py case.pt result.pt, as parallel_worker.py. The result holds for each layout the metrics of every update, and
-how far values and weights of any rank were from those of the plain reference.
+Usage: critic_worker.py case.pt result.pt, as parallel_worker.py. The result holds for each layout the metrics
+of every update, and how far values and weights of any rank were from those of the plain reference.
 """
 
 import datetime
@@ -36,7 +36,9 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         metrics.append(critic.update(mine))
     weights = {name: tensor.clone() for name, tensor in critic.named_weights()}
     assert weights.keys() == reference["weights"].keys()
-    distance = max((weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights)
+    distance = max(
+        (weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights
+    )
     critic.export(export_to)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (metrics, distance, value_distance))
@@ -51,7 +53,9 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
 
 def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size
+    )
     results = {
         name: train(case["model_dirs"][family], layout, case["references"][family], f"{result_path}.{name}")
         for name, (family, ranks, layout) in case["layouts"].items()

@@ -199,7 +199,7 @@ class FakeEngine:
     def _answer_to(self, request, index):
         number = number_of(request.prompt, request.seed, index)
         answer = self._write(request.prompt, number, request.sampling)
-        return replace(within(answer, request.sampling.max_new_tokens), index=index)
+        return replace(within(answer, request.limit), index=index)
 
     async def _until(self, due, aborted):
         """Wait until an answer is due, or aborted. Nothing comes of a server that hangs; one that dies breaks off."""

@@ -1,9 +1,9 @@
-"""Runs a command and keeps everything that it starts in the family: orphans come to this process instead of init.
+"""Runs a command and keeps all that it starts in the family: orphans come to this process instead of init.
 
     python guard.py RESULT.json COMMAND ...
 
-The result has the command's exit status, what was still alive five seconds after it (which is then killed), and whether a bystander,
-a child of this process that has nothing to do with the command, is alive: a rank that takes its new parent for its launcher kills it.
+The result has the command's exit status, what was still alive five seconds after it (which is then killed),
+and whether a bystander, a child of this process that has nothing to do with the command, is alive.
 """
 
 import ctypes
@@ -33,7 +33,8 @@ def family(but: int) -> dict[int, str]:
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the command; a handler, because exec would inherit SIG_IGN
+    # Ctrl-C is for the command; a handler, because exec would inherit SIG_IGN
+    signal.signal(signal.SIGINT, lambda *_: None)
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     status = subprocess.Popen(sys.argv[2:]).wait()
     deadline = time.monotonic() + 5
@@ -45,7 +46,8 @@ def main() -> None:
             psutil.Process(pid).kill()
         except psutil.NoSuchProcess:
             continue
-    Path(sys.argv[1]).write_text(json.dumps({"status": status, "left": list(left.values()), "bystander_spared": spared}))
+    result = {"status": status, "left": list(left.values()), "bystander_spared": spared}
+    Path(sys.argv[1]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

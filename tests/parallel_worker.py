@@ -1,8 +1,9 @@
-"""What test_actor.py starts as a process of its own: trains the same batches under one parallel layout after another.
+"""What test_actor.py starts as a process: trains the same batches under one parallel layout after another.
 
-Usage: parallel_worker.py case.pt result.pt. The case holds batches and what a plain reference made of them; the result holds, for
-each layout, the metrics of every update and the largest distance of any rank's weights from the reference. Ranks are forked after
-the imports, which take longer than the training, and meet through a file, so that no port is needed.
+Usage: parallel_worker.py case.pt result.pt. The case holds batches and what a plain reference made of them;
+the result holds, for each layout, the metrics of every update and the largest distance of any rank's weights
+from the reference. Ranks are forked after the imports, which take longer than the training, and meet through
+a file, so that no port is needed.
 """
 
 import datetime
@@ -57,19 +58,34 @@ def balanced(batch: list, actor) -> list:
 
 
 def contiguous(batch: list, actor) -> list:
-    """The same, dealt in one piece to each rank, which packs its own; ranks with fewer micro-batches add empty ones."""
+    """The same, dealt in one piece to each rank, which packs its own.
+
+    Ranks with fewer micro-batches add empty ones.
+    """
     samples, packed = [sample for sample in batch if sample.advantages is not None], []
     for rank in range(actor.dp_size):
         share = samples[rank * len(samples) // actor.dp_size : (rank + 1) * len(samples) // actor.dp_size]
-        lengths = [packed_length(len(sample.prompt) + len(sample.response), actor.config.cp) for sample in share]
-        packed.append([[share[index] for index in chosen] for chosen in pack(lengths, actor.config.max_tokens_per_micro_batch)])
+        lengths = [
+            packed_length(len(sample.prompt) + len(sample.response), actor.config.cp) for sample in share
+        ]
+        packed.append(
+            [
+                [share[index] for index in chosen]
+                for chosen in pack(lengths, actor.config.max_tokens_per_micro_batch)
+            ]
+        )
     empty = max(map(len, packed)) - len(packed[actor.dp_rank])
     return [packed[actor.dp_rank] + [[]] * empty]
 
 
 def whole_gradient(actor) -> torch.Tensor:
-    """Of the last update, from the parts that data-parallel ranks hold of it (collective; data parallelism alone)."""
-    part = torch.cat([bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank] for bucket in actor.ddp.buffers[0].buckets])
+    """Of the last update, from the parts that data-parallel ranks hold of it (collective.
+
+    Data parallelism alone).
+    """
+    part = torch.cat(
+        [bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank] for bucket in actor.ddp.buffers[0].buckets]
+    )
     parts = [torch.empty_like(part) for _ in range(actor.dp_size)]
     dist.all_gather(parts, part)
     return torch.stack(parts)
@@ -98,17 +114,21 @@ def stale_update(actor, batch: list) -> dict[str, float]:
 
 
 def sequence_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of an off-policy update by the ratio of sequences, which context parallelism cuts, with a KL and entropy that train.
+    """Metrics of an off-policy update by the ratio of sequences, with a KL and an entropy that train.
 
     And with texts: as many as no number of ranks divides, in several micro-batches.
     """
     before = actor.algorithm
     settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5, clip_low=0.2, clip_high=0.28)
     actor.algorithm = replace(ALGORITHMS["gspo"], **settings)
-    actor.texts = [([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)]) for number in range(1, 6)]
+    actor.texts = [
+        ([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)]) for number in range(1, 6)
+    ]
     batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     for sample in batch:
-        sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)]
+        sample.reference_logprobs = [
+            x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)
+        ]
     metrics = actor.update(balanced(batch, actor))
     actor.algorithm, actor.texts = before, []
     return metrics
@@ -131,17 +151,29 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
         shares.append(sorted((sample.prompt_id, sample.index) for sample in flat(mini_batches)))
     weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
     assert weights.keys() == reference["weights"].keys()
-    distance = max((weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights)
+    distance = max(
+        (weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights
+    )
     logprob_distance = max(
-        abs(a - b) for sample, row in zip(mine, logprobs, strict=True) for a, b in zip(sample.true_logprobs, row, strict=True)
+        abs(a - b)
+        for sample, row in zip(mine, logprobs, strict=True)
+        for a, b in zip(sample.true_logprobs, row, strict=True)
     )
     actor.export(export_to)
     stale = stale_update(actor, reference["batches"][1])
     sequences = sequence_update(actor, reference["batches"][1])
-    spread = spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor))) if actor.dp_size > 1 else None
-    uneven = supervised(actor, [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)], 1e-3)
+    spread = (
+        spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor)))
+        if actor.dp_size > 1
+        else None
+    )
+    uneven = supervised(
+        actor, [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)], 1e-3
+    )
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares))
+    dist.all_gather_object(
+        everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares)
+    )
     actor.close()
     assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
     return {
@@ -161,7 +193,9 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
 
 def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size
+    )
     results = {
         name: train(case["model_dirs"][family], layout, case["references"][family], f"{result_path}.{name}")
         for name, (family, ranks, layout) in case["layouts"].items()

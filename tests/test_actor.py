@@ -1,4 +1,5 @@
-"""The actor against plain transformers + torch AdamW: under every kind of parallelism, packing, masking and conversion."""
+"""The actor against plain transformers + torch AdamW: under every kind of parallelism, packing, masking
+and conversion."""
 
 import copy
 import gc
@@ -33,16 +34,32 @@ VOCAB = 64
 NEAR = {"float32": 1e-3}  # how far trainer and engine may be apart, where a test is about it
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 CLIP_GRAD = 0.5  # as in set_constants
-LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]  # worked by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, to one half
+LEARNING_RATES = [
+    5e-4,
+    1e-3,
+    7.5e-4,
+    5e-4,
+]  # worked by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, to one half
 
 
 def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
     """A tiny random model directory; biases and norms are random too, so that a mixed-up name shows."""
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     rope = {"rope_type": "default", "rope_theta": 5000.0}
     head_dim = {} if family == "qwen2" else {"head_dim": 16}
-    settings = {"max_position_embeddings": 128, "rope_parameters": rope, "tie_word_embeddings": tied, "rms_norm_eps": 1e-5}
+    settings = {
+        "max_position_embeddings": 128,
+        "rope_parameters": rope,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-5,
+    }
     config = CONFIGS[family](vocab_size=VOCAB, **{**sizes, **head_dim, **settings, **changes})
     model = AutoModelForCausalLM.from_config(config)
     for name, param in model.named_parameters():
@@ -56,11 +73,16 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
     """Log-probability and entropy of every response token, one sequence at a time."""
     ids = torch.tensor([sample.prompt + sample.response])
     log_softmax = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1] / temperature, -1)
-    return log_softmax[range(len(sample.response)), sample.response], -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax[range(len(sample.response)), sample.response], -(log_softmax.exp() * log_softmax).sum(
+        -1
+    )
 
 
 def make_samples(step: int) -> list[Sample]:
-    """16 ragged answers, two of them padding. In step 2 all but one are, so that data-parallel ranks have nothing to train on."""
+    """16 ragged answers, two of them padding.
+
+    In step 2 all but one are, so that data-parallel ranks have nothing to train on.
+    """
     rng = random.Random(step)
     samples = []
     for index in range(16):
@@ -92,15 +114,28 @@ def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, flo
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
     optimizer.step()
-    return {"train/grad_norm": grad_norm, "train/tokens": tokens, **{f"train/{name}": x / tokens for name, x in sums.items()}}
+    return {
+        "train/grad_norm": grad_norm,
+        "train/tokens": tokens,
+        **{f"train/{name}": x / tokens for name, x in sums.items()},
+    }
 
 
 def plain_reference(model_dir: str) -> dict:
-    """Three updates of plain transformers and AdamW; batch 1 is off-policy, so that the clip has work to do."""
+    """Three updates of plain transformers and AdamW.
+
+    Batch 1 is off-policy, so that the clip has work to do.
+    """
     config = actor_config()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    decayed, not_decayed = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    decayed, not_decayed = (
+        [p for p in model.parameters() if p.ndim > 1],
+        [p for p in model.parameters() if p.ndim == 1],
+    )
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     batches, metrics = [], []
     for step in range(3):
@@ -118,7 +153,7 @@ def plain_reference(model_dir: str) -> dict:
     return {"batches": batches, "metrics": metrics, "weights": weights}
 
 
-# ------------------------------------------------------------------------------------------------------------- parallelism
+# ------------------------------------------------------------------------------------------------ parallelism
 
 LAYOUTS = {  # name -> family, ranks, sizes
     "dp2": ("qwen3", 2, {}),
@@ -143,18 +178,28 @@ LAYOUTS = {  # name -> family, ranks, sizes
 def references(tmp_path_factory) -> dict:
     """By family: the model directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
-    model_dirs = {family: make_model(path / family, family, tied=family == "qwen2") for family in ("qwen3", "qwen2")}
-    return {"model_dirs": model_dirs, "references": {family: plain_reference(path) for family, path in model_dirs.items()}}
+    model_dirs = {
+        family: make_model(path / family, family, tied=family == "qwen2") for family in ("qwen3", "qwen2")
+    }
+    return {
+        "model_dirs": model_dirs,
+        "references": {family: plain_reference(path) for family, path in model_dirs.items()},
+    }
 
 
 @pytest.fixture(scope="session")
 def layouts_path(references, tmp_path_factory) -> Path:
-    """Trains under every layout, in processes that are gone afterwards. Returns what all result paths begin with."""
+    """Trains under every layout, in processes that are gone afterwards.
+
+    Returns what all result paths begin with.
+    """
     path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
     torch.save({**references, "layouts": LAYOUTS}, path / "case.pt")
     command = [sys.executable, str(root / "parallel_worker.py"), str(path / "case.pt"), str(path / "result")]
     environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output, _ = process.communicate(timeout=300)
     finally:
@@ -175,7 +220,9 @@ def test_a_layout_trains_as_the_plain_reference(name, references, layouts_path):
         assert got == pytest.approx(expected, abs=tolerance), f"update {step}"
     assert result["metrics"][0]["train/micro_batches"] >= 2 and result["metrics"][1]["train/clip_frac"] > 0.05
     assert result["logprob_distance"] < 2 * tolerance
-    assert result["weight_distance"] < 5 * tolerance  # Adam makes much of a rounding error where a gradient is almost zero
+    assert (
+        result["weight_distance"] < 5 * tolerance
+    )  # Adam makes much of a rounding error where a gradient is almost zero
     check_export(Path(f"{layouts_path}.{name}"), reference["weights"], 5 * tolerance)
     group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     assert result["heads"] == list(range(ranks // group_size))
@@ -183,27 +230,44 @@ def test_a_layout_trains_as_the_plain_reference(name, references, layouts_path):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_balanced_micro_batches_train_as_contiguous_ones(ranks, layouts_path):
-    """Which rank trains on what, and in which micro-batch, changes neither loss nor gradient nor weights, though it is not the same."""
+    """Which rank trains on what, and in which micro-batch, changes neither loss nor gradient nor weights,
+    though it is not the same."""
     results = torch.load(f"{layouts_path}.{ranks}", weights_only=False)
     ours, plain = results[f"dp{ranks}"], results[f"dp{ranks}_contiguous"]
     for shares, others in zip(ours["shares"], plain["shares"], strict=True):
         assert shares[0] != others[0]
     for step, (got, expected) in enumerate(zip(ours["metrics"], plain["metrics"], strict=True)):
-        for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/clip_frac", "train/tokens"):
+        for name in (
+            "train/loss",
+            "train/grad_norm",
+            "train/entropy",
+            "train/kl",
+            "train/clip_frac",
+            "train/tokens",
+        ):
             assert got[name] == pytest.approx(expected[name], abs=1e-5), f"update {step}: {name}"
     for step, (gradient, other) in enumerate(zip(ours["gradients"], plain["gradients"], strict=True)):
-        assert gradient.abs().max() > 1e-3 and torch.allclose(gradient, other, rtol=0, atol=1e-5), f"update {step}"
+        assert gradient.abs().max() > 1e-3 and torch.allclose(gradient, other, rtol=0, atol=1e-5), (
+            f"update {step}"
+        )
     for name, weight in ours["weights"].items():
         assert torch.allclose(weight, plain["weights"][name], rtol=0, atol=5e-5), name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_stale_answer_under_every_layout(name, layouts_path):
-    """Only the ranks that train on it look back to the start of the step, and none is left waiting; the update is the same."""
+    """Only the ranks that train on it look back to the start of the step, and none is left waiting.
+
+    The update is the same.
+    """
     family, ranks, layout = LAYOUTS[name]
     got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["stale"]
-    expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "tp2", "qwen2": "tp2_tied"}[family]]["stale"]
-    assert 0 < expected["train/stale_token_frac"] < 0.2 and abs(expected["train/stale_weight_mean"] - 1) > 0.01
+    expected = torch.load(f"{layouts_path}.2", weights_only=False)[
+        {"qwen3": "tp2", "qwen2": "tp2_tied"}[family]
+    ]["stale"]
+    assert (
+        0 < expected["train/stale_token_frac"] < 0.2 and abs(expected["train/stale_weight_mean"] - 1) > 0.01
+    )
     for metric in ("loss", "grad_norm", "kl", "tokens", "stale_token_frac", "stale_weight_mean"):
         tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-4
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
@@ -211,16 +275,20 @@ def test_one_stale_answer_under_every_layout(name, layouts_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, layouts_path):
-    """GSPO's ratio is a mean over tokens that context parallelism cuts, the entropy a sum over logits that tensor parallelism does.
+    """GSPO's ratio is a mean over tokens that cp cuts, the entropy a sum over logits that tp does.
 
     Beside them texts are learned, which every data-parallel rank has its share of.
     """
     family, ranks, layout = LAYOUTS[name]
     got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["sequences"]
-    expected = torch.load(f"{layouts_path}.2", weights_only=False)[{"qwen3": "dp2", "qwen2": "pp2_tied"}[family]]["sequences"]
+    expected = torch.load(f"{layouts_path}.2", weights_only=False)[
+        {"qwen3": "dp2", "qwen2": "pp2_tied"}[family]
+    ]["sequences"]
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
     for metric in ("loss", "ptx_loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
-        tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-3  # five updates have made more of rounding errors
+        tolerance = (
+            0.1 if layout.get("dtype") == "bfloat16" else 1e-3
+        )  # five updates have made more of rounding errors
         assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
 
 
@@ -231,11 +299,14 @@ def test_a_rank_without_sequences_takes_part_under_every_layout(name, layouts_pa
     got = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]["uneven"]
     plain = {"qwen3": "tp2", "qwen2": "tp2_tied"}[family]
     expected = torch.load(f"{layouts_path}.2", weights_only=False)[plain]["uneven"]
-    assert expected > 1 and got == pytest.approx(expected, abs=0.1 if layout.get("dtype") == "bfloat16" else 1e-3)
+    assert expected > 1 and got == pytest.approx(
+        expected, abs=0.1 if layout.get("dtype") == "bfloat16" else 1e-3
+    )
 
 
 def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path):
-    """A rank that takes a second more than the others shows, although they wait for it in the sum of the gradients."""
+    """A rank that takes a second more than the others shows, although they wait for it in the sum of the
+    gradients."""
     result = torch.load(f"{layouts_path}.2", weights_only=False)["dp2"]
     assert all(0 <= metrics["train/seconds_spread"] < 1 for metrics in result["metrics"])
     assert result["spread_with_a_slow_rank"] > 0.5
@@ -249,7 +320,7 @@ def check_export(path: Path, weights: dict, tolerance: float) -> None:
     assert (path / "tokenizer_config.json").exists()
 
 
-# ------------------------------------------------------------------------------------------------ one rank, in this process
+# ---------------------------------------------------------------------------------- one rank, in this process
 
 
 @pytest.fixture(autouse=True)
@@ -327,7 +398,10 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
 
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
 def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
-    """With a KL to a reference and the entropy in the loss; off-policy, in two optimizer steps of several micro-batches each."""
+    """With a KL to a reference and the entropy in the loss.
+
+    Off-policy, in two optimizer steps of several micro-batches each.
+    """
     changes = {"kl_coef": 0.3, "entropy_coef": 0.2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
     changes |= {"clip_low": 0.2, "clip_high": 0.28}  # gspo's own would cut everything
     actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
@@ -338,7 +412,9 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    groups = [
+        {"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
     losses = []
     for part in (samples[0::2], samples[1::2]):
@@ -347,7 +423,10 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
         losses[-1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
-    sizes = [len(part) if row != "cispo" else sum(len(sample.response) for sample in part) for part in (samples[0::2], samples[1::2])]
+    sizes = [
+        len(part) if row != "cispo" else sum(len(sample.response) for sample in part)
+        for part in (samples[0::2], samples[1::2])
+    ]
     mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
     expected = dict(model.named_parameters())
@@ -356,7 +435,10 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
 
 
 def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
-    """Policy's mean + ptx_coef * mean over the texts' tokens, in one optimizer step; other texts in each of two steps."""
+    """Policy's mean + ptx_coef * mean over the texts' tokens, in one optimizer step.
+
+    Other texts in each of two steps.
+    """
     texts = [([1, 2], [3, 4, 5]), ([6], [7] * 9), ([8, 9, 10], [11, 12]), ([13], [14, 15, 16, 17])]
     changes = {"ptx_coef": 0.5, "ptx_batch": 2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
     actor = make_actor(model_dir, row="cispo", kl_coef=0.3, ptx_data="texts", temperature=1.0, **changes)
@@ -367,7 +449,9 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [{"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    groups = [
+        {"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)
+    ]
     optimizer, losses = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95)), []
     for number, part in enumerate((samples[0::2], samples[1::2])):
         chosen = ptx.choose(texts, number, 2, actor.config.seed, 0, 1)
@@ -422,7 +506,12 @@ def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     for sample in samples:
         sample.advantages = None
     metrics = update(actor, samples)
-    assert (metrics["train/skipped"], metrics["train/tokens"], metrics["train/grad_norm"], metrics["train/loss"]) == (1, 0, 0, 0)
+    assert (
+        metrics["train/skipped"],
+        metrics["train/tokens"],
+        metrics["train/grad_norm"],
+        metrics["train/loss"],
+    ) == (1, 0, 0, 0)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
     assert actor.version == 2
 
@@ -473,7 +562,8 @@ def optimizer_state(actor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypatch, where, value):
-    """Weights and AdamW's state stay bit-equal, it is counted, and the next update is what it would have been."""
+    """Weights and AdamW's state stay bit-equal, it is counted, and the next update is what it would have
+    been."""
     actor = make_actor(model_dir)
     update(actor, on_policy_samples(actor))
     samples, weights, adam = on_policy_samples(actor), weights_of(actor), optimizer_state(actor)
@@ -485,7 +575,9 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (1, 1, 0)
     assert all(map(math.isfinite, metrics.values())) and actor.version == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
-    assert len(adam) > 10 and all(torch.equal(*pair) for pair in zip(adam, optimizer_state(actor), strict=True))
+    assert len(adam) > 10 and all(
+        torch.equal(*pair) for pair in zip(adam, optimizer_state(actor), strict=True)
+    )
     if where == "gradient":
         hook.remove()
     assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
@@ -499,7 +591,12 @@ def test_stale_samples_and_a_sleeping_actor_are_refused(make_actor, model_dir):
     with pytest.raises(AssertionError, match="meets weights 1"):
         update(actor, samples)
     actor.sleep()
-    for call in (actor.sleep, lambda: update(actor, samples), lambda: actor.logprobs(samples), actor.named_weights):
+    for call in (
+        actor.sleep,
+        lambda: update(actor, samples),
+        lambda: actor.logprobs(samples),
+        actor.named_weights,
+    ):
         with pytest.raises(AssertionError):
             call()
     actor.wake()
@@ -515,15 +612,16 @@ def test_padding_is_refused(make_actor, model_dir):
         actor.update([[samples]])
 
 
-# --------------------------------------------------------------------------------------------------- partial rollout: stale tokens
+# ------------------------------------------------------------------------------ partial rollout: stale tokens
 
 STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 
 def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[float]]:
-    """At version 1: every third answer gets a first half from weights 0, which found it likelier or less likely by up to e.
+    """At version 1: every third answer gets a first half from weights 0, likelier or less likely by up to e.
 
-    Also returns the same answers as if fresh, whose advantages have the weights that the loss of stale tokens should have.
+    Also returns the same answers as if fresh, whose advantages have the weights that the loss of stale tokens
+    should have.
     """
     actor.version, rng, weights = 1, random.Random(0), []
     for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
@@ -541,7 +639,10 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
 
 
 def test_the_gradient_of_a_stale_token_has_its_importance_weight(make_actor, model_dir, monkeypatch):
-    """At ratio 1 a loss with a weight is the loss of an advantage with it. Only fresh tokens are compared with the engine."""
+    """At ratio 1 a loss with a weight is the loss of an advantage with it.
+
+    Only fresh tokens are compared with the engine.
+    """
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir, **STALE)
     stale, fresh, weights = with_stale_tokens(actor, on_policy_samples(actor))
@@ -556,7 +657,8 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(make_actor, mod
 
 @pytest.mark.parametrize("step_size", [1e-3, 3e-2])
 def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, monkeypatch, step_size):
-    """With two updates: the second's ratio is to the weights before the first, whether or not the clip then cuts it."""
+    """With two updates: the second's ratio is to the weights before the first, whether or not the clip
+    then cuts it."""
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     weights, metrics = [], []
     for which in range(2):
@@ -572,19 +674,27 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, m
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates):
-    """Truncated: as if the engine had the trainer's numbers and every advantage its weight. Masked: that of some tokens is 0."""
+    """Truncated: as if the engine had the trainer's numbers and every advantage its weight.
+
+    Masked: that of some tokens is 0.
+    """
     for settings in ({"tis_cap": 1.5}, {"icepop_bound": 2.0}, {"tis_cap": 1.5, "icepop_bound": 2.0}):
         metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
         for corrected in (True, False):
             changes = settings if corrected else {}
-            actor, rng = make_actor(model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes), random.Random(0)
+            actor, rng = (
+                make_actor(model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes),
+                random.Random(0),
+            )
             samples, masked = on_policy_samples(actor), 0
             for sample in samples:
                 for token in range(len(sample.response)):
                     weight = math.exp(rng.uniform(-1, 1))
                     sample.logprobs[token] -= math.log(weight) * corrected
                     kept = 1 / 2 <= weight <= 2 or "icepop_bound" not in settings
-                    sample.advantages[token] *= 1.0 if corrected else min(weight, settings.get("tis_cap", 9)) * kept
+                    sample.advantages[token] *= (
+                        1.0 if corrected else min(weight, settings.get("tis_cap", 9)) * kept
+                    )
                     masked += not kept
             metrics.append(update(actor, samples))
         assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
@@ -601,7 +711,11 @@ def test_continued_answers_change_nothing_of_a_fresh_batch(make_actor, model_dir
         actor = make_actor(model_dir, updates_per_step=updates, over_dispatch=over_dispatch)
         metrics.append(update(actor, on_policy_samples(actor)) | {"train/seconds_spread": 0.0})
         weights.append(weights_of(actor))
-    assert metrics[0] == metrics[1] and metrics[0]["train/stale_token_frac"] == 0 and metrics[0]["train/stale_weight_mean"] == 1
+    assert (
+        metrics[0] == metrics[1]
+        and metrics[0]["train/stale_token_frac"] == 0
+        and metrics[0]["train/stale_weight_mean"] == 1
+    )
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -619,7 +733,8 @@ def test_versions_that_cannot_be_are_refused(make_actor, model_dir):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypatch, dtype):
-    """The CUDA branch on CPU tensors: Megatron's offload empties their storage just the same (but pins no host copy here)."""
+    """The CUDA branch on CPU tensors: Megatron's offload empties their storage just the same (but pins no
+    host copy here)."""
     weights = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     for naps in (False, True):
@@ -643,12 +758,15 @@ def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 << 30)
     check_room(30 << 30, "the actor")
-    with pytest.raises(ValueError, match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB"):
+    with pytest.raises(
+        ValueError, match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB"
+    ):
         check_room(31 << 30, "the actor")
 
 
 def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
-    """As after the warm start, whose process goes on: 50 threads of process groups would wake up all the time."""
+    """As after the warm start, whose process goes on: 50 threads of process groups would wake up all the
+    time."""
     from actor import Actor
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the fixture takes it down
@@ -670,12 +788,17 @@ def test_learning_rate_of_every_update():
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
     assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
-    assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx([0, 0, 0, *LEARNING_RATES])
+    assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx(
+        [0, 0, 0, *LEARNING_RATES]
+    )
     assert learning_rate(0, actor_config(lr_warmup_steps=0), 1) == 0
 
 
 def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_dir, monkeypatch):
-    """Bit for bit, weight decay and a momentum from before included; its versions go on, and the engine is compared with."""
+    """Bit for bit, weight decay and a momentum from before included.
+
+    Its versions go on, and the engine is compared with.
+    """
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir, row="ppo", critic_warmup=2)
     before = weights_of(actor)
@@ -687,19 +810,23 @@ def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_
     assert not all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
 
-# ------------------------------------------------------------------------------------------------ the Hugging Face directory
+# --------------------------------------------------------------------------------- the Hugging Face directory
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0,
+    "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "family, changes", [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("llama", {"rope_parameters": LLAMA3_ROPE})]
+    "family, changes",
+    [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("llama", {"rope_parameters": LLAMA3_ROPE})],
 )
-def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(make_actor, tmp_path, family, changes, tied):
+def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(
+    make_actor, tmp_path, family, changes, tied
+):
     path = make_model(tmp_path / "in", family, tied, **changes)
     actor = make_actor(path)
     plain = AutoModelForCausalLM.from_pretrained(path)
@@ -711,12 +838,15 @@ def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(make_actor, t
     samples = make_samples(0)
     for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
         with torch.no_grad():
-            assert logprobs == pytest.approx(plain_logprobs(plain, sample, temperature=0.8)[0].tolist(), abs=1e-5)
+            assert logprobs == pytest.approx(
+                plain_logprobs(plain, sample, temperature=0.8)[0].tolist(), abs=1e-5
+            )
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
-    """torch's flop counter on transformers' model: 2 a multiply-add, and attention whole, where `forward_cost` takes half."""
+    """torch's flop counter on transformers' model: 2 a multiply-add, and attention whole, where
+    `forward_cost` takes half."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from training.model import forward_cost, read_hf_config
@@ -759,7 +889,10 @@ def damage(path: Path, how: str) -> None:
         ("other shape", "does not have the shape"),
         ('{"model_type": "gpt2"}', "'gpt2' is not supported, only qwen2, qwen3, llama"),
         ('{"attention_bias": true}', "not supported: attention_bias"),
-        ('{"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}', "rope_type 'linear'"),
+        (
+            '{"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}',
+            "rope_type 'linear'",
+        ),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, message):
@@ -786,7 +919,7 @@ def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir)
         actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])
 
 
-# ---------------------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 def save(actor, path: Path) -> None:
@@ -810,7 +943,9 @@ def with_bug(patch, method: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir, tmp_path, monkeypatch, dtype):
+def test_a_checkpoint_continues_as_if_nothing_had_happened(
+    make_actor, model_dir, tmp_path, monkeypatch, dtype
+):
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
     actor = make_actor(model_dir, dtype=dtype)
     losses = [supervised(actor, sequences, 1e-2) for _ in range(2)]
@@ -823,7 +958,9 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(make_actor, model_dir
         with_bug(patch, "state_dict")  # bug 1: no state before the first step
         actor.restore(tmp_path / "checkpoint")
     with monkeypatch.context() as patch, pytest.raises((KeyError, RuntimeError)):
-        with_bug(patch, "_set_main_param_and_optimizer_states")  # bug 2: 'step', or an in-place write to a leaf
+        with_bug(
+            patch, "_set_main_param_and_optimizer_states"
+        )  # bug 2: 'step', or an in-place write to a leaf
         actor.restore(tmp_path / "checkpoint")
     with monkeypatch.context() as patch:
         with_bug(patch, "load_state_dict")  # bug 3: one step tensor for all
@@ -844,7 +981,7 @@ def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
     actor.restore(tmp_path / "checkpoint")
 
 
-# ---------------------------------------------------------------------------------------------------------- micro-batches
+# ---------------------------------------------------------------------------------------------- micro-batches
 
 
 @given(
@@ -853,7 +990,10 @@ def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
     tp_with_sp=st.sampled_from([1, 2]),
 )
 def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(sequences, cp, tp_with_sp):
-    """In micro-batches of which some are empty; a micro-batch has the tokens that packing counted, and few more for sp."""
+    """In micro-batches of which some are empty.
+
+    A micro-batch has the tokens that packing counted, and few more for sp.
+    """
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
     sequences = [([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences]
     lengths = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences]
@@ -863,7 +1003,9 @@ def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(s
     for rank in range(cp):
         batches = make_micro_batches(packed, cp=cp, cp_rank=rank, tp_with_sp=tp_with_sp)
         for batch, chosen_sequences in zip(batches, packed, strict=True):
-            counted = sum(packed_length(len(prompt) + len(response), cp) for prompt, response in chosen_sequences)
+            counted = sum(
+                packed_length(len(prompt) + len(response), cp) for prompt, response in chosen_sequences
+            )
             assert counted <= batch.starts[-1] <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
             chosen = batch.slots != NO_TARGET
             assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == batch.starts[-1]
@@ -881,7 +1023,9 @@ def test_zigzag_by_hand():
 def test_the_import_hook_stays_out_where_cuda_is(monkeypatch):
     from cpu import megatron as cpu_megatron
 
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, cpu_megatron._Finder)])
+    monkeypatch.setattr(
+        sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, cpu_megatron._Finder)]
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = list(sys.meta_path)
     cpu_megatron.install()

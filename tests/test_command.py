@@ -1,4 +1,4 @@
-"""The plain command: what it says about bad input, how it ends on Ctrl-C, and a user's own models and prompts from start to end.
+"""The plain command: what it says about bad input, how it ends on Ctrl-C, a user's own models and prompts.
 
 Each run is `torchrun run.py ...` in a session of its own, under a guard that sees every process it starts.
 The runs go two at a time in the background, the longest first, while the tests wait for theirs.
@@ -7,6 +7,7 @@ The runs go two at a time in the background, the longest first, while the tests 
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,16 +24,26 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "2", "--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12"]
 SMALL += ["--judge-max-new-tokens", "32"]
-SMALL += ["--max-total-tokens", "8192", "--max-running-requests", "32", "--eval-every", "2"]
+SMALL += ["--max-running-requests", "32", "--eval-every", "2"]
 METRICS = [
-    *("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean", "rollout/response_len_max"),
-    *("rollout/truncated_frac", "rollout/waves", "rollout/aborted", "genrm/accept_frac", "genrm/failed", "genrm/p50_s", "genrm/p99_s"),
-    *("genrm/false_positive_frac", "train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/clip_frac", "train/lr"),
-    *("train/engine_logprob_diff_max", "balance/max_over_mean", "time/step_s", "time/serve_s", "time/rollout_s"),
+    *("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean"),
+    *("rollout/response_len_max", "rollout/truncated_frac", "rollout/waves", "rollout/aborted"),
+    *("genrm/accept_frac", "genrm/failed", "genrm/p50_s", "genrm/p99_s", "genrm/false_positive_frac"),
+    *("train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/clip_frac", "train/lr"),
+    *(
+        "train/engine_logprob_diff_max",
+        "balance/max_over_mean",
+        "time/step_s",
+        "time/serve_s",
+        "time/rollout_s",
+    ),
     *("time/genrm_s", "time/train_s", "time/switch_s", "time/sync_s", "occupancy/rollout", "occupancy/genrm"),
     *("perf/tokens_per_s", "split/rollout_ranks"),
 ]
 
+
+TORCHRUNS = re.compile(r"[WE]\d{4} .*torch/distributed/")
+OURS = re.compile(rf'File "{ROOT}/(?!\.venv)')  # in a traceback
 
 # ---------------------------------------------------------------- one run
 
@@ -53,12 +64,14 @@ class Run:
 
     def start(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json", Path(sys.executable).with_name("torchrun")]
-        command += ["--nproc-per-node", str(self.ranks), "--master-port", str(self.port + 9), *self.launch]
+        command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
+        command += [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", str(self.ranks)]
+        command += ["--master-port", str(self.port + 9), *self.launch]
         command += ["run.py", "--out", str(self.folder / "out"), "--port", str(self.port), *self.arguments]
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self.guard = psutil.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True)
+            pipes = dict(stdout=out, stderr=err, env=environment, start_new_session=True)
+            self.guard = psutil.Popen(command, cwd=ROOT, **pipes)
         self.seen = set()
         return self
 
@@ -86,7 +99,8 @@ class Run:
     def wait_for(self, condition, timeout_s=300.0):
         deadline = time.monotonic() + timeout_s
         while not condition(self):
-            assert time.monotonic() < deadline and self.guard.is_running(), f"never came so far: {self.stderr}{self.stdout}"
+            is_late = time.monotonic() > deadline or not self.guard.is_running()
+            assert not is_late, f"never came so far: {self.stderr}{self.stdout}"
             time.sleep(0.05)
         return self
 
@@ -109,14 +123,25 @@ class Run:
         assert not self.left, self.left
         for offset in (*range(2 * self.ranks), 9):
             with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", self.port + offset)) != 0, f"port {self.port + offset} is taken"
+                is_taken = probe.connect_ex(("127.0.0.1", self.port + offset)) == 0
+            assert not is_taken, f"port {self.port + offset} is taken"
+
+    @property
+    def ours(self):
+        """Lines on stderr that aren't torchrun's: it logs some, its own traceback and report come last."""
+        before = self.stderr.partition("Traceback (most recent call last):")[0]
+        return [line for line in before.splitlines() if not TORCHRUNS.match(line)]
+
+    def check_no_traceback_of_ours(self):
+        assert "Traceback" not in self.stdout and not OURS.search(self.stderr), self.stderr
 
     def check_one_line(self, *needles):
-        assert self.status != 0
-        for needle in needles:
-            assert needle in self.stderr, f"{needle!r} not in: {self.stderr}"
-        assert len(self.stderr.splitlines()) == 1, self.stderr
-        assert "Traceback" not in self.stderr + self.stdout
+        """Said once, in one line; ranks leave with status 2, and torchrun, which quotes the line, with 1."""
+        assert self.status == 1 and len(self.ours) == 1, self.stderr
+        for needle in ("error: ", *needles):
+            assert needle in self.ours[0], f"{needle!r} not in: {self.stderr}"
+        assert "exitcode  : 2 " in self.stderr and f"traceback : {self.ours[0]}" in self.stderr, self.stderr
+        self.check_no_traceback_of_ours()
 
 
 # ---------------------------------------------------------------- a user's own models and prompts
@@ -128,20 +153,35 @@ def own(tmp_path_factory):
     home = tmp_path_factory.mktemp("own")
     models.save_model(home / "actor", models.any_digit, steps=40)
     models.save_model(home / "judge", models.verdict, steps=140)
-    rows = [{"messages": [{"role": "user", "content": models.question(i, 2)}], "answer": str(i + 2)} for i in range(24)]
+    rows = [
+        {"messages": [{"role": "user", "content": models.question(i, 2)}], "answer": str(i + 2)}
+        for i in range(24)
+    ]
     (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return home
 
 
 def with_own(own, *more, judge="judge", model="actor", data="prompts.jsonl"):
-    return ["--model", str(own / model), "--judge", str(own / judge), "--data", str(own / data), *SMALL, *more]
+    return [
+        "--model",
+        str(own / model),
+        "--judge",
+        str(own / judge),
+        "--data",
+        str(own / data),
+        *SMALL,
+        *more,
+    ]
 
 
-# ---------------------------------------------------------------- bad input: name -> (arguments, ranks, what the one line names)
+# ---------------------------------------------------------------- bad input: arguments, ranks, what is named
 
+WEIGHTS = "model.safetensors"
 GOOD_ROW = '{"prompt": "What is 3+4?"}\n'
 LONG_ROW = json.dumps({"prompt": "What is 3+4? " * 100}) + "\n"
-GPT2 = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "vocab_size": 384})
+GPT2 = json.dumps(
+    {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "vocab_size": 384}
+)
 
 
 def bad_model(own, name, file, change, *needles):
@@ -162,23 +202,43 @@ def bad_data(own, name, text, *needles):
 BAD_INPUT = {
     # what only running engines tell
     "judge never parses": lambda own: (
-        with_own(own, "--max-judge-failures", "4", judge="actor"), 2, "--judge", "--judge-format chat", "--max-judge-failures 4"
+        with_own(own, "--steps", "100", judge="actor"),
+        2,
+        "--judge",
+        "none of the first",
+        "--judge-format chat",
     ),
     # what the files tell
-    "weights cut short": lambda own: bad_model(own, "cut", "model.safetensors", lambda old: old[:-1000], "model.safetensors"),
-    "unsupported architecture": lambda own: bad_model(own, "other", "config.json", lambda old: GPT2.encode(), "gpt2"),
-    "no weights": lambda own: bad_model(own, "no-weights", "model.safetensors", lambda old: None, "safetensors"),
+    "weights cut short": lambda own: bad_model(own, "cut", WEIGHTS, lambda old: old[:-1000], WEIGHTS),
+    "unsupported architecture": lambda own: bad_model(
+        own, "other", "config.json", lambda old: GPT2.encode(), "gpt2"
+    ),
+    "no weights": lambda own: bad_model(own, "no-weights", WEIGHTS, lambda old: None, "safetensors"),
     "config.json isn't JSON": lambda own: bad_model(own, "not-json", "config.json", lambda old: b"{"),
     "missing model": lambda own: (with_own(own, "--mode", "full", model="nowhere"), 1, str(own / "nowhere")),
-    "malformed JSONL": lambda own: bad_data(own, "bad.jsonl", GOOD_ROW + "{nope}\n", "bad.jsonl:2", "not valid JSON"),
+    "malformed JSONL": lambda own: bad_data(
+        own, "bad.jsonl", GOOD_ROW + "{nope}\n", "bad.jsonl:2", "not valid"
+    ),
     "no prompt": lambda own: bad_data(own, "empty.jsonl", "\n", "empty.jsonl", "holds no row"),
-    "prompt too long": lambda own: bad_data(own, "long.jsonl", GOOD_ROW + LONG_ROW, "long.jsonl:2", "--max-model-len"),
+    "prompt too long": lambda own: bad_data(
+        own, "long.jsonl", GOOD_ROW + LONG_ROW, "long.jsonl:2", "--max-model-len"
+    ),
+    "out can't be written": lambda own: (
+        with_own(own, "--out", str(own / "prompts.jsonl" / "out")),
+        2,
+        "--out ",
+        "prompts.jsonl/out can't be written",
+    ),
     # what the settings alone tell: before torch is imported
     "one rank": lambda own: (["--mode", "partial"], 1, "--mode partial needs at least 2 ranks"),
     "no rank for genrm": lambda own: (["--rollout-ranks", "2"], 2, "--rollout-ranks 2 leaves 0 of 2 ranks"),
-    "uneven batch": lambda own: (["--prompts-per-step", "15"], 2, "--prompts-per-step 15", "2 data-parallel ranks"),
+    "unknown algorithm": lambda own: (["--algorithm", "ppp"], 2, "--algorithm ppp is unknown; choose one of"),
     "unknown flag": lambda own: (["--stepz", "3"], 2, "--stepz"),
-    "unknown preset": lambda own: (["--preset", "huge"], 2, "--preset huge is unknown; choose one of tiny, cuda"),
+    "unknown preset": lambda own: (
+        ["--preset", "huge"],
+        2,
+        "--preset huge is unknown; choose one of base, tiny",
+    ),
 }
 
 
@@ -193,7 +253,9 @@ def handles_sigterm(process):
 
 def importing(run):
     """Both ranks run and have installed their handlers, and no more."""
-    ranks = [process for process, command in run.processes() if "run.py" in command and "torchrun" not in command]
+    ranks = [
+        process for process, command in run.processes() if "run.py" in command and "torchrun" not in command
+    ]
     return len(ranks) == run.ranks and all(handles_sigterm(rank) for rank in ranks)
 
 
@@ -214,7 +276,8 @@ MOMENTS = {"serving": serving, "starting engines": starting_engines, "importing"
 
 
 def to_the_end(own, run):
-    run.arguments = with_own(own)
+    """With a batch that the two ranks can't share evenly."""
+    run.arguments = with_own(own, "--prompts-per-step", "5")
     return run.start().finish()
 
 
@@ -245,7 +308,10 @@ def launcher_killed(own, run):
     run.start()
     try:
         run.wait_for(importing)
-        next(process for process, command in run.processes() if "torchrun" in command and process.ppid() == run.guard.pid).kill()
+        [torchrun] = [
+            p for p, command in run.processes() if "torchrun" in command and p.ppid() == run.guard.pid
+        ]
+        torchrun.kill()
     finally:
         run.finish(90)
     return run
@@ -297,7 +363,7 @@ def run(runs, name):
 
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input(run):
-    """Exit status not 0, one line that names the setting or the file, no traceback, and nothing left behind."""
+    """One line that names the setting or the file, no traceback of ours, and nothing left behind."""
     run.check_one_line(*run.needles)
     run.check_nothing_is_left()
 
@@ -311,25 +377,24 @@ def test_a_taken_port_is_named(run):
 
 @pytest.mark.parametrize("name", MOMENTS)
 def test_ctrl_c(run, name):
-    """No traceback and nothing left within half a minute, whenever it is pressed. Lines that torchrun logs itself begin with W.
-
-    While it trains, it saves first.
-    """
-    assert run.status != 0 and "Traceback" not in run.stderr + run.stdout, run.stderr
-    ours = [line for line in run.stderr.splitlines() if not (line.startswith("W") and "torch/distributed/elastic" in line)]
+    """One line and nothing left within half a minute, whenever it is pressed. While it trains, it saves."""
+    assert run.status == 1  # torchrun's, after a signal
+    run.check_no_traceback_of_ours()
     if name == "serving":
-        (line,) = ours
-        assert line.startswith("stopped after ") and "of 100000 steps; go on with: torchrun --nproc-per-node 2 run.py --out" in line
+        (line,) = run.ours
+        assert re.match(
+            r"stopped after \d+ of 100000 steps; go on with: torchrun --nproc-per-node 2 run.py ", line
+        )
         done = int(line.split()[2])
         assert (run.folder / "out" / "checkpoints" / f"step_{done}" / "manifest.json").is_file()
     else:
-        assert ours == ["interrupted"]
+        assert run.ours == ["interrupted"]
     run.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("name", ["orphans"])
 def test_when_the_launcher_is_killed_the_ranks_go_and_nobody_else(run):
-    """A rank without a launcher has another parent, whose children aren't its to end."""
+    """A rank ends with its launcher, its engines with it, and no process of others."""
     run.check_nothing_is_left()
 
 
@@ -341,8 +406,10 @@ def test_a_users_own_models_and_prompts(own, run):
     assert "Traceback" not in run.stderr and "warning" not in (run.stderr + run.stdout).lower()
     out = run.folder / "out"
     config = json.loads((out / "config.json").read_text())
-    assert (config["model"], config["judge_format"], config["steps"], config["ranks"]) == (str(own / "actor"), ["chat"], 2, 2)
-    assert {"torch", "megatron-core", "sglang", "transformers"} <= config["versions"].keys() and config["commit"]
+    assert (config["model"], config["judge"]) == (str(own / "actor"), [str(own / "judge")])
+    assert (config["judge_format"], config["steps"], config["ranks"]) == (["chat"], 2, 2)
+    assert config["algorithm_settings"]["clip_high"] == 0.28 and config["commit"]
+    assert {"torch", "megatron-core", "sglang", "transformers"} <= config["versions"].keys()
     trace = json.loads((out / "trace.json").read_text())
     lanes = {(event["name"], event["pid"]) for event in trace["traceEvents"]}
     assert lanes >= {("rollout", 0), ("genrm", 1), ("train", 0), ("train", 1)}
@@ -363,7 +430,8 @@ def test_its_metrics(run):
         assert row["reward/unfiltered_mean"] == row["genrm/accept_frac"] and 0 < row["reward/mean"] < 1
         assert row["genrm/failed"] == 0 and row["train/grad_norm"] > 0
         assert row["time/step_s"] >= row["time/serve_s"] + row["time/train_s"]
-    assert 0 <= rows[0]["eval/accuracy"] <= 1 and 0 <= last["eval/accuracy"] <= 1 and "eval/accuracy" not in rows[1]
+    assert 0 <= rows[0]["eval/accuracy"] <= 1 and 0 <= last["eval/accuracy"] <= 1
+    assert "eval/accuracy" not in rows[1]
 
 
 @pytest.mark.parametrize("name", ["rule"])
@@ -373,24 +441,34 @@ def test_a_rule_rewards_without_a_judge(run):
     run.check_nothing_is_left()
     assert {path.name for path in (run.folder / "out" / "logs").iterdir()} == {"rollout-0.log"}
     row, last = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
-    assert row["train/grad_norm"] > 0 and "genrm/accept_frac" not in row and "rollout/correct_frac" in row and last["step"] == 1
+    assert row["train/grad_norm"] > 0 and last["step"] == 1
+    assert "genrm/accept_frac" not in row and "rollout/correct_frac" in row
     samples = [json.loads(line) for line in (run.folder / "out" / "samples.jsonl").open()]
-    assert samples and all(s["reward"] == float("7" in s["response"]) and s["verdict"] is None for s in samples)
+    assert samples and all(s["verdict"] is None for s in samples)
+    assert all(s["reward"] == float("7" in s["response"]) for s in samples)
 
 
 @pytest.mark.parametrize("name", ["own"])
 def test_its_samples(run):
-    """Questions from the file, answers in text, and the judge's own words beside the verdict that was read from them."""
+    """Questions from the file, answers in text, the judge's own words beside the verdict read from them."""
     samples = [json.loads(line) for line in (run.folder / "out" / "samples.jsonl").open()]
     assert {sample["step"] for sample in samples} == {0, 1}
     judged = set()
     for sample in samples:
         assert sample["question"].startswith("What is ") and sample["answer_key"].isdigit()
         if sample["finish"] == "stop" and sample["response"].strip():
-            assert sample["critique"].splitlines()[-1] == f"Verdict: {'correct' if sample['verdict'] else 'incorrect'}"
+            verdict = "correct" if sample["verdict"] else "incorrect"
+            assert sample["critique"].splitlines()[-1] == f"Verdict: {verdict}"
             assert sample["reward"] == float(sample["verdict"])
-            judged.add((sample["response"], models.verdict_on(sample["response"]) == "correct", sample["verdict"]))
+            expected = models.verdict_on(sample["response"]) == "correct"
+            judged.add((sample["response"], expected, sample["verdict"]))
         else:
-            assert (sample["verdict"], sample["reward"], sample["critique"]) == (False, 0.0, "no final answer")
+            assert (sample["verdict"], sample["reward"], sample["critique"]) == (
+                False,
+                0.0,
+                "no final answer",
+            )
     digits = [(expected, verdict) for response, expected, verdict in judged if len(response) == 1]
-    assert sum(expected == verdict for expected, verdict in digits) > 0.7 * len(digits)  # it was taught for seconds
+    assert sum(expected == verdict for expected, verdict in digits) > 0.7 * len(
+        digits
+    )  # it was taught for seconds

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import config as config_module
 import placement
-from run import check_settings, describe
 from config import (
     AT_LEAST_1,
     COMMANDS,
@@ -25,6 +24,7 @@ from config import (
     make_out,
     parse_config,
 )
+from run import check_settings, describe
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}

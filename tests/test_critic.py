@@ -1,4 +1,7 @@
-"""The critic against plain transformers + torch AdamW under every kind of parallelism; the value loss; the reference model."""
+"""The critic against plain transformers + torch AdamW under every kind of parallelism; the value loss.
+
+The reference model.
+"""
 
 import asyncio
 import copy
@@ -29,12 +32,18 @@ from sample import Sample
 from training.model import check_critic
 from training.packing import NO_TARGET, make_micro_batches
 
-LEARNING_RATES = [1e-3, 2e-3, 2e-3]  # worked by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
+LEARNING_RATES = [
+    1e-3,
+    2e-3,
+    2e-3,
+]  # worked by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:
     """A tiny random value model's directory."""
-    model = AutoModelForSequenceClassification.from_pretrained(make_model(path / "policy", family, tied), num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        make_model(path / "policy", family, tied), num_labels=1
+    )
     torch.nn.init.normal_(model.score.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(path / "critic")
     (path / "critic" / "tokenizer_config.json").write_text("{}")
@@ -49,12 +58,20 @@ def plain_values(model, sample: Sample) -> torch.Tensor:
 
 def plain_update(model, optimizer, samples: list[Sample], config) -> dict[str, float]:
     """One step token by token; and the metrics from their definitions."""
-    tokens = [token for sample in samples for token in zip(sample.returns["reward"], sample.old_values, strict=True)]
+    tokens = [
+        token for sample in samples for token in zip(sample.returns["reward"], sample.old_values, strict=True)
+    ]
     loss, cut, clip = 0.0, 0, 0.2
     optimizer.zero_grad()
     for sample in samples:
-        for value, target, old in zip(plain_values(model, sample), sample.returns["reward"], sample.old_values, strict=True):
-            near = value if old - clip <= value <= old + clip else torch.tensor(old + math.copysign(clip, value.item() - old))
+        for value, target, old in zip(
+            plain_values(model, sample), sample.returns["reward"], sample.old_values, strict=True
+        ):
+            near = (
+                value
+                if old - clip <= value <= old + clip
+                else torch.tensor(old + math.copysign(clip, value.item() - old))
+            )
             loss = loss + max((value - target) ** 2, (near - target) ** 2) / 2
             cut += ((near - target) ** 2 > (value - target) ** 2).item()
     (loss / len(tokens)).backward()
@@ -62,13 +79,21 @@ def plain_update(model, optimizer, samples: list[Sample], config) -> dict[str, f
     optimizer.step()
     of_errors = statistics.pvariance([target - old for target, old in tokens])
     explained = 1 - of_errors / statistics.pvariance([target for target, _ in tokens])
-    means = {"value_loss": loss.item() / len(tokens), "clip_frac": cut / len(tokens), "explained_variance": explained}
+    means = {
+        "value_loss": loss.item() / len(tokens),
+        "clip_frac": cut / len(tokens),
+        "explained_variance": explained,
+    }
     means["return_mean"] = statistics.fmean(target for target, _ in tokens)
-    return {f"critic/{name}": value for name, value in (means | {"grad_norm": grad_norm, "skipped": 0.0, "not_finite": 0.0}).items()}
+    return {
+        f"critic/{name}": value
+        for name, value in (means | {"grad_norm": grad_norm, "skipped": 0.0, "not_finite": 0.0}).items()
+    }
 
 
 def with_returns(samples: list[Sample], values: list[list[float]], seed: int) -> list[Sample]:
-    """Random returns around the values, and `old_values` up to 0.5 away from them, as if the critic had moved since."""
+    """Random returns around the values, and `old_values` up to 0.5 away from them, as if the critic had
+    moved since."""
     noise = random.Random(seed)
     for sample, row in zip(samples, values, strict=True):
         sample.true_values = row
@@ -83,8 +108,14 @@ def trained_on(step: int) -> list[Sample]:
 
 
 def plain_optimizer(model, config) -> torch.optim.AdamW:
-    decayed, not_decayed = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    decayed, not_decayed = (
+        [p for p in model.parameters() if p.ndim > 1],
+        [p for p in model.parameters() if p.ndim == 1],
+    )
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
@@ -122,18 +153,29 @@ LAYOUTS = {  # name -> family, ranks, sizes
 def references(tmp_path_factory) -> dict:
     """By family: the value model's directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
-    model_dirs = {family: make_value_model(path / family, family, tied=family == "qwen2") for family in ("qwen3", "qwen2")}
-    return {"model_dirs": model_dirs, "references": {family: plain_reference(path) for family, path in model_dirs.items()}}
+    model_dirs = {
+        family: make_value_model(path / family, family, tied=family == "qwen2")
+        for family in ("qwen3", "qwen2")
+    }
+    return {
+        "model_dirs": model_dirs,
+        "references": {family: plain_reference(path) for family, path in model_dirs.items()},
+    }
 
 
 @pytest.fixture(scope="module")
 def layouts_path(references, tmp_path_factory) -> Path:
-    """Trains under every layout, in processes that are gone afterwards. Returns what all result paths begin with."""
+    """Trains under every layout, in processes that are gone afterwards.
+
+    Returns what all result paths begin with.
+    """
     path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
     torch.save({**references, "layouts": LAYOUTS}, path / "case.pt")
     command = [sys.executable, str(root / "critic_worker.py"), str(path / "case.pt"), str(path / "result")]
     environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output, _ = process.communicate(timeout=300)
     finally:
@@ -150,8 +192,13 @@ def test_a_layout_learns_as_the_plain_reference(name, references, layouts_path):
     result = torch.load(f"{layouts_path}.{ranks}", weights_only=False)[name]
     tolerance = 5e-2 if layout.get("dtype") == "bfloat16" else 1e-5
     for step, expected in enumerate(reference["metrics"]):
-        assert result["metrics"][step] == pytest.approx(expected, rel=tolerance, abs=tolerance), f"update {step}"
-    assert 0.1 < reference["metrics"][0]["critic/clip_frac"] < 0.9 and abs(reference["metrics"][0]["critic/explained_variance"]) < 0.99
+        assert result["metrics"][step] == pytest.approx(expected, rel=tolerance, abs=tolerance), (
+            f"update {step}"
+        )
+    assert (
+        0.1 < reference["metrics"][0]["critic/clip_frac"] < 0.9
+        and abs(reference["metrics"][0]["critic/explained_variance"]) < 0.99
+    )
     assert result["value_distance"] < 4 * tolerance
     assert result["weight_distance"] < 5 * tolerance
     exported = AutoModelForSequenceClassification.from_pretrained(f"{layouts_path}.{name}")
@@ -160,7 +207,7 @@ def test_a_layout_learns_as_the_plain_reference(name, references, layouts_path):
         assert torch.allclose(param.float(), reference["weights"][weight], rtol=0, atol=5 * tolerance), weight
 
 
-# ------------------------------------------------------------------------------------------------ one rank, in this process
+# ---------------------------------------------------------------------------------- one rank, in this process
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +217,10 @@ def constants(monkeypatch):
 
 @pytest.fixture
 def start():
-    """Builds an actor and a critic of a single rank, after taking those before down. The actor's directory, the critic's."""
+    """Builds an actor and a critic of a single rank, after taking those before down.
+
+    The actor's directory, the critic's.
+    """
     from actor import Actor
     from critic import Critic
     from training.trainer import mpu
@@ -230,7 +280,9 @@ def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tm
         critic.compute_values([[samples]])
         losses.append(critic.update([[samples]])["critic/value_loss"])
     assert losses[-1] < losses[0] / 4
-    assert same_weights(weights_of(actor), weights_of(start(model_dir)[0])), "the actor's own weights were trained"
+    assert same_weights(weights_of(actor), weights_of(start(model_dir)[0])), (
+        "the actor's own weights were trained"
+    )
 
 
 def test_an_export_loads_again_and_computes_the_same(start, model_dir, tmp_path):
@@ -254,17 +306,25 @@ def test_an_export_loads_again_and_computes_the_same(start, model_dir, tmp_path)
 def rename_head(path: Path, names: dict[str, str], extra: dict = {}) -> None:  # noqa: B006
     from safetensors.torch import load_file, save_file
 
-    tensors = {names.get(name, name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    tensors = {
+        names.get(name, name): tensor for name, tensor in load_file(path / "model.safetensors").items()
+    }
     save_file(tensors | extra, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    "extra", [{"score.weight": torch.zeros(2, 32)}, {"score.weight": torch.zeros(1, 32), "score.bias": torch.zeros(1)}]
+    "extra",
+    [
+        {"score.weight": torch.zeros(2, 32)},
+        {"score.weight": torch.zeros(1, 32), "score.bias": torch.zeros(1)},
+    ],
 )
 def test_a_head_of_more_than_a_number_is_refused(start, tmp_path, extra):
     path = make_model(tmp_path / "model", "qwen3", tied=True)
     rename_head(Path(path), {}, extra)
-    with pytest.raises(ValueError, match=r"score.weight isn't the head of a value model, \[1, 32\] without a bias"):
+    with pytest.raises(
+        ValueError, match=r"score.weight isn't the head of a value model, \[1, 32\] without a bias"
+    ):
         start(path)
 
 
@@ -278,7 +338,10 @@ def test_the_setting_that_is_wrong_is_the_critics(start, model_dir, tmp_path):
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
-    """So are the passes of an update. Micro-batches are not: any split of a mini-batch, with empty ones, is the same step."""
+    """So are the passes of an update.
+
+    Micro-batches are not: any split of a mini-batch, with empty ones, is the same step.
+    """
     first, second = slice(None, 5), slice(5, None)
 
     def weights_after(*updates: list[list[slice]], epochs: int = 1) -> dict:
@@ -293,7 +356,10 @@ def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
     assert all(torch.allclose(whole[name], micro[name], rtol=0, atol=5e-5) for name in whole)
     mini = weights_after([[first], [second]])
     assert same_weights(mini, weights_after([[first]], [[second]])) and not same_weights(whole, mini)
-    assert same_weights(weights_after([[first], [second]], epochs=2), weights_after([[first]], [[second]], [[first]], [[second]]))
+    assert same_weights(
+        weights_after([[first], [second]], epochs=2),
+        weights_after([[first]], [[second]], [[first]], [[second]]),
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -303,10 +369,14 @@ def test_a_step_that_is_not_finite_is_skipped(start, model_dir, value):
     before, samples = weights_of(critic), ready(critic, 1)
     samples[2].returns["reward"][0] = value
     metrics = critic.update([[samples]])
-    assert metrics["critic/skipped"] == metrics["critic/not_finite"] == 1 and all(map(math.isfinite, metrics.values()))
+    assert metrics["critic/skipped"] == metrics["critic/not_finite"] == 1 and all(
+        map(math.isfinite, metrics.values())
+    )
     assert same_weights(before, weights_of(critic)) and critic.version == 2
     metrics = critic.update([[[]]])
-    assert (metrics["critic/skipped"], metrics["critic/not_finite"]) == (1, 0) and all(map(math.isfinite, metrics.values()))
+    assert (metrics["critic/skipped"], metrics["critic/not_finite"]) == (1, 0) and all(
+        map(math.isfinite, metrics.values())
+    )
     assert same_weights(before, weights_of(critic))
 
 
@@ -314,7 +384,12 @@ def test_a_sleeping_critic_is_refused(start, model_dir):
     critic = start(model_dir)[1]
     samples = ready(critic, 0)
     critic.sleep()
-    for call in (critic.sleep, lambda: critic.update([[samples]]), lambda: critic.compute_values([[samples]]), critic.named_weights):
+    for call in (
+        critic.sleep,
+        lambda: critic.update([[samples]]),
+        lambda: critic.compute_values([[samples]]),
+        critic.named_weights,
+    ):
         with pytest.raises(AssertionError, match="reward critic"):
             call()
     critic.wake()
@@ -384,30 +459,51 @@ def test_ppo_steps_of_the_real_models(start, model_dir, monkeypatch):
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor, critic = start(model_dir, config=config)
     facts = dict(config=config, algorithm=actor.algorithm, world=OneRank(), state=controller.State())
-    c = SimpleNamespace(**facts, placement=SimpleNamespace(actor=actor, critics=[critic]), references=[Reference(actor)])
+    c = SimpleNamespace(
+        **facts, placement=SimpleNamespace(actor=actor, critics=[critic]), references=[Reference(actor)]
+    )
     history, samples, before = [], trained_on(0), weights_of(actor)
     for step in range(20):
-        batch = [Sample(s.prompt_id, s.index, s.prompt, response=s.response, versions=[step] * len(s.response)) for s in samples]
+        batch = [
+            Sample(s.prompt_id, s.index, s.prompt, response=s.response, versions=[step] * len(s.response))
+            for s in samples
+        ]
         for sample, logprobs in zip(batch, actor.packed_logprobs([batch]), strict=True):
             sample.logprobs, sample.reward = logprobs, float(sample.prompt_id % 2)
         asyncio.run(controller.compute_advantages(c, [[batch]]))
         for sample in batch:
-            assert len(sample.values["reward"]) == len(sample.returns["reward"]) == len(sample.advantages) == len(sample.response)
-            assert step or all(x == pytest.approx(y, abs=1e-6) for x, y in zip(sample.logprobs, sample.reference_logprobs, strict=True))
+            assert (
+                len(sample.values["reward"])
+                == len(sample.returns["reward"])
+                == len(sample.advantages)
+                == len(sample.response)
+            )
+            assert step or all(
+                x == pytest.approx(y, abs=1e-6)
+                for x, y in zip(sample.logprobs, sample.reference_logprobs, strict=True)
+            )
         history.append(critic.update([[batch]]) | actor.update([[batch]]))
         assert same_weights(weights_of(actor), before) == (step < 2)
-    assert history[0]["critic/explained_variance"] == pytest.approx(0) and history[-1]["critic/explained_variance"] > 0.8
+    assert (
+        history[0]["critic/explained_variance"] == pytest.approx(0)
+        and history[-1]["critic/explained_variance"] > 0.8
+    )
     assert history[-1]["critic/value_loss"] < history[0]["critic/value_loss"] / 4
-    assert actor.version == critic.version == 20 and all(map(math.isfinite, (value for row in history for value in row.values())))
+    assert actor.version == critic.version == 20 and all(
+        map(math.isfinite, (value for row in history for value in row.values()))
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the loss
+# --------------------------------------------------------------------------------------------------- the loss
 
 NUMBERS = st.floats(-3, 3, width=32)
 
 
 @settings(deadline=None)  # the first import of megatron
-@given(tokens=st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=8), clip=st.sampled_from([0.1, 0.5, math.inf]))
+@given(
+    tokens=st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=8),
+    clip=st.sampled_from([0.1, 0.5, math.inf]),
+)
 def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens, clip):
     """A token is pulled on unless it has moved beyond the clip towards its return."""
     from critic import value_loss
@@ -418,7 +514,9 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
     loss.sum().backward()
     for row, (value, before, target) in enumerate(tokens):
         near = min(max(value, before - clip), before + clip)
-        assert loss[row].item() == pytest.approx(max((value - target) ** 2, (near - target) ** 2) / 2, abs=1e-12)
+        assert loss[row].item() == pytest.approx(
+            max((value - target) ** 2, (near - target) ** 2) / 2, abs=1e-12
+        )
         further = (near - target) ** 2 - (value - target) ** 2
         assert clipped[row].item() == (further > 0)
         if clipped[row]:
@@ -428,10 +526,15 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
 
 
 def test_value_loss_by_hand():
-    """clip 0.2: near its return and inside; beyond the clip towards it; beyond it on the wrong side; no clip."""
+    """clip 0.2: near its return and inside; beyond the clip towards it; beyond it on the wrong side.
+
+    No clip.
+    """
     from critic import value_loss
 
-    values, old, returns = torch.tensor([[0.1, 0.5, -0.5], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    values, old, returns = torch.tensor(
+        [[0.1, 0.5, -0.5], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64
+    )
     loss, clipped = value_loss(values, old, returns, 0.2)
     assert loss.tolist() == pytest.approx([0.405, 0.32, 1.125]) and clipped.tolist() == [False, True, False]
     loss, clipped = value_loss(values, old, returns, math.inf)
@@ -439,7 +542,10 @@ def test_value_loss_by_hand():
 
 
 @settings(deadline=None)
-@given(sequences=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), seed=st.integers(0, 99))
+@given(
+    sequences=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
 def test_only_response_tokens_have_a_gradient(sequences, seed):
     """Exactly zero at prompts and padding."""
     from critic import returns_loss
@@ -451,17 +557,25 @@ def test_only_response_tokens_have_a_gradient(sequences, seed):
     loss, tokens, stats = returns_loss(returns, old, math.inf)(batch, output)
     loss.backward()
     masked = batch.slots == NO_TARGET
-    assert torch.equal(output.grad[0, masked], torch.zeros(int(masked.sum()), 1)) and (output.grad[0, ~masked] != 0).all()
-    assert tokens == total and stats["returns"] == pytest.approx(returns.sum().item())
-    assert output.grad[0, ~masked, 0].tolist() == pytest.approx((output[0, ~masked, 0] - returns).tolist(), abs=1e-6)
+    assert (
+        torch.equal(output.grad[0, masked], torch.zeros(int(masked.sum()), 1))
+        and (output.grad[0, ~masked] != 0).all()
+    )
+    assert tokens == total and stats["returns"].item() == pytest.approx(returns.double().sum().item())
+    assert output.grad[0, ~masked, 0].tolist() == pytest.approx(
+        (output[0, ~masked, 0] - returns).tolist(), abs=1e-6
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- reference
+# -------------------------------------------------------------------------------------------------- reference
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_dir, dtype):
-    """Its log-probabilities stay those of the first weights, bit for bit; training goes on as without it, bit for bit."""
+    """Its log-probabilities stay those of the first weights, bit for bit.
+
+    Training goes on as without it, bit for bit.
+    """
     from actor import Reference
 
     runs = []
@@ -475,7 +589,11 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
                 reference.compute_ref_logprobs([[samples[:5], samples[5:]]])
                 assert [sample.reference_logprobs for sample in samples] == at_start
                 assert same_weights(weights_of(actor), before)
-            losses.append(supervised(actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-2))
+            losses.append(
+                supervised(
+                    actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-2
+                )
+            )
         assert not same_weights(weights_of(actor), weights)
         assert actor.packed_logprobs([samples[:5], samples[5:]]) != at_start
         runs.append((losses, weights_of(actor)))
@@ -496,7 +614,9 @@ def test_the_reference_is_made_before_a_checkpoint_is_restored(start, model_dir,
     actor.restore(tmp_path / "megatron")
     trained = weights_of(actor)
     reference.compute_ref_logprobs([[samples]])
-    assert [sample.reference_logprobs for sample in samples] == at_start and same_weights(weights_of(actor), trained)
+    assert [sample.reference_logprobs for sample in samples] == at_start and same_weights(
+        weights_of(actor), trained
+    )
 
 
 def test_a_reference_that_fails_gives_the_policy_back(start, model_dir):

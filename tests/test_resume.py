@@ -1,4 +1,4 @@
-"""What a run does with what an earlier one left: which checkpoint it goes on from, what it refuses, what it records anew."""
+"""What a run does with what an earlier one left: what it goes on from, what it refuses, what it redoes."""
 
 import asyncio
 import json
@@ -11,25 +11,29 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes import FakeWorld
 
-import resume
-from config import Config, parse_config
+import checkpoint
+from checkpoint import ResumePoint
+from config import parse_config
 from reporting import timeline
 from runtime import atomic_files
+from runtime.atomic_files import CHECKSUMS
 
 ROOT = Path(__file__).parent.parent
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
+SETTINGS = vars(CONFIG)
+FILES = {"common.json", "megatron/__0_0.distcp"}
 
 
-def make_checkpoint(out: Path, step: int, config: Config = CONFIG) -> Path:
+def make_checkpoint(out: Path, step: int, config: dict = SETTINGS) -> Path:
     """A whole one, as far as its files tell."""
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
-    (folder / "common.json").write_text(atomic_files.canonical({"step": step, "config": resume.settings_of(config)}))
-    files = ("common.json", "megatron/__0_0.distcp")
-    atomic_files.write_whole(folder / "manifest.json", {name: atomic_files.digest(folder / name) for name in files})
-    atomic_files.write_whole(out / "checkpoints" / "latest.json", {"step": step})
+    (folder / "common.json").write_text(json.dumps({"step": step, "config": dict(config)}))
+    lines = [f"{atomic_files.sha256(folder / name)}  {name}\n" for name in FILES]
+    (folder / CHECKSUMS).write_text("".join(lines))
     return folder
 
 
@@ -42,16 +46,32 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
         with (out / name).open("w") as file:
             file.writelines(json.dumps({"step": step, "x": 0.1 + step}) + "\n" for step in range(rows))
             file.write('{"step": 25, "x": 0.')
-    with (out / "spans" / "rank0.jsonl").open("w") as file:
-        records = [row for step in range(rows) for row in (timeline.Span("train", 0, step, step + 0.5, step),)]
-        file.writelines(json.dumps(timeline.row_of("span", record)) + "\n" for record in records)
-        file.write(json.dumps(timeline.row_of("mark", timeline.Mark("weights", "v25", 0, 25.0, 24))) + "\n")
+    records = [["span", *timeline.Span("train", 0, step, step + 0.5, step)] for step in range(rows)]
+    records.append(["mark", *timeline.Mark("weights", "v25", 0, 25.0, 24)])
+    (out / "spans" / "rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return out
 
 
-def prepared(out: Path, **settings) -> tuple[resume.Found | None, list[str]]:
-    said = []
-    return resume.prepare(replace(CONFIG, **settings), out, said.append), said
+def prepare_on(ranks: int, out: Path, **settings) -> tuple[list, list[str]]:
+    """What each rank came to, and what was said, once for all of them."""
+    meetings, lines, config = {}, [], replace(CONFIG, out=str(out), **settings)
+
+    async def prepare():
+        worlds = [FakeWorld(rank, ranks, meetings) for rank in range(ranks)]
+        each = (checkpoint.prepare_out(config, world, lines.append) for world in worlds)
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    return asyncio.run(prepare()), lines
+
+
+def prepared(out: Path, **settings) -> tuple[ResumePoint | None, list[str]]:
+    """On two ranks, which come to the same. Raises what they raise."""
+    (first, second), lines = prepare_on(2, out, **settings)
+    if isinstance(first, Exception):
+        assert type(second) is type(first) and str(second) == str(first)
+        raise first
+    assert first == second
+    return first, lines
 
 
 def steps_of(path: Path) -> list[int]:
@@ -73,11 +93,11 @@ def test_a_new_run_starts_from_nothing(tmp_path):
 
 
 def test_the_newest_checkpoint_is_continued(tmp_path):
-    """In one line; what was recorded after it is dropped, as is a row that was cut short, and the clock goes on where the rest ends."""
+    """In one line. What was recorded later is dropped, also a row that was cut short; the clock goes on."""
     out = make_run(tmp_path / "run")
-    found, said = prepared(out)
-    assert found == resume.Found(out / "checkpoints" / "step_20", 20, 19.5)
-    assert said == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
+    point, lines = prepared(out)
+    assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5)
+    assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
     assert steps_of(out / "metrics.jsonl") == steps_of(out / "samples.jsonl") == list(range(20))
     records = timeline.read(out / "spans")
     assert [span.step for span in records.spans] == list(range(20)) and not records.marks
@@ -85,61 +105,63 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path):
-    """Its rows go too; it is put aside, so that no later run takes it for the newest."""
+    """Its rows go too; it is archived, so that no later run takes it for the newest."""
     out = make_run(tmp_path / "run")
     spoil(out / "checkpoints" / "step_20")
-    found, said = prepared(out)
-    assert found.step == 10
-    assert said[0].startswith("DAMAGED CHECKPOINT") and "step_20: megatron/__0_0.distcp is missing or was changed" in said[0]
+    point, lines = prepared(out)
+    assert point.step == 10
+    assert lines[0].startswith("DAMAGED CHECKPOINT")
+    assert "step_20: megatron/__0_0.distcp is missing or was changed; the one before is used" in lines[0]
     assert steps_of(out / "metrics.jsonl") == list(range(10))
-    assert atomic_files.steps_in(out / "checkpoints") == [10] and (out / "checkpoints" / "aside_20").is_dir()
-    assert atomic_files.read_canonical(out / "checkpoints" / "latest.json") == {"step": 10}
+    assert atomic_files.steps_in(out / "checkpoints") == [10]
+    assert (out / "checkpoints" / "archived_20-1").is_dir()
     assert prepared(out)[0].step == 10
 
 
-@pytest.mark.parametrize("what", ["no tracker", "a changed tracker", "all damaged", "all gone"])
-def test_it_never_starts_from_nothing_over_checkpoints(tmp_path, what):
-    """One line that names --resume never, and nothing is touched; with that the run is moved aside."""
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_reads_a_share(tmp_path, monkeypatch, ranks):
+    """And all hear of what one of them found damaged."""
+    out, read, real = make_run(tmp_path / "run"), [], atomic_files.sha256
+    monkeypatch.setattr(atomic_files, "sha256", lambda path: read.append(path.name) or real(path))
+    points, _ = prepare_on(ranks, out)
+    assert points == [ResumePoint(out / "checkpoints" / "step_20", 20, 19.5)] * ranks
+    assert sorted(read) == sorted(Path(name).name for name in FILES)
+    spoil(out / "checkpoints" / "step_20")
+    points, lines = prepare_on(ranks, out)
+    assert [point.step for point in points] == [10] * ranks
+    assert sum("DAMAGED" in line for line in lines) == 1
+
+
+def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
+    """One line that names --resume never, and nothing is touched; with that the run is moved away."""
     out = make_run(tmp_path / "run")
-    tracker = out / "checkpoints" / "latest.json"
-    if what == "no tracker":
-        tracker.unlink()
-    elif what == "a changed tracker":
-        tracker.write_text('{"step": 20}\n')
-    for step in (10, 20) * (what == "all damaged"):
+    for step in (10, 20):
         spoil(out / "checkpoints" / f"step_{step}")
-    for step in (10, 20) * (what == "all gone"):
-        atomic_files.put_away(out / "checkpoints" / f"step_{step}")
-    with pytest.raises(ValueError, match="--resume never") as error:
+    with pytest.raises(ValueError, match="none of its 2 checkpoints is whole; --resume never") as error:
         prepared(out)
-    assert len(str(error.value).splitlines()) == 1 and len((out / "metrics.jsonl").read_text().splitlines()) == 26
-    assert prepared(out, resume="never") == (None, [f"moved the earlier run in {out} to {tmp_path}/run-1"])
+    assert len(str(error.value).splitlines()) == 1
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 26
+    point, lines = prepared(out, resume="never")
+    assert point is None and lines == [f"moved the earlier run in {out} to {tmp_path}/run-1"]
     assert (tmp_path / "run-1" / "metrics.jsonl").exists() and not (out / "metrics.jsonl").exists()
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
-    """What it had begun to write is moved aside with it."""
+    """What it had begun to write is moved away with it."""
     out = make_run(tmp_path / "run", steps=(), rows=3)
     (out / "checkpoints" / "step_10.partial-1").mkdir(parents=True)
-    atomic_files.write_whole(out / "checkpoints" / "latest.json", {"step": 0})
-    found, said = prepared(out)
-    assert found is None and said == [f"moved the earlier run in {out} to {tmp_path}/run-1"]
+    point, lines = prepared(out)
+    assert point is None and lines == [f"moved the earlier run in {out} to {tmp_path}/run-1"]
 
 
-def test_a_checkpoint_without_its_tracker_s_update_is_still_the_newest(tmp_path):
-    """The run died between the two."""
-    out = make_run(tmp_path / "run")
-    atomic_files.write_whole(out / "checkpoints" / "latest.json", {"step": 10})
-    assert prepared(out)[0].step == 20
-    assert atomic_files.read_canonical(out / "checkpoints" / "latest.json") == {"step": 20}
-
-
-@pytest.mark.parametrize("rows,steps,goes_on", [(41, 40, False), (40, 40, True), (41, 50, True), (41, 30, False)])
-def test_a_run_that_did_its_steps_is_moved_aside(tmp_path, rows, steps, goes_on):
-    """Unless more are asked for. Its last row is written after its last checkpoint: without it the end is still to come."""
+@pytest.mark.parametrize(
+    "rows,steps,goes_on", [(41, 40, False), (40, 40, True), (41, 50, True), (41, 30, False)]
+)
+def test_a_run_that_did_its_steps_is_moved_away(tmp_path, rows, steps, goes_on):
+    """Unless more are asked for. Its last row comes after its last checkpoint: else the end is to come."""
     out = make_run(tmp_path / "run", steps=(30, 40), rows=rows)
-    found, _ = prepared(out, steps=steps)
-    assert (found and found.step) == (40 if goes_on else None)
+    point, _ = prepared(out, steps=steps)
+    assert (point and point.step) == (40 if goes_on else None)
     assert (tmp_path / "run-1").exists() != goes_on
 
 
@@ -149,28 +171,42 @@ def test_what_a_killed_save_left_is_swept(tmp_path):
     (out / "checkpoints" / "step_30.partial-123").mkdir()
     (out / "checkpoints" / "step_10.partial-123.old").mkdir()
     assert prepared(out)[0].step == 20
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest.json", "step_10", "step_20"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_10", "step_20"]
+
+
+def test_out_that_cannot_be_written_is_one_line(tmp_path):
+    """On every rank, whatever is in the way; it names the setting."""
+    (tmp_path / "file").write_text("")
+    make_run(tmp_path / "run", steps=())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "logs").write_text("")
+    for out, reason in (("file/run", "Not a directory"), ("empty", "File exists"), ("x" * 300, "too long")):
+        with pytest.raises(ValueError, match=rf"^--out \S*{out} can't be used: .*{reason}") as error:
+            prepared(tmp_path / out)
+        assert len(str(error.value).splitlines()) == 1
 
 
 # ---------------------------------------------------------------- a checkpoint by name
 
 
 def test_an_older_checkpoint_of_this_run_by_name(tmp_path):
-    """The newer ones are put aside: they belong to a future that won't be."""
+    """The newer ones are archived: their steps will be others."""
     out = make_run(tmp_path / "run")
-    found, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
-    assert found.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
-    assert atomic_files.steps_in(out / "checkpoints") == [10] and not atomic_files.damage(out / "checkpoints" / "aside_20")
+    point, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
+    assert point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
+    assert atomic_files.steps_in(out / "checkpoints") == [10]
+    assert not atomic_files.verify(out / "checkpoints" / "archived_20-1")
     assert prepared(out)[0].step == 10
 
 
 def test_a_checkpoint_of_another_run_by_name(tmp_path):
-    """It stays as it is, and what was under --out is moved aside."""
+    """It stays as it is, and what was under --out is moved away."""
     other, out = make_run(tmp_path / "other"), make_run(tmp_path / "run")
-    found, said = prepared(out, resume=str(other / "checkpoints" / "step_10"))
-    assert found == resume.Found(other / "checkpoints" / "step_10", 10, 0.0)
-    assert said[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
-    assert atomic_files.steps_in(other / "checkpoints") == [20, 10] and len((other / "metrics.jsonl").read_text().splitlines()) == 26
+    point, lines = prepared(out, resume=str(other / "checkpoints" / "step_10"))
+    assert point.folder == other / "checkpoints" / "step_10" and point[1:] == (10, 0.0)
+    assert lines[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
+    assert atomic_files.steps_in(other / "checkpoints") == [20, 10]
+    assert len((other / "metrics.jsonl").read_text().splitlines()) == 26
     assert not (out / "checkpoints").exists()
 
 
@@ -197,6 +233,10 @@ def test_a_name_that_is_no_checkpoint(tmp_path, name):
     [
         ({"seed": 1}, "--seed 1: the checkpoint .*step_20 was made with 0"),
         ({"judge": ("K", "L")}, "--judge K L: the checkpoint .*step_20 was made with J"),
+        ({"cost_judge": ("K",)}, '--cost-judge K: the checkpoint .*step_20 was made with ""'),
+        ({"rule": ("length:9",), "reward_weights": (1.0, 2.0)}, '--rule length:9: .* was made with ""'),
+        ({"reward_weights": (2.0,)}, '--reward-weights 2.0: .* was made with ""'),
+        ({"algorithm": ("rloo",)}, "--algorithm rloo: the checkpoint .*step_20 was made with grpo"),
         ({"data": "file"}, '--data file: the checkpoint .*step_20 was made with ""'),
         ({"prompts_per_step": 8}, "--prompts-per-step 8: the checkpoint .*step_20 was made with 16"),
     ],
@@ -205,15 +245,25 @@ def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, change, line)
     """Before anything is touched."""
     out = make_run(tmp_path / "run")
     with pytest.raises(ValueError, match=line):
-        prepared(out, **change, judge_format=(), judge_weights=(), judge_signal=())
+        prepared(out, **change)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 26
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
-    """But for those that nobody asks about."""
+    """But for those that nobody asks about. An algorithm's settings are among them."""
     out = make_run(tmp_path / "run")
-    _, said = prepared(out, steps=50, lr=1e-3, port=31000)
-    assert said[0] == f"changed since {out}/checkpoints/step_20: --steps 50 (was 40), --lr 0.001 (was 0.0005)"
+    _, lines = prepared(out, steps=50, lr=1e-3, port=31000, algorithm=("grpo", "kl_coef=0.01"))
+    names = "--algorithm grpo kl_coef=0.01 (was grpo), --steps 50 (was 40), --lr 0.001 (was 0.0005)"
+    before, _, changed = lines[0].partition(": ")
+    assert before == f"changed since {out}/checkpoints/step_20"
+    assert sorted(changed.split(", ")) == sorted(names.split(", "))
+
+
+def test_a_setting_that_came_later_has_not_changed(tmp_path):
+    """Checkpoints of a program that didn't have it are gone on from."""
+    out = make_run(tmp_path / "run", steps=())
+    make_checkpoint(out, 20, {name: value for name, value in SETTINGS.items() if name != "keep"})
+    assert prepared(out, keep=7)[1] == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
 
 
 # ---------------------------------------------------------------- a real run
@@ -223,12 +273,14 @@ class Launched:
     """torchrun in a session of its own, so that its whole tree can be killed at once."""
 
     def __init__(self, out: Path, *arguments: str, port: int):
-        command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", str(port + 9), "run.py"]
-        command += ["--out", out, "--port", str(port), "--eval-every", "100", "--prompts-per-step", "4", *arguments]
+        command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
+        command += ["--master-port", port + 9, "run.py", "--out", out, "--port", port]
+        command += ["--eval-every", "100", "--prompts-per-step", "4", *arguments]
         self.log = out.with_suffix(f".{port}.log")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
-            self.process = psutil.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            how = dict(cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self.process = psutil.Popen([*map(str, command)], **how)
 
     def wait(self) -> str:
         """Its output, once it has ended well."""
@@ -250,12 +302,13 @@ def rows_of(out: Path) -> list[dict]:
 
 
 def test_a_killed_run_goes_on_by_itself(tmp_path):
-    """Real servers: kill -9 of everything after some saves, then the same command again; every step has one row, the clock goes on.
+    """Real servers: kill -9 of everything after some saves, then the same command again.
 
-    A run that has done its steps is moved aside, and with more steps it goes on.
+    Every step has one row, the clock goes on. A run that has done its steps is moved away, and with more steps it
+    goes on.
     """
-    out = tmp_path / "run"
-    run = Launched(out, "--steps", "4", "--save-every", "1", "--save-hf-every", "4", port=22000)
+    out, saves = tmp_path / "run", ("--steps", "4", "--save-every", "1", "--save-hf-every", "4")
+    run = Launched(out, *saves, port=22000)
     try:
         deadline = time.monotonic() + 300
         while not (out / "checkpoints" / "step_2").is_dir():
@@ -263,33 +316,16 @@ def test_a_killed_run_goes_on_by_itself(tmp_path):
             time.sleep(0.05)
     finally:
         run.kill_all()
-    said = Launched(out, "--steps", "4", "--save-every", "1", "--save-hf-every", "4", port=22020).wait()
-    assert f"goes on from {out}/checkpoints/step_" in said and "4/4" in said
+    output = Launched(out, *saves, port=22020).wait()
+    assert f"goes on from {out}/checkpoints/step_" in output and "4/4" in output
     rows = rows_of(out)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(0 < row["time/save_s"] < row["time/step_s"] for row in rows[:4])
-    starts = [min(s.start for s in timeline.read(out / "spans").spans if s.step == step and s.name == "serve") for step in range(4)]
+    serving = [span for span in timeline.read(out / "spans").spans if span.name == "serve"]
+    starts = [min(span.start for span in serving if span.step == step) for step in range(4)]
     assert starts == sorted(starts)
-    assert atomic_files.steps_in(out / "checkpoints") == [4, 3] and (out / "checkpoints" / "step_4" / "hf" / "model.safetensors").is_file()
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest.json", "step_3", "step_4"]
-    said = Launched(out, "--steps", "5", "--save-every", "1", port=22040).wait()
-    assert "step_4, after 4 steps" in said and "--steps 5 (was 4)" in said
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_3", "step_4"]
+    assert (out / "checkpoints" / "step_4" / "hf" / "model.safetensors").is_file()
+    output = Launched(out, "--steps", "5", "--save-every", "1", port=22040).wait()
+    assert "step_4, after 4 steps" in output and "--steps 5 (was 4)" in output
     assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3, 4, 5]
-
-
-def test_prepare_is_told_to_every_rank(tmp_path):
-    """Rank 0 looks; a refusal is raised on all of them, so that nobody waits."""
-    from fakes import FakeWorld
-
-    import run
-
-    out, meetings = make_run(tmp_path / "run"), {}
-    worlds = [FakeWorld(rank, 2, meetings) for rank in range(2)]
-
-    async def both(config):
-        return await asyncio.gather(*(run.prepare_out(config, world, print) for world in worlds), return_exceptions=True)
-
-    first, second = asyncio.run(both(replace(CONFIG, out=str(out))))
-    assert first == second == (out, resume.Found(out / "checkpoints" / "step_20", 20, 19.5))
-    errors = asyncio.run(both(replace(CONFIG, out=str(out), seed=3)))
-    assert [type(error) for error in errors] == [ValueError] * 2 and str(errors[0]) == str(errors[1])

@@ -182,8 +182,8 @@ def check_sizes(hf: dict, config: Config) -> None:
 def check_critic(config: Config) -> None:
     """ValueError if --critic, the value model, can't read the actor's tokens or the sizes don't fit."""
     hf, needed = read_hf_config(config.critic, "--critic"), read_hf_config(config.model)["vocab_size"]
-    if (known := hf["vocab_size"]) < needed:
-        raise ValueError(f"--critic {config.critic}: it knows {known} tokens, and --model has {needed}")
+    if (has := hf["vocab_size"]) < needed:
+        raise ValueError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
     check_sizes(hf, config)
 
 

@@ -11,8 +11,9 @@ import dataclasses
 import itertools
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from training.trainer import Trainer
+
+Rectangles = dict[MetadataIndex, tuple[torch.Size, Tensor]]  # place -> (shape of the full tensor, rectangle)
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # Megatron-Core 0.16.1's default is broken
 BACKEND = ("torch_dist", 1)  # name and version of the format
 ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
@@ -56,7 +63,7 @@ ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, an
 }
 
 
-def template(trainer) -> dict:
+def template(trainer: Trainer) -> dict:
     """What a checkpoint holds of a trainer, as Megatron's sharded tensors (collective over all ranks)."""
     model = trainer.gpt.sharded_state_dict(metadata=metadata())
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
@@ -84,24 +91,24 @@ class CommonLater(TorchCommonSaveStrategy):
 
 
 class Writer(FileSystemWriter):
-    """torch's own, told to write only later."""
+    """torch's own, which keeps what there is to write for later."""
 
     def prepare_write_data(self, plan, planner) -> None:
         self.planned = (plan, planner)
 
 
 class Planner(MCoreSavePlanner):
-    """Megatron's own, and rectangles of other tensors: place -> (shape of the whole tensor, rectangle)."""
+    """Megatron's own, and rectangles of other tensors."""
 
-    def __init__(self, rectangles: dict[MetadataIndex, tuple[torch.Size, Tensor]]):
+    def __init__(self, rectangles: Rectangles):
         super().__init__(flatten_state_dict=False, dedup_replicated_tensors=False)
         self.rectangles = rectangles
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        for place, (whole, part) in self.rectangles.items():
+        for place, (shape, part) in self.rectangles.items():
             chunk = ChunkStorageMetadata(place.offset, part.size())
-            facts = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), whole)
+            facts = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), shape)
             items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=facts))
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
@@ -118,7 +125,7 @@ class PlanOnly(TorchDistSaveShardedStrategy):
     killed rank, and takes exit code 1 for success; its last steps write on rank 0 between collectives.
     """
 
-    def __init__(self, rectangles: dict):
+    def __init__(self, rectangles: Rectangles):
         super().__init__(*BACKEND)
         self.planner = Planner(rectangles)
 
@@ -134,7 +141,7 @@ class PlanOnly(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def plan_save(trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
     Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`,
@@ -165,7 +172,7 @@ def plan_save(trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list
     return write, complete
 
 
-def optimizer_rectangles(trainer, model_state: dict) -> dict[MetadataIndex, tuple[torch.Size, Tensor]]:
+def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
     """This rank's part of the optimizer's state, where it lies, by Megatron's names of `fully_reshardable`.
 
     Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall.
@@ -191,7 +198,7 @@ def optimizer_rectangles(trainer, model_state: dict) -> dict[MetadataIndex, tupl
     return found
 
 
-def stretches_of(optimizer) -> dict[Tensor, range]:
+def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
     """Of the flattened parameters: the stretch of which this rank holds the optimizer's state."""
     held = {}
     for buffer in optimizer.gbuf_ranges:
@@ -200,10 +207,10 @@ def stretches_of(optimizer) -> dict[Tensor, range]:
     return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
 
 
-def cut(part: ShardedTensor, first: int, stretch: range):
+def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[ChunkStorageMetadata, slice]]:
     """The rectangles of `part` in a stretch of its flattened parameter, in which it begins at `first`.
 
-    Yields (where it is in the whole tensor, where it is in the stretch).
+    Yields (where it is in the full tensor, where it is in the stretch).
     """
     axes, ahead = len(part.local_shape), part.prepend_axis_num
     assert axes <= 2, f"{part.key} has more than two axes"
@@ -217,7 +224,7 @@ def cut(part: ShardedTensor, first: int, stretch: range):
         yield ChunkStorageMetadata(offsets, sizes), slice(at, at + rows * width)
 
 
-def rectangles(start: int, end: int, columns: int):
+def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
     """The stretch [start, end) of a flattened matrix as up to three (row, column, rows, columns)."""
     while start < end:
         row, column = divmod(start, columns)
@@ -241,7 +248,7 @@ class OnlyDescriptions(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def load(trainer, folder: Path) -> None:
+def load(trainer: Trainer, folder: Path) -> None:
     """Take over what `plan_save` saved on any number of ranks (collective over all ranks).
 
     Nothing in `folder` is ever executed. ValueError if it holds code.

@@ -39,8 +39,8 @@ from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
 
-# (micro-batch, the model's output for it: [1, T, vocab / tp] or [1, T, 1]) -> the sum of the loss, what the sum
-# over all micro-batches and ranks is divided by, statistics: sums, or maxima where a name ends with _max
+# (micro-batch, the output for it: [1, T, vocab / tp] or [1, T, 1]) -> the sum of the loss, what the sum over
+# all micro-batches and ranks is divided by, statistics: sums, or maxima where a name ends with _max
 OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, int | Tensor, dict[str, Tensor]]]
 
 

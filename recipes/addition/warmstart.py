@@ -83,7 +83,7 @@ async def prepare(config: Config, world: World, progress: Progress) -> tuple[Pat
 
 
 def make(config: Config, world: World, home: Path, progress: Progress) -> None:
-    """Train both models and move them to `home` at once, so that a cache is whole or absent (collective)."""
+    """Train both models and move them to `home` at once: a cache is complete or absent (collective)."""
     work = home.with_name(home.name + ".part")
     new, actor, judge = (work / name for name in ("new", "actor", "judge"))
     steps = {name: RECIPE[name]["steps"] for name in ("actor", "judge")}
