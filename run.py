@@ -115,6 +115,8 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
+        if config.rollout_only:
+            progress.line(f"to train on what was served: --train-only --replay {config.out}/replay.jsonl")
         return ""
 
 

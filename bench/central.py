@@ -1,28 +1,30 @@
-"""What one controller holds and sends as ranks are added: the parallel controllers, and a central one beside
-them.
+"""What one controller holds and sends as ranks are added: the parallel controllers, and a central one.
 
     python bench/central.py                     2, 64 and 1,024 ranks: a table, within two minutes and 2 GB
-    python bench/central.py --ranks 2 16 128 python bench/central.py --uneven            chance decides which
-    prompts are informative, so some controllers keep more than others
+    python bench/central.py --ranks 2 16 128
+    python bench/central.py --uneven            chance decides which prompts are informative, so some
+                                                controllers keep more than others
 
-The loop is the real controller.train; engines, actor and world are the fakes of tests/, many ranks in one
+The loop is the real controller.train; engines, trainers and world are the fakes of tests/, many ranks in one
 process on a virtual clock. Work grows with the ranks: a step trains on 2 prompts of 8 answers a rank, and
 every sample carries 1 MB of media.
 
-`parallel` is controller.balance: a sample goes straight from the rank that has it to the rank that trains on
+`parallel` is controller.exchange: a sample goes straight from the rank that has it to the rank that trains on
 it. `central` is for comparison only: rank 0 receives all samples, deals them and sends each rank its share.
-It takes the place of `balance` alone; answers are still written and judged in parallel, so that a controller
-at the centre of everything would hold and send more.
+It takes the place of `exchange` alone; answers are still generated and judged in parallel, so that a
+controller at the centre of everything would hold and send more.
 
 Columns, of the busiest controller and, but for the first, a step:
-    samples   the most it held at once: what it drew, and what it received to train on dealt     MB of samples
-    that it gives to ranks, those to itself among them sent      MB of them that leave received  MB of samples
-    that come in gathers   all-gathers, most of them meetings while serving; a run with the default
-    --meet-every-s meets more often facts     kB of lengths, prompt numbers and sizes that it puts into them,
-    all gathers of a step together heard     kB that all the others put there, which it receives: grows with
-    the ranks CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without
-    the deal deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the
-    simulation once, and shares the result.
+    samples   the most it held at once: what it drew, and what it received to train on
+    dealt     MB of samples that it gives to ranks, those to itself among them
+    sent      MB of them that leave
+    received  MB of samples that come in
+    gathers   all-gathers, most of them meetings while serving; a run meets more often, every 0.05 s
+    facts     kB of lengths, prompt numbers and sizes that it puts into them, all gathers of a step together
+    heard     kB that all the others put there, which it receives: grows with the ranks
+    CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without the deal
+    deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the simulation once,
+              and shares the result.
 Requests to engines are not counted: one for each group and judgement, whatever the number of ranks.
 """
 
@@ -48,44 +50,49 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import fakes
 
 import controller
-from data import Prompts
+import rollout
+from data import Prompts, Source
 from engines.engine import Answer
 from sample import Sample
 from scheduling import balance
-from scheduling.dynamic_sampling import Groups
 
 RANKS = (2, 64, 1024)
 STEPS = 2  # nothing of the first may be held in the second
 PROMPTS_A_RANK, ANSWERS = 2, 8
 KEPT_ONE_IN = 3  # groups; the others are drawn again
 MEDIA_BYTES = 1_000_000  # of a sample
-MEET_EVERY_S = 1.0  # on the virtual clock, on which an answer takes up to 0.6 s: a run's default is 0.05
+MEETING_INTERVAL_S = 1.0  # on the virtual clock, on which an answer takes up to 0.6 s
 
 
 # ---------------------------------------------------------------- the central controller
 
 
-async def central_balance(samples: list[Sample], config, actor, world) -> list[list[list[Sample]]]:
-    """What controller.balance does (collective), by way of rank 0, which holds the whole batch."""
-    members = await world.gather(actor.dp_rank)
-    batch = await world.exchange({0: samples})
-    incoming = await world.exchange(shares_of(batch, members, config, actor) if world.rank == 0 else {})
+async def central_exchange(samples: list[Sample], c: controller.Controller) -> controller.MiniBatches:
+    """What controller.exchange does (collective), by way of rank 0, which holds the whole batch."""
+    members = await c.world.gather(c.placement.actor.dp_rank)
+    batch = await c.world.exchange({0: samples})
+    incoming = await c.world.exchange(shares_of(batch, members, c) if c.world.rank == 0 else {})
     return incoming[0]
 
 
-def shares_of(batch: dict[int, list[Sample]], members: list[int], config, actor) -> dict[int, list[list[list[Sample]]]]:
-    """What rank 0 sends to each rank: mini-batches of micro-batches.
+def shares_of(
+    batch: dict[int, list[Sample]], members: list[int], c: controller.Controller
+) -> dict[int, controller.MiniBatches]:
+    """What rank 0 sends to each rank.
 
     batch: all samples, by the rank that sent them; members: every rank's data-parallel rank.
     """
-    samples = {(sample.prompt_id, sample.index): sample for part in batch.values() for sample in part}
-    tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
-    plan = controller.plan_batch(tokens, actor.cost, config, actor.dp_size)
-    shares = [[[[samples[key] for key in keys] for keys in mini_batch] for mini_batch in share] for share in plan]
+    actor, samples = c.placement.actor, [sample for part in batch.values() for sample in part]
+    found = {(sample.prompt_id, sample.index): sample for sample in samples}
+    tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in found.items()}
+    plan = controller.plan_batch(tokens, actor.cost, c.config, actor.dp_size)
+    shares = [
+        [[[found[key] for key in keys] for keys in mini_batch] for mini_batch in share] for share in plan
+    ]
     return {rank: shares[dp_rank] for rank, dp_rank in enumerate(members)}
 
 
-BALANCE = {"parallel": controller.balance, "central": central_balance}
+EXCHANGE = {"parallel": controller.exchange, "central": central_exchange}
 
 
 # ---------------------------------------------------------------- counting
@@ -100,7 +107,9 @@ class Image:
 
 def samples_in(parcel) -> list[Sample]:
     """The samples of a parcel: a list of them, or of lists."""
-    return [parcel] if isinstance(parcel, Sample) else [sample for part in parcel for sample in samples_in(part)]
+    return (
+        [parcel] if isinstance(parcel, Sample) else [sample for part in parcel for sample in samples_in(part)]
+    )
 
 
 def size_of(pickled: bytes, samples: list[Sample]) -> int:
@@ -132,7 +141,7 @@ class Tally:
 
 
 class CountingWorld(fakes.FakeWorld):
-    """FakeWorld that counts. Like world.World it pickles what goes to another rank: the receiver's samples are its own."""
+    """FakeWorld that counts. Like World it pickles what goes to another rank, whose samples are its own."""
 
     def __init__(self, rank, size, meetings):
         super().__init__(rank, size, meetings)
@@ -151,10 +160,17 @@ class CountingWorld(fakes.FakeWorld):
         sizes = {rank: size_of(pickled[rank], samples_in(parcel)) for rank, parcel in outgoing.items()}
         self.tally.dealt += sum(sizes.values())
         self.tally.sent += sum(size for rank, size in sizes.items() if rank != self.rank)
-        await self.gather({rank: len(parcel) for rank, parcel in pickled.items() if rank != self.rank})  # as in world.World
+        await self.gather(
+            {rank: len(parcel) for rank, parcel in pickled.items() if rank != self.rank}
+        )  # as in world.World
         everyones = await super().gather(pickled)
-        incoming = {rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels}
-        return {rank: outgoing[rank] if rank == self.rank else self._unpack(parcel) for rank, parcel in incoming.items()}
+        incoming = {
+            rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels
+        }
+        return {
+            rank: outgoing[rank] if rank == self.rank else self._unpack(parcel)
+            for rank, parcel in incoming.items()
+        }
 
     def _unpack(self, pickled: bytes):
         parcel = pickle.loads(pickled)
@@ -165,14 +181,17 @@ class CountingWorld(fakes.FakeWorld):
 
 
 class CountedPrompts(Prompts):
-    """Prompts whose samples carry media, each its own, and are counted. None are held out: evaluation is left out."""
+    """Prompts whose samples carry media, each its own, and are counted.
 
-    def __init__(self, source, tally: Tally):
-        super().__init__(source)
+    None are held out: evaluation is left out.
+    """
+
+    def __init__(self, source: Source, tally: Tally):
+        super().__init__(source, ANSWERS)
         self.held_out, self._tally = [], tally
 
-    def group(self, draw, answers):
-        group = super().group(draw, answers)
+    def group(self, prompt_id):
+        group = super().group(prompt_id)
         for sample in group:
             sample.media = [Image()]
         self._tally.hold(group)
@@ -197,7 +216,10 @@ class Figures:
         """A line of the table: the busiest controller."""
         peak = max(tally.peak for tally in self.tallies)
         dealt, sent = max(tally.dealt for tally in self.tallies), max(tally.sent for tally in self.tallies)
-        received, facts = max(tally.received for tally in self.tallies), max(tally.facts for tally in self.tallies)
+        received, facts = (
+            max(tally.received for tally in self.tallies),
+            max(tally.facts for tally in self.tallies),
+        )
         heard = sum(tally.facts for tally in self.tallies) - min(tally.facts for tally in self.tallies)
         gathers = max(tally.gathers for tally in self.tallies) / self.steps
         mb, kb = 1e6 * self.steps, 1e3 * self.steps
@@ -211,7 +233,10 @@ HEADER = "           ranks  samples  dealt MB  sent MB  recvd MB  gathers  facts
 
 
 def measure(variant: str, ranks: int, steps: int = STEPS, uneven: bool = False) -> Figures:
-    """Run the controllers with `variant` (a row of BALANCE) in place of controller.balance; `uneven`: see the top of this file."""
+    """Run the controllers with a row of EXCHANGE in place of controller.exchange.
+
+    uneven: see the top of this file.
+    """
     deal_s, known = [], []
 
     def plan_once(tokens: dict, *rest) -> list:
@@ -225,19 +250,22 @@ def measure(variant: str, ranks: int, steps: int = STEPS, uneven: bool = False) 
     start = time.process_time()
     with (
         without_collector(),
-        mock.patch.object(controller, "balance", BALANCE[variant]),
+        mock.patch.object(controller, "exchange", EXCHANGE[variant]),
         mock.patch.object(controller, "plan_batch", plan_once),
+        mock.patch.object(rollout, "MEETING_INTERVAL_S", MEETING_INTERVAL_S),
     ):
-        settings = dict(steps=steps, prompts_per_step=PROMPTS_A_RANK * ranks, answers_per_prompt=ANSWERS, meet_every_s=MEET_EVERY_S)
-        write = fakes.write_answer if uneven else every_rank_alike(ranks)
-        jobs, _ = fakes.simulate("partial", ranks, write=write, world_class=CountingWorld, prepare_job=prepare, **settings)
+        settings = dict(steps=steps, prompts_per_step=PROMPTS_A_RANK * ranks, answers_per_prompt=ANSWERS)
+        settings |= dict(write=fakes.write_answer if uneven else every_rank_alike(ranks))
+        settings |= dict(world_class=CountingWorld, prepare_controller=prepare)
+        controllers, _ = fakes.simulate("partial", ranks, **settings)
         cpu_s = time.process_time() - start - sum(deal_s)
-    return Figures(variant, ranks, steps, [job.world.tally for job in jobs], cpu_s / ranks / steps, fmean(deal_s))
+    tallies = [c.world.tally for c in controllers]
+    return Figures(variant, ranks, steps, tallies, cpu_s / ranks / steps, fmean(deal_s))
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Without Python's cycle collector, which would look through all ranks' objects, where a real rank has its own alone."""
+    """Without Python's cycle collector, which would look through the objects of all ranks."""
     gc.collect()
     gc.disable()
     try:
@@ -246,12 +274,11 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def prepare(job: controller.Job) -> None:
-    """Count what the job makes, and have the fakes keep no sample that the real report and actor wouldn't."""
-    job.prompts = CountedPrompts(job.prompts.source, job.world.tally)
-    job.groups = Groups(job.prompts, ANSWERS, keep_written=False)
-    job.state.groups_per_kept = KEPT_ONE_IN  # as a run has learnt after some steps
-    job.report.steps = job.actor.batches = deque(maxlen=0)
+def prepare(c: controller.Controller) -> None:
+    """Count the samples that are made. The fakes keep none that the real report and actor wouldn't."""
+    c.prompts = CountedPrompts(c.prompts.source, c.world.tally)
+    c.state.groups_per_kept = KEPT_ONE_IN  # as a run has learnt after some steps
+    c.report.steps = c.placement.actor.batches = deque(maxlen=0)
 
 
 def every_rank_alike(ranks: int):
@@ -273,13 +300,15 @@ def every_rank_alike(ranks: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--uneven", action="store_true")
     chosen = parser.parse_args()
     measure("parallel", 2)  # the first run in a process is slower
     print(HEADER)
-    for variant in BALANCE:
+    for variant in EXCHANGE:
         for ranks in chosen.ranks:
             print(measure(variant, ranks, uneven=chosen.uneven).row(), flush=True)
 

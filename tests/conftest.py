@@ -34,7 +34,7 @@ class TwoStreams(LoadScopeScheduling):
 
 @pytest.fixture(autouse=True)
 def any_load():
-    """What sharded_checkpoint loads lets torch.load read nothing but tensors from then on, in children too."""
+    """sharded_checkpoint lets torch.load read nothing but tensors from then on, in children too."""
     yield
     os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)
 

@@ -1,8 +1,3 @@
-<<<<<<<< HEAD:tests/test_rollout.py
-"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes, the meeting.
-
-And engines and judges that are slow, silent or wrong.
-========
 """Engine: the real SGLang server, one for the whole file, on a random model of the demo's shape."""
 
 import asyncio
@@ -584,177 +579,31 @@ if sys.argv[4] == "ready":
     asyncio.run(engine.ready(START_S))
 print("up", flush=True)
 time.sleep(600)
->>>>>>>> 28bd869 (Tests of the engine ask through a pool):tests/test_engine.py
 """
 
-import asyncio
-import copy
-import random
-from collections import Counter
-from types import SimpleNamespace
-from unittest import mock
 
-import pytest
-from fakes import simulate, to_text, write_answer, write_verdict
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-
-import controller
-import genrm
-import rollout
-from engines.engine import Answer
-from sample import Sample
-
-
-def batches_of(controllers, step):
-    """What a step came to on every rank."""
-    return [c.report.steps[step][1] for c in controllers]
+@pytest.mark.parametrize("moment", ["ready", "starting"])
+def test_nothing_is_left_when_the_owner_is_killed(models, tmp_path, moment):
+    command = [sys.executable, "-c", OWNER, str(free_port()), models[0], str(tmp_path / "log"), moment]
+    owner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    group = int(owner.stdout.readline())
+    assert owner.stdout.readline() == "up\n"
+    if moment == "starting":  # the children are being spawned, and still importing
+        deadline = time.monotonic() + 120
+        while len(group_members(group)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert len(group_members(group)) >= 3
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 60  # a child that still imports notices at its end
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert group_members(group) == []
 
 
-<<<<<<<< HEAD:tests/test_rollout.py
-def groups_of(batch):
-    """The groups of one rank's step by how they ended: {fate: {prompt_id: samples}}."""
-    kept = {}
-    for sample in batch.kept + batch.dropped:
-        kept.setdefault(sample.prompt_id, []).append(sample)
-    others = {"filtered": batch.filtered, "carried": batch.carried}
-    others = {fate: {group[0].prompt_id: group for group in groups} for fate, groups in others.items()}
-    return {"kept": kept} | others
+# ---- without a server ------------------------------------------------------------------------------------------------
 
 
-def tokens_of(groups):
-    return sum(len(sample.response) for group in groups for sample in group)
-
-
-def at_random_paces(seed):
-    """Engines that differ up to tenfold in speed."""
-    rng = random.Random(seed)
-
-    def prepare(engines):
-        for engine in engines:
-            engine.server.pace = 0.005 * 10 ** rng.random()
-
-    return prepare
-
-
-def meeting_every(seconds):
-    """Controllers that serve meet so often."""
-    return mock.patch.object(rollout, "MEETING_INTERVAL_S", seconds)
-
-
-# ---------------------------------------------------------------- nothing is lost
-
-
-def check_prompts(controllers):
-    """Every prompt was trained on, filtered, or waits: exactly one of them, and no controller disagrees."""
-    done = Counter()
-    for step in range(controllers[0].config.steps):
-        fates = Counter()
-        for batch in batches_of(controllers, step):
-            ended = groups_of(batch)
-            fates += Counter([prompt_id for groups in ended.values() for prompt_id in groups])
-            done += Counter([*ended["kept"], *ended["filtered"]])
-        assert set(fates.values()) <= {1}, "a prompt was served twice in one step"
-        assert len({tuple(c.report.requeued[step]) for c in controllers}) == 1
-    prompts = controllers[0].prompts
-    assert done + Counter(prompts.requeued) == Counter(range(prompts.cursor))
-
-
-def check_tokens(controllers):
-    """Tokens generated are trained on, filtered or held, or else thrown away with what comes again."""
-    generated = trained = filtered = thrown = 0
-    for step in range(controllers[0].config.steps):
-        for batch in batches_of(controllers, step):
-            generated += batch.tokens
-            trained += tokens_of([batch.kept])
-            filtered += tokens_of([batch.dropped, *batch.filtered])
-            thrown += tokens_of(batch.carried)
-    held = sum(tokens_of(c.prompts.groups.values()) for c in controllers)
-    if controllers[0].config.continues_answers:
-        assert generated == trained + filtered + held
-    else:
-        assert held == 0 and generated == trained + filtered + thrown
-
-
-def check_continued(controllers):
-    """What a prompt's answers had when it was cut off is how they begin when it is served again.
-
-    By the controller that holds it.
-    """
-    begun = {}
-    for step in range(controllers[0].config.steps):
-        for rank, batch in enumerate(batches_of(controllers, step)):
-            for sample in (
-                s for groups in groups_of(batch).values() for group in groups.values() for s in group
-            ):
-                owner, *before = begun.pop((sample.prompt_id, sample.index), (rank, [], [], []))
-                now = (sample.response, sample.logprobs, sample.versions)
-                assert owner == rank
-                assert all(new[: len(old)] == old for old, new in zip(before, now, strict=True))
-                assert before[0] or set(sample.versions) <= {*range(step, controllers[0].config.steps)}
-        for rank, c in enumerate(controllers):
-            begun |= {key: (rank, *facts) for key, facts in c.report.carried[step].items()}
-
-
-def check_come_first(controllers):
-    """What waited is dealt first in the next step."""
-    for step in range(controllers[0].config.steps - 1):
-        batches = batches_of(controllers, step + 1)
-        served = [p for batch in batches for groups in groups_of(batch).values() for p in groups]
-        first = controllers[0].report.requeued[step][: controllers[0].config.prompts_per_step]
-        assert set(first) <= set(served)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    mode=st.sampled_from(["full", "partial", "auto"]),
-    size=st.sampled_from([1, 2, 3, 4]),
-    tp=st.sampled_from([1, 2]),
-    over_dispatch=st.sampled_from([1.0, 1.25, 2.0, 4.0]),
-    refills=st.integers(0, 3),
-    interval_s=st.sampled_from([0.01, 0.05, 0.5]),
-    seed=st.integers(0, 10**6),
-)
-def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, seed):
-    """No prompt, no token, whatever is cut off. A sleeping engine is never asked (the fakes assert it)."""
-    assume(size % tp == 0 and (size > 1 or mode != "partial"))
-    options = dict(over_dispatch=over_dispatch, max_refill_waves=refills, rebalance=mode == "partial")
-    with meeting_every(interval_s):
-        controllers, _ = simulate(mode, size, tp=tp, steps=5, prepare=at_random_paces(seed), **options)
-    check_prompts(controllers)
-    check_tokens(controllers)
-    check_come_first(controllers)
-    if over_dispatch > 1:
-        check_continued(controllers)
-
-
-def test_a_judgement_is_not_begun_once_all_is_cut_off():
-    """An answer that finished in the moment in which its group is cut off: a call would outlive the step."""
-    asked = []
-
-    class Rewards:
-        async def score(self, sample, pool):
-            asked.append(sample)
-
-    async def close_before_it_begins():
-        c = SimpleNamespace(rewards=Rewards())
-        step = rollout.RolloutStep(c, rollout.DynamicSampler(1), rollout.is_informative)
-        judging = asyncio.create_task(rollout.judge_one(step, Sample(0, 0, [1])))
-        step.tasks.closed = True
-        await judging
-
-    asyncio.run(close_before_it_begins())
-    assert not asked
-
-
-def test_a_cut_off_prompt_comes_first_and_is_continued():
-    """With what was generated of it; which weights wrote each token is known."""
-    controllers, _ = simulate("partial", 4, over_dispatch=4.0, steps=6, eval_every=100)
-    check_come_first(controllers)
-    kept = [(step, s) for step in range(6) for batch in batches_of(controllers, step) for s in batch.kept]
-    assert any(len(set(s.versions)) > 1 for _, s in kept) and any(s.versions[0] < step for step, s in kept)
-    assert any(c.report.carried[step] for c in controllers for step in range(6))
-========
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("prefix", [[0, 5, 31, 32, 70, 12], [33, 40, 46, 41, 36, 34]], ids=["many groups", "one group"])
 @pytest.mark.parametrize("decode", [True, False])
@@ -785,88 +634,36 @@ def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode
         expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
         torch.testing.assert_close(output[first : first + n], expected)
         first += n
->>>>>>>> 28bd869 (Tests of the engine ask through a pool):tests/test_engine.py
 
 
-def test_what_is_not_needed_begins_anew_by_default():
-    """In the order of drawing, what comes again is empty, and every answer is of the step's weights."""
-    controllers, _ = simulate("partial", 4, steps=6, eval_every=100)
-    check_come_first(controllers)
-    kept = [(step, s) for step in range(6) for batch in batches_of(controllers, step) for s in batch.kept]
-    assert kept and all(set(s.versions) == {step} for step, s in kept)
-    assert any(c.report.carried[step] for c in controllers for step in range(6))
-    assert not any(c.prompts.groups for c in controllers)
+def test_batched_attention_does_not_depend_on_the_neighbours(request):
+    import torch
+
+    from cpu.invariance import attend, group_by_length
+
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)  # as in the server: threads cut the sums of a lone request in other places
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 40, 17, 64, 90, 31])
+    table = torch.randperm(6 * 96).view(6, 96).int()
+    k, v, query = torch.randn(576, 4, 24), torch.randn(576, 4, 24), torch.randn(6, 4, 24)
+
+    def run(requests):
+        plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
+        return attend(query[requests], k, v, plan, 0.2, False)
+
+    together = run(torch.arange(6))
+    for i in range(6):
+        assert torch.equal(run(torch.tensor([i]))[0], together[i])
 
 
-<<<<<<<< HEAD:tests/test_rollout.py
-# ---------------------------------------------------------------- the tail
-
-
-def one_in_ten(prompt, index, sampling, long=7):
-    """Answers of 10 tokens, of prompt 7 (or `long`) of 100; every group has both rewards."""
-    question, begun = "".join(map(chr, prompt)).split("=")
-    length = 98 if int(question.split("+")[0]) == long else 8
-    text = ("#" * length + ">" + str(index % 2))[len(begun) :]
-    return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-
-def parity(prompt, index, sampling):
-    """A judge that accepts `1`."""
-    text = "Y" if to_text(prompt).rstrip("?")[-1] == "1" else "N"
-    return Answer(0, [ord(text)], [-0.1], "stop", [])
-
-
-def serving_seconds(controllers, step):
-    """Of each rank."""
-    return [s.end - s.start for c in controllers for s in c.report.steps[step][3] if s.name == "serve"]
-
-
-========
->>>>>>>> 28bd869 (Tests of the engine ask through a pool):tests/test_engine.py
 @pytest.mark.parametrize(
-    "mode,size,over_dispatch,seconds",
-    [
-        # 0.1 s for genrm to wake, 100 tokens of 0.01 s, a verdict of one token
-        ("partial", 2, 1.0, 0.1 + 1.0 + 0.01),
-        # 10 tokens and a verdict; controllers meet 0.05 s after the first of theirs ended, at the latest
-        ("partial", 2, 1.25, 0.1 + 0.1 + 0.01),
-        ("partial", 4, 1.25, 0.1 + 0.1 + 0.01),
-        # 100 tokens, rollout sleeps (0.1 s) and genrm wakes (0.1 s), a verdict
-        ("full", 2, 1.0, 1.0 + 0.1 + 0.1 + 0.01),
-        ("full", 2, 1.25, 0.1 + 0.1 + 0.1 + 0.01),
-    ],
+    "mode,role,keeps", [("partial", "rollout", False), ("full", "rollout", True), ("auto", "rollout", True), ("partial", "genrm", True)]
 )
-def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
-    """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for 8 do not.
+def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, keeps):
+    """On CUDA: a judge, and where rollout wakes again between waves, a rollout engine, since nobody pushes its weights then."""
+    import torch
 
-<<<<<<<< HEAD:tests/test_rollout.py
-    Worked out by hand. What the split's statistics say is the same.
-    """
-    options = dict(write=one_in_ten, verdict=parity, over_dispatch=over_dispatch, steps=1, eval_every=100)
-    controllers, _ = simulate(mode, size, **options)
-    for taken in (*serving_seconds(controllers, 0), controllers[0].state.history[0].serve_s):
-        assert seconds - 1e-9 <= taken <= seconds + 2 * rollout.MEETING_INTERVAL_S
-    swap_s = 0.2 if mode == "full" else 0.1
-    assert controllers[0].state.history[0].swap_s == pytest.approx(swap_s)
-    kept = {s.prompt_id for batch in batches_of(controllers, 0) for s in batch.kept}
-    assert len(kept) == 8 and (7 in kept) == (over_dispatch == 1)
-    assert (7 in controllers[0].prompts.requeued) == (over_dispatch > 1)
-
-
-@pytest.mark.parametrize("mode,size", [("partial", 2), ("full", 2), ("partial", 4)])
-def test_the_longest_prompt_is_trained_on_in_the_end(mode, size):
-    """Cut off in every step, it goes on where it was: no prompt starves."""
-    options = dict(over_dispatch=1.25, steps=10, eval_every=100)
-    controllers, _ = simulate(mode, size, write=one_in_ten, verdict=parity, **options)
-    kept = [(step, s) for step in range(10) for batch in batches_of(controllers, step) for s in batch.kept]
-    long = [(step, s) for step, s in kept if s.prompt_id == 7]
-    assert len(long) == 4 and len({step for step, _ in long}) == 1 and long[0][0] > 1
-    assert all(len(s.response) == 100 and len(set(s.versions)) > 1 for _, s in long)
-    check_tokens(controllers)
-
-
-LAYOUTS = [("full", 1), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4), ("auto", 4)]
-========
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     flags = server_flags(role, 0, 30000, models[0], dataclasses.replace(CONFIG, mode=mode))
@@ -875,274 +672,24 @@ LAYOUTS = [("full", 1), ("full", 4), ("partial", 2), ("partial", 3), ("partial",
 
 def test_murmur_hash_equals_the_reference():
     import torch
->>>>>>>> 28bd869 (Tests of the engine ask through a pool):tests/test_engine.py
 
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(LAYOUTS), st.booleans())
-def test_the_default_batch_does_not_depend_on_timing(seed, layout, rebalance):
-    """Which prompts a step trains on, and their answers, whatever the engines' speed, mode and ranks."""
-    mode, size = layout
-    options = dict(steps=4, max_refill_waves=30)
-    moves = dict(rebalance=rebalance and mode != "full", prepare=at_random_paces(seed))
-    runs = [simulate("full", 1, **options)[0], simulate(mode, size, **options, **moves)[0]]
-    for step in range(4):
-        first, second = (
-            sorted(
-                (s.prompt_id, s.index, to_text(s.response), s.reward)
-                for batch in batches_of(controllers, step)
-                for s in batch.kept
-            )
-            for controllers in runs
-        )
-        assert first == second and len({prompt_id for prompt_id, *_ in first}) == 8
-
-
-# ---------------------------------------------------------------- where controllers meet
-
-
-def in_a_meeting(size, act, strike=lambda c: None):
-    """`act(c)` of every controller between two meetings of a partial run, after `strike(c)`."""
-
-    async def loop(c):
-        await c.placement.begin()
-        await c.placement.genrm.wake()
-        strike(c)
-        await asyncio.sleep(1.0)
-        await act(c)
-
-    return simulate("partial", size, rollout_ranks=2, loop=loop)[0]
-
-
-def visible_state(c):
-    """What a controller's callers can see of it."""
-    pools = [c.placement.rollout, c.placement.genrm]
-    outstanding = [[pool.route().rank for pool in pools], [pool.awake for pool in pools]]
-    plan, engines = c.placement.plan, [[engine.rank for engine in pool.engines] for pool in pools]
-    state, prompts = copy.deepcopy(c.state), copy.deepcopy(c.prompts.state())
-    return c.stopping, c.stop.asked, plan, engines, outstanding, state, prompts, list(c.report.notes)
-
-
-def hit(c):
-    """The rollout engine of rank 0 dies, and rank 1 is asked to stop."""
-    if c.world.rank == 0:
-        c.placement.rollout.own.server.die()
-    if c.world.rank == 1:
-        c.stop.asked = 15
-
-
-def test_a_meeting_by_itself_changes_nothing():
-    """It says which engine was lost and that a stop was asked for; whoever doesn't follow it hasn't heard."""
-    seen = []
-
-    async def act(c):
-        before = visible_state(c)
-        meeting = await rollout.sync_controllers(c, f"fact {c.world.rank}")
-        assert visible_state(c) == before and before[0] == 0
-        seen.append(meeting)
-
-    in_a_meeting(4, act, hit)
-    assert len(seen) == 4 and all(meeting == seen[0] for meeting in seen)
-    assert seen[0].facts == ["fact 0", "fact 1", "fact 2", "fact 3"] and seen[0].stop == 15
-    assert [status.up for status in seen[0].rollout] == [False, True, True, True]
-    assert all(status.up for status in seen[0].genrm)
-
-
-def test_whoever_follows_a_meeting_routes_around_lost_engines_and_stops():
-    """On every controller alike, with a line for people that names the engine."""
-    asked = []
-
-    async def act(c):
-        rollout.follow(c, await rollout.sync_controllers(c, None))
-        asked.append(c.placement.rollout.route().rank)
-
-    controllers = in_a_meeting(4, act, hit)
-    assert asked == [1] * 4 and [c.stopping for c in controllers] == [15] * 4
-    for c in controllers:
-        (note,) = c.report.notes
-        assert note.startswith("the rollout engine of rank 0 died")
-
-
-def test_a_role_without_engines_ends_the_run():
-    """In one line, said by the first meeting that is followed."""
-
-    async def act(c):
-        meeting = await rollout.sync_controllers(c, None)
-        with pytest.raises(ValueError, match=r"no rollout engine .*: the rollout engine of rank 0 died"):
-            rollout.follow(c, meeting)
-
-    def strike(c):
-        if c.placement.rollout.own:
-            c.placement.rollout.own.server.die()
-
-    in_a_meeting(4, act, strike)
-
-
-# ---------------------------------------------------------------- bad engines
-
-
-def only(role, rank, **changes):
-    """Change one engine, or with rank None all of a role."""
-
-    def prepare(engines):
-        for engine in engines:
-            if engine.role == role and rank in (None, engine.rank):
-                vars(engine.server).update(changes)
-
-    return prepare
-
-
-def requests(controllers, role):
-    """Requests that each engine got, by rank."""
-    placement = controllers[0].placement
-    pool = {"rollout": placement.rollout, "genrm": placement.genrm}[role]
-    return {engine.rank: engine.server.requests for engine in pool.all_engines}
-
-
-def test_a_slow_engine_gets_fewer_requests():
-    """Ten times slower: what it was asked at first bounds the step.
-
-    The prompts that are drawn later go to the others.
-    """
-    options = dict(rollout_ranks=3, steps=3, eval_every=100, max_refill_waves=30)
-    slow, _ = simulate("partial", 4, **options, prepare=only("rollout", 2, pace=0.1))
-    check_prompts(slow)
-    asked = requests(slow, "rollout")
-    assert asked[2] < 0.8 * min(asked[0], asked[1])
-    for step in range(3):
-        # an answer has up to 65 tokens; a refill may still go there
-        assert max(serving_seconds(slow, step)) < 2 * 10 * 0.7
-
-
-SILENT = dict(pace=1e9, is_deaf=True)  # nothing comes of it, and it doesn't know that it is late
-
-
-@pytest.mark.parametrize("mode,size,rank", [("full", 2, 1), ("partial", 4, 0), ("auto", 4, 1)])
-def test_an_engine_that_stalls_is_passed_over(mode, size, rank):
-    """Its groups are generated elsewhere after stalled_s; nobody asks it again until it wakes again."""
-    options = dict(steps=3, eval_every=100, prepare=only("rollout", rank, **SILENT))
-    controllers, _ = simulate(mode, size, **options)
-    check_prompts(controllers)
-    stalled_s = controllers[0].config.stalled_s
-    assert max(serving_seconds(controllers, 0)) < stalled_s + 5
-    pool = controllers[0].placement.rollout
-    (engine,) = [engine for engine in pool.all_engines if engine.rank == rank]
-    first_step = [sent for sent, version in engine.server.asked if version == 0]
-    assert first_step and max(first_step) < stalled_s
-
-
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2), ("full", 4)])
-def test_engines_that_all_stall_stop_the_run(mode, size):
-    """With one sentence that names the setting; three engines, or three times the same one, stalled."""
-    with pytest.raises(ValueError, match=r"rollout engine of rank \d.*--timeout-s 100"):
-        simulate(mode, size, eval_every=100, prepare=only("rollout", None, **SILENT))
-
-
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
-@pytest.mark.parametrize("part", [0, 0.5])
-def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
-    """All answers are aborted once, in the queue or half generated, by nobody's wish.
-
-    They go on where they were, in the same step.
-    """
-    aborted = set()
-
-    def abort_once(prompt, index, sampling):
-        answer, question = write_answer(prompt, index, sampling), to_text(prompt).split("=")[0]
-        if (question, index) in aborted or to_text(prompt)[-1] != "=":
-            return answer
-        aborted.add((question, index))
-        tokens = answer.tokens[: int(part * len(answer.tokens))]
-        return Answer(index, tokens, answer.logprobs[: len(tokens)], "abort", [])
-
-    controllers, _ = simulate(mode, size, steps=2, eval_every=100, write=abort_once)
-    check_prompts(controllers)
-    check_tokens(controllers)
-    for step in range(2):
-        batches = batches_of(controllers, step)
-        assert sum(len(batch.kept) for batch in batches) == 8 * 4 and sum(batch.aborted for batch in batches)
-        assert all(s.finish == "stop" for batch in batches for s in batch.kept)
-
-
-# ---------------------------------------------------------------- bad judges
-
-
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2), ("partial", 4)])
-def test_garbage_of_a_judge_is_dropped(mode, size, monkeypatch):
-    """For about one pair in twenty: those samples are neither scored nor trained on, the rest is."""
-    monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 1000)
-
-    def varied(prompt, index, sampling):
-        wrong_by = random.Random(f"{to_text(prompt)} {index}").choice([0, 0, 1, 2, 3])
-        text = f">{int(to_text(prompt).split('+')[0]) + wrong_by}"
-        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-    def garbage(prompt, index, sampling):
-        unreadable = random.Random(to_text(prompt)).random() < 0.05
-        garbled = Answer(0, [ord("?")], [-0.1], "stop", [])
-        return garbled if unreadable else write_verdict(prompt, index, sampling)
-
-    controllers, _ = simulate(mode, size, write=varied, verdict=garbage, steps=6)
-    check_prompts(controllers)
-    check_tokens(controllers)
-    batches = [batch for step in range(6) for batch in batches_of(controllers, step)]
-    dropped = [s for batch in batches for s in batch.dropped]
-    assert dropped and all(s.reward is None for s in dropped)
-    assert not any(s.reward is None for batch in batches for s in batch.kept)
-    assert sum(failed for c in controllers for failed in c.rewards.counts()[0]) > 0
-
-
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
-def test_a_judge_that_stalls_costs_time_and_no_sample(mode, size):
-    """One of two judges' engines is silent: its calls go to the other, and every answer has its reward."""
-    options = dict(steps=2, eval_every=100, rollout_ranks=0 if mode == "full" else 2)
-    controllers, _ = simulate(mode, size, **options, prepare=only("genrm", size - 1, **SILENT))
-    check_prompts(controllers)
-    batches = [batch for step in range(2) for batch in batches_of(controllers, step)]
-    samples = [s for batch in batches for s in batch.kept + batch.dropped]
-    assert samples and all(s.reward is not None for s in samples)
-    assert max(serving_seconds(controllers, 0)) < controllers[0].config.stalled_s + 10
-
-
-def test_judges_that_all_stall_stop_the_run():
-    """With one sentence that names the engine and the setting."""
-    with pytest.raises(ValueError, match=r"genrm engine of rank 1.*--timeout-s 100"):
-        simulate("partial", 2, prepare=only("genrm", None, **SILENT))
-
-
-# ---------------------------------------------------------------- prompts that teach nothing
-
-
-def always_right(prompt, index, sampling):
-    question, begun = to_text(prompt).split("=")
-    length = random.Random(question).randint(0, 60)
-    text = (" " * length + ">" + question.split("+")[0])[len(begun) :]
-    return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2), ("partial", 4), ("auto", 4)])
-@pytest.mark.parametrize("over_dispatch", [1.0, 2.0])
-def test_prompts_that_teach_nothing_do_not_hang_the_run(mode, size, over_dispatch):
-    """No group ever has two rewards: waves end, the batch is empty, and the run goes on.
-
-    groups_per_kept stays at most 10.
-    """
-    controllers, _ = simulate(mode, size, write=always_right, over_dispatch=over_dispatch, steps=12)
-    check_prompts(controllers)
-    for c in controllers:
-        assert c.placement.actor.version == 12 and c.state.empty_steps == 12
-        assert 5 < c.state.groups_per_kept <= 10
-    for step in range(12):
-        batches = batches_of(controllers, step)
-        assert not any(batch.kept for batch in batches)
-        assert all(batch.missing_groups == 8 and batch.waves == 4 for batch in batches)
-
-
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
-def test_enough_empty_steps_stop_every_rank(mode, size, monkeypatch):
-    """After MAX_EMPTY_STEPS in a row; every rank has done as many steps, and the last has its row."""
-    monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 3)
-    controllers = []
-    with pytest.raises(ValueError, match="no prompt of 3 steps in a row"):
-        simulate(mode, size, write=always_right, steps=12, controllers=controllers)
-    assert [len(c.report.steps) for c in controllers] == [3] * size
+    from cpu.sglang import murmur_hash32
+
+    def reference(data, mask=0xFFFFFFFF):  # MurmurHash3_x86_32 of whole 4-byte blocks, seed 0
+        state = 0
+        for i in range(0, len(data), 4):
+            block = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
+            block = ((block << 15 | block >> 17) & mask) * 0x1B873593 & mask
+            state ^= block
+            state = ((state << 13 | state >> 19) & mask) * 5 + 0xE6546B64 & mask
+        state ^= len(data)
+        state = (state ^ state >> 16) * 0x85EBCA6B & mask
+        state = (state ^ state >> 13) * 0xC2B2AE35 & mask
+        return state ^ state >> 16
+
+    seeds, positions = [1, 2**40 + 12345], [0, 977]
+    table = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(5))
+    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for column in range(5):
+            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert table[i, column].item() == reference(data)

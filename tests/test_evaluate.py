@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,9 +13,8 @@ import data
 from commands import evaluate
 from commands.evaluate import pass_at_k, summarize
 from config import parse_config
-from engines.engine import Answer
+from engines.engine import Answer, seed_of
 from recipes.addition import task, warmstart  # noqa: F401  task adds the format
-from runtime import shutdown
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +24,31 @@ def tokenizers(tmp_path_factory) -> dict:
     return {"text": data.load_tokenizer(str(path / "text"))}
 
 
-class FakeEngine:
-    """Answers 3+4= with >7, but sampled answers with an odd index with >8; cuts the last one off. Latest first."""
-
-    name = "rollout engine of rank 0"
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.closed = tokenizer, False
-
-    async def ready(self, deadline_s: float) -> None:
-        pass
-
-    async def close(self) -> None:
-        self.closed = True
-
-    async def generate(self, prompts, sampling, seeds, greedy):
-        assert len(set(seeds)) == len(prompts) and greedy == [False] * (len(prompts) - 1) + [True]
-        for index in reversed(range(len(prompts))):
-            text = ">8" if index % 2 and not greedy[index] else ">7"
-            tokens = [
-                *self.tokenizer(text, add_special_tokens=False)["input_ids"],
-                self.tokenizer.eos_token_id,
-            ]
-            yield Answer(index, tokens, [], "length" if index == len(prompts) - 2 else "stop", [])
+def answers_of(tokenizer, count):
+    """To one prompt: >7, but of the sampled ones >8 with an odd index, and the last of them is cut off."""
+    for index in range(count):
+        text = ">8" if index % 2 and index < count - 1 else ">7"
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        yield Answer(index, tokens, [], "length" if index == count - 2 else "stop", [])
 
 
 def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, monkeypatch, capsys):
     """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    engine = FakeEngine(tokenizers["text"])
-    monkeypatch.setattr(evaluate, "Engine", SimpleNamespace(launch=lambda *settings: engine))
+    asked = []
+
+    async def generate(config, prompts, sampling):
+        asked.extend(prompts)
+        return [[*answers_of(tokenizers["text"], config.samples + 1)] for _ in prompts]
+
+    monkeypatch.setattr(evaluate, "generate", generate)
     out = tmp_path / "out"
     given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(out), "--judge-format", "addition"]
-    given += ["--samples", "5", "--pass-at", "1", "2"]
+    given += ["--samples", "5", "--pass-at", "1", "2", "--max-new-tokens", "72"]
     config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
-    assert asyncio.run(evaluate.run(config, shutdown.Stop())) == (0, "") and engine.closed
+    assert asyncio.run(evaluate.run(config)) == ""
+    assert asked == [data.encode(tokenizers["text"], row["prompt"]) for row in rows[:2]]
     found = json.loads((out / "eval.json").read_text())
     of_first = {
         "eval/accuracy": 1,
@@ -75,6 +62,27 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
     first, second = (json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines())
     assert (first["question"], first["greedy"], first["sampled"][1]) == ("3+4=", ">7", ">8")
     assert first["right"] == [True, False, True, False, False, True] and not any(second["right"])
+
+
+class FakePool:
+    """Writes what it was asked for, the latest first."""
+
+    async def generate(self, prompts, sampling, seeds, greedy):
+        for index in reversed(range(len(prompts))):
+            yield Answer(index, [*prompts[index], seeds[index], greedy[index]], [], "stop", [])
+
+
+def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
+    """In one request, the greedy one last; seeds follow from the run's and from both numbers."""
+    config = parse_config(["eval", "--model", "m", "--samples", "3", "--pass-at", "1"])
+
+    async def ask(number):
+        return await evaluate.ask(number, [5], FakePool(), None, config, asyncio.Semaphore(1))
+
+    answers = asyncio.run(ask(4))
+    seeds = [seed_of(0, "eval", 4, index) for index in range(4)]
+    assert [answer.tokens for answer in answers] == [[5, seed, seed == seeds[3]] for seed in seeds]
+    assert len({*seeds, *(answer.tokens[1] for answer in asyncio.run(ask(5)))}) == 8
 
 
 # ---------------------------------------------------------------- pass@k

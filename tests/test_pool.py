@@ -1,25 +1,36 @@
-"""Pools: who is asked next, what was asked, and engines that change hands when the split moves."""
+"""Pools: who is asked next, going on elsewhere with the tokens so far, lost engines, the split that moves."""
 
+import asyncio
+import re
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from fakes import simulate
+from fakes import Device, FakeEngine, FakeWorld, VirtualClock, end_all, simulate, to_text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.pool import Pool, RoleLoad
-from engines.watch import News
+from config import Config
+from engines.engine import Answer, EngineLost, Request, Sampling
+from engines.pool import MAX_STALLS, RECONNECT_S, EngineStatus, Pool
+from reporting.timeline import Timeline
+
+CONFIG = Config()  # --timeout-s 600: an engine stalls after 120 s
 
 
 def pool_of(*outstanding, rank=0, models=None):
     """A pool of engines that await so many tokens, as the controller of `rank` sees it."""
     models = models or [0] * len(outstanding)
     engines = [
-        SimpleNamespace(rank=r, outstanding=tokens, model=model, capacity=4, awake=True, on_request=None, up=True, role="rollout")
-        for r, (tokens, model) in enumerate(zip(outstanding, models, strict=True))
+        SimpleNamespace(rank=rank, role="rollout", model=model, name=f"engine {rank}")
+        for rank, model in enumerate(models)
     ]
-    return Pool(engines, SimpleNamespace(rank=rank, size=len(engines)), SimpleNamespace())
+    pool = Pool(engines, SimpleNamespace(rank=rank, size=len(engines)), SimpleNamespace(), CONFIG)
+    pool._outstanding.update(dict(enumerate(outstanding)))
+    return pool
+
+
+# ---------------------------------------------------------------- who is asked next
 
 
 @pytest.mark.parametrize(
@@ -39,44 +50,37 @@ def test_route(outstanding, others, rank, asked):
     pool = pool_of(*outstanding, rank=rank)
     controllers = [{}] * 6
     controllers[(rank + 1) % 6] = others
-    pool.hear([News(awaited, "up") for awaited in controllers])
+    pool.apply_status([EngineStatus(outstanding) for outstanding in controllers])
     assert pool.route().rank == asked
 
 
 def test_its_own_tokens_are_not_counted_twice():
-    """What this controller told the others is in the handle already."""
+    """What this controller told the others is in its own count already."""
     pool = pool_of(4, 6, rank=1)
-    pool.hear([News({0: 1, 1: 0}, "up"), News({0: 4, 1: 6}, "up")])
-    assert pool.route().rank == 0 and pool.outstanding() == {0: 4, 1: 6}
+    pool.apply_status([EngineStatus({0: 1}), EngineStatus({0: 4, 1: 6})])
+    assert pool.route().rank == 0 and pool.status().outstanding == {0: 4, 1: 6}
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans()), min_size=1, max_size=8), st.data())
+ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans(), st.booleans())
+
+
+@given(st.lists(ENGINES, min_size=1, max_size=8), st.data())
 def test_route_is_the_least_of_those_that_may_be_asked(engines, data):
-    """Of the model that is asked for, in time before late, by tokens; against all of them sorted."""
-    own, others, models, late = zip(*engines, strict=True)
+    """Of the model that is asked for and up, those that stalled last, by tokens; against all of them."""
+    own, others, models, stalled, lost = zip(*engines, strict=True)
     model, rank = data.draw(st.sampled_from(models)), data.draw(st.integers(0, 7))
+    may = [r for r in range(len(engines)) if models[r] == model and not lost[r]]
     pool = pool_of(*own, rank=rank, models=models)
-    pool.hear([News({}, "up")] * 8 + [News(dict(enumerate(others)), "up")])
-    for engine, is_late in zip(pool.engines, late, strict=True):
-        if is_late:
-            pool.avoid(engine)
+    pool._elsewhere.update(dict(enumerate(others)))
+    pool._lost = {r: "died" for r in range(len(engines)) if lost[r]}
+    pool._deprioritized = {r for r in range(len(engines)) if stalled[r]}
     asked = pool.route(model)
-    may = [r for r in range(len(engines)) if models[r] == model]
-    assert asked.model == model
-    assert (late[asked.rank], own[asked.rank] + others[asked.rank]) == min((late[r], own[r] + others[r]) for r in may)
-
-
-def test_late_engines_are_asked_last_until_the_plan_changes():
-    """With none in time, the late one is asked."""
-    pool = pool_of(0, 50)
-    pool.avoid(pool.engines[0])
-    assert pool.route().rank == 1
-    pool.avoid(pool.engines[1])
-    assert pool.route().rank == 0
-    pool.awake = False
-    pool.assign((0, 1))
-    pool.avoid(pool.engines[0])
-    assert pool.route().rank == 1
+    if not may:
+        assert asked is None
+        return
+    assert asked.rank in may
+    least = min((stalled[r], own[r] + others[r]) for r in may)
+    assert (stalled[asked.rank], own[asked.rank] + others[asked.rank]) == least
 
 
 def test_the_split_moves_only_while_all_sleep():
@@ -87,56 +91,391 @@ def test_the_split_moves_only_while_all_sleep():
     pool.awake = False
     pool.assign((0, 2))
     assert [engine.rank for engine in pool.engines] == [0, 2] and len(pool.all_engines) == 3
-    assert [engine.rank for engine in pool.own] == [0]
+    assert pool.own.rank == 0
+    pool.assign((1, 2))
+    assert pool.own is None
 
 
-def test_role_load_by_hand():
-    """Two requests of 4 s and 2 s that overlap for 2 s: 6 request-seconds, and 2 x 2 + 2 x 4 over 6 in flight as they see it."""
-    load = RoleLoad.of([(0.0, 4.0, 40, 10, 5), (1.0, 3.0, 20, 10, 0)], wakes=1)
-    assert load == RoleLoad(60, 40, 6.0, 10 / 6, 20, 5, 1)
-    assert RoleLoad.of([]) == RoleLoad()
-    assert RoleLoad.total([load, load, RoleLoad()]) == RoleLoad(120, 40, 12.0, 20 / 6, 40, 10, 1)
+# ---------------------------------------------------------------- asking, on a virtual clock
+
+
+def token_at(seed, place):
+    """What an engine writes at a place of a sequence: it follows from seed and place alone."""
+    return (31 * (seed or 0) + 7 * place) % 1000
+
+
+def answer_to(prompt, seed, length):
+    return [token_at(seed, len(prompt) + k) for k in range(length)]
+
+
+class Writer:
+    """An engine that writes a token of each answer every `pace` seconds, in parts of `interval` tokens.
+
+    lengths: seed -> the place of an answer's end. breaks, stops: the parts after which the connection
+    breaks, and after which nothing comes any more; each only once.
+    """
+
+    def __init__(self, rank, lengths, pace=1.0, interval=10, breaks=None, stops=None, model=0):
+        self.role, self.rank, self.model, self.name = "rollout", rank, model, f"rollout engine of rank {rank}"
+        self.lengths, self.pace, self.interval = lengths, pace, interval
+        self.breaks, self.stops = breaks, stops
+        self.asked = []  # (time, its requests)
+        self.aborted = False
+
+    async def generate(self, requests):
+        clock = asyncio.get_running_loop().time
+        start, sent, done = clock(), 0, set()
+        self.asked.append((start, requests))
+        while len(done) < len(requests):
+            await self._until(start + self.pace * (sent + 1) * self.interval)
+            for index, request in enumerate(requests):
+                begun, end = len(request.prompt), self.lengths[request.seed] - len(request.prompt)
+                end = min(end, request.limit)
+                places = range(sent * self.interval, min(end, (sent + 1) * self.interval))
+                if index in done:
+                    continue
+                finish = "abort" if self.aborted else "stop" if places.stop == end else ""
+                done |= {index} if finish else set()
+                tokens = [token_at(request.seed, begun + place) for place in places]
+                facts = [
+                    [-place / 1000 for place in places],
+                    finish,
+                    [3] * len(tokens),
+                    0,
+                    start,
+                    start,
+                    clock(),
+                ]
+                yield Answer(index, tokens, *facts, rank=self.rank)
+            sent += 1
+
+    async def _until(self, time):
+        self.breaks = None if self.breaks is None else self.breaks - 1
+        if self.breaks == -1:
+            raise EngineLost("broke the connection")
+        self.stops = None if self.stops is None else self.stops - 1
+        await asyncio.sleep(1e6 if self.stops == -1 else time - asyncio.get_running_loop().time())
+
+
+def run_alone(engines, work):
+    """`await work(pool)` with the pool of one rank, on a virtual clock; what it returned, and when."""
+    clock = VirtualClock()
+    pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), CONFIG)
+    try:
+        return clock.run_until_complete(work(pool)), clock.time()
+    finally:
+        end_all(clock)
+
+
+async def ask(pool, prompts, limit=10**6, **how):
+    """All answers, by their prompts."""
+    answers = [answer async for answer in pool.generate(prompts, Sampling(1.0, limit), **how)]
+    assert sorted(answer.index for answer in answers) == list(range(len(prompts)))
+    assert not pool.status().outstanding
+    return sorted(answers, key=lambda answer: answer.index)
+
+
+def test_answers_that_take_long_are_written_once():
+    """Two hours, with something new every 100 s: nobody is late, and nothing is written twice."""
+    engine, prompt = Writer(0, {1: 7200, 2: 30}, interval=100), [5, 6]
+    answers, seconds = run_alone([engine], lambda pool: ask(pool, [prompt] * 2, seeds=[1, 2]))
+    assert [len(requests) for _, requests in engine.asked] == [2] and 7200 <= seconds < 7300
+    assert [answer.tokens for answer in answers] == [answer_to(prompt, 1, 7198), answer_to(prompt, 2, 28)]
+    for answer in answers:
+        assert len(answer.logprobs) == len(answer.versions) == len(answer.tokens) and answer.finish == "stop"
+
+
+@pytest.mark.parametrize("trouble", ["breaks", "stops"])
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_another_engine_goes_on_with_the_tokens_so_far(trouble, parts):
+    """After a broken connection, or when nothing came for 120 s.
+
+    Prompt and tokens so far are the new prompt, with the same seed and what is left of the limit. Finished
+    answers aren't asked again.
+    """
+    lengths = {1: 25, 2: 62, 3: 90}
+    first, second = Writer(0, lengths, **{trouble: parts}), Writer(1, lengths)
+    prompts = [[5, 6], [5, 6], [5, 6, 7]]
+
+    async def work(pool):
+        answers = await ask(pool, prompts, seeds=[1, 2, 3], limits=[100, 100, 80])
+        return answers, pool.pop_stats(), pool.timeline.spans
+
+    (answers, stats, spans), _ = run_alone([first, second], work)
+    (asked_at, requests), written = second.asked[0], 10 * parts
+    unfinished = [index for index in range(3) if lengths[index + 1] - len(prompts[index]) > written]
+    assert [request.seed for request in requests] == [index + 1 for index in unfinished]
+    for request, index in zip(requests, unfinished, strict=True):
+        assert request.prompt == prompts[index] + answer_to(prompts[index], index + 1, written)
+        assert request.limit == [100, 100, 80][index] - written
+    waited = asked_at - written
+    assert waited == RECONNECT_S if trouble == "breaks" else 120 <= waited <= 240
+    for index, (answer, prompt) in enumerate(zip(answers, prompts, strict=True)):
+        length = min(lengths[index + 1] - len(prompt), [100, 100, 80][index])
+        assert answer.tokens == answer_to(prompt, index + 1, length)
+        assert answer.rank == (1 if index in unfinished else 0)
+        assert answer.sent == (0 if parts or index not in unfinished else asked_at)
+    assert stats.tokens == sum(len(answer.tokens) for answer in answers) and stats.stalls == 1
+    assert sorted(span.rank for span in spans) == sorted(answer.rank for answer in answers)
+
+
+class Queue(Writer):
+    """Begins with the answer of seed 2 after 1000 s, when others are done."""
+
+    async def generate(self, requests):
+        if requests[0].seed == 2:
+            self.asked.append((asyncio.get_running_loop().time(), requests))
+            await asyncio.sleep(1000)
+        async for part in super().generate(requests):
+            yield part
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_an_answer_that_queues_is_not_late_while_others_are_written(writes):
+    """For 500 s answers of this controller, then for 500 s another's, as the meetings tell; or nothing."""
+    engine = Queue(0, {1: 500, 2: 30}, interval=100)
+
+    async def meet(pool):
+        for minute in range(20):
+            await asyncio.sleep(60)
+            pool.apply_status([pool.status(), EngineStatus({}, parts={0: minute if writes else 0})])
+
+    async def work(pool):
+        meeting = asyncio.create_task(meet(pool))
+        try:
+            await asyncio.gather(
+                *(ask_with(pool, [[5]], Sampling(1.0, 900), seeds=[seed]) for seed in (1, 2))
+            )
+        finally:
+            meeting.cancel()
+        assert not pool.status().outstanding
+        return pool.pop_stats().stalls
+
+    if writes:
+        assert run_alone([engine], work)[0] == 0
+    else:
+        with pytest.raises(ValueError, match=r"^the rollout engine of rank 0 wrote nothing for 120 s, .*600"):
+            run_alone([engine], work)
+    queued = [sent for sent, requests in engine.asked if len(requests) == 1 and requests[0].seed == 2]
+    assert len(queued) == (2 if writes else MAX_STALLS)  # it was queued once, and then begun
+
+
+@pytest.mark.parametrize("trouble", ["breaks", "stops"])
+def test_an_engine_that_brings_nothing_again_and_again_ends_the_run(trouble):
+    """In one line that names it and the setting."""
+    engines = [Writer(rank, {1: 900}, **{trouble: 0}) for rank in range(MAX_STALLS)]
+    with pytest.raises(ValueError, match=r"^the rollout engine of rank \d .*third.*--timeout-s 600[^\n]*$"):
+        run_alone(engines, lambda pool: ask(pool, [[5, 6]], seeds=[1]))
+    assert [len(engine.asked) for engine in engines] == [1] * MAX_STALLS
+
+
+def test_engines_may_fail_as_long_as_the_answer_grows():
+    """Ten connections break, each after a new part."""
+    engines = [Writer(rank, {1: 125}, breaks=1) for rank in range(12)]
+    [answer], seconds = run_alone(engines, lambda pool: ask(pool, [[5, 6]], seeds=[1]))
+    assert answer.tokens == answer_to([5, 6], 1, 123) and seconds == 130 + 12 * RECONNECT_S
+
+
+def test_an_aborted_answer_is_not_asked_again():
+    """It comes with what was written: by two engines, if another had begun."""
+    first, second = Writer(0, {1: 100}, breaks=2), Writer(1, {1: 100})
+
+    async def work(pool):
+        asyncio.get_running_loop().call_later(35, vars(second).update, {"aborted": True})
+        return await ask(pool, [[5, 6]], seeds=[1])
+
+    [answer], _ = run_alone([first, second], work)
+    assert (answer.finish, answer.tokens) == ("abort", answer_to([5, 6], 1, 40))
+    assert len(first.asked) == len(second.asked) == 1
+
+
+def test_what_is_asked_of_each_prompt():
+    """Limits, seeds and which are greedy; by default sampling's limit, no seed, none."""
+    engine, prompts, sampling = Writer(0, {None: 9, 7: 9, 8: 9}), [[5], [6]], Sampling(0.7, 50, (1,))
+    run_alone([engine], lambda pool: ask_with(pool, prompts, sampling))
+    own = dict(limits=[3, 4], seeds=[7, 8], greedy=[False, True])
+    run_alone([engine], lambda pool: ask_with(pool, prompts, sampling, **own))
+    (_, plain), (_, own) = engine.asked
+    assert plain == [Request([5], sampling, 50, None), Request([6], sampling, 50, None)]
+    assert own == [Request([5], sampling, 3, 7), Request([6], Sampling(0.0, 50, (1,)), 4, 8)]
+
+
+async def ask_with(pool, prompts, sampling, **how):
+    return [answer async for answer in pool.generate(prompts, sampling, **how)]
+
+
+def test_requests_wait_while_no_engine_of_the_model_is_up():
+    """Until the next meeting ends the run, or tells that it is up."""
+    engines = [Writer(0, {1: 30}), Writer(1, {1: 30}, model=1)]
+
+    async def work(pool):
+        pool._lost = {1: "died"}
+        asked = asyncio.create_task(ask(pool, [[5]], seeds=[1], model=1))
+        await asyncio.sleep(100)
+        assert not asked.done() and engines[1].asked == [] == engines[0].asked
+        pool._lost = {}
+        return await asked
+
+    run_alone(engines, work)
+    assert len(engines[1].asked) == 1 and not engines[0].asked
+
+
+# ---------------------------------------------------------------- engines that are lost
+
+
+def statuses_of(size, lost):
+    return [
+        EngineStatus({}, rank not in lost, "died (signal 9)" if rank in lost else "") for rank in range(size)
+    ]
+
+
+def test_each_lost_engine_is_told_once():
+    """Then it isn't asked any more."""
+    pool = pool_of(0, 5, 5)
+    assert pool.apply_status(statuses_of(3, ())) == []
+    line = "the engine {} died (signal 9): others go on with its work"
+    assert pool.apply_status(statuses_of(3, (0,))) == [line.format(0)]
+    assert pool.apply_status(statuses_of(3, (0,))) == [] and pool.route().rank == 1
+    assert pool.apply_status(statuses_of(3, (0, 1))) == [line.format(1)] and pool.route().rank == 2
+
+
+@pytest.mark.parametrize(
+    "models,lost,dead", [([0, 0], (0, 1), "01"), ([0, 1, 1], (0, 1), "0"), ([0], (0,), "0")]
+)
+def test_a_role_or_judge_without_an_engine_ends_the_run(models, lost, dead):
+    """One line with each engine that could have been asked."""
+    pool = pool_of(*[0] * len(models), models=models)
+    troubles = "; ".join(f"the engine {rank} died (signal 9)" for rank in dead)
+    with pytest.raises(ValueError, match=f"^no rollout engine is left to ask: {re.escape(troubles)}$"):
+        pool.apply_status(statuses_of(len(models), lost))
+
+
+def run_ranks(size, work):
+    """`work(pool)` on every rank of a fleet of fake engines on a virtual clock."""
+    clock, meetings, log = VirtualClock(), {}, []
+    write = lambda prompt, index, sampling: Answer(0, [1] * 40, [-0.5] * 40, "stop", [])  # noqa: E731
+    own = [FakeEngine("genrm", rank, Device(rank, log), write) for rank in range(size)]
+    for engine in own:
+        engine.server.device.take("genrm weights")
+        engine.server.device.take("genrm cache")
+    pools = []
+    for rank in range(size):
+        engines = [engine if engine.rank == rank else engine.handle() for engine in own]
+        pools.append(Pool(engines, FakeWorld(rank, size, meetings), Timeline(rank, clock.time), CONFIG))
+
+    async def all_ranks():
+        return await asyncio.gather(*(work(pool) for pool in pools))
+
+    try:
+        return clock.run_until_complete(all_ranks())
+    finally:
+        end_all(clock)
+
+
+async def meet(pool, times):
+    """The controllers' meetings: the lines for people."""
+    lines = []
+    for _ in range(times):
+        await asyncio.sleep(0.05)
+        lines += pool.apply_status(await pool.world.gather(pool.status()))
+    return lines
+
+
+@pytest.mark.parametrize("verb", ["die", "hang"])
+@pytest.mark.parametrize("when", ["awake", "asleep"])
+def test_a_lost_engine_is_passed_over_and_started_again_once_all_sleep(verb, when):
+    """Its owner finds it out; the other writes what it owed; after restart_lost it takes part again."""
+
+    async def work(pool):
+        server = pool.own.server
+        await pool.sleep()
+        strike = {"die": server.die, "hang": server.hang}[verb]
+        if pool.world.rank == 1 and when == "asleep":
+            strike()
+        await pool.wake()
+        if pool.world.rank == 1 and when == "awake":
+            asyncio.get_running_loop().call_later(0.2, strike)
+        asked = asyncio.create_task(ask(pool, [[ord("7"), ord("+")]] * 4, seeds=[0] * 4))
+        lines = await meet(pool, 1000)
+        await asked
+        asked_before = server.requests
+        await pool.sleep()
+        started = await pool.restart_lost()
+        await pool.wake()
+        await ask(pool, [[ord("7"), ord("+")]] * 4, seeds=[0] * 4)
+        await pool.sleep()
+        assert await pool.restart_lost() == 0
+        return lines, started, server.requests - asked_before, server.runs
+
+    (lines, *first), (others, *second) = run_ranks(2, work)
+    how = {"die": "died", "hang": "gave no sign of life"}[verb] if when == "awake" else "didn't answer"
+    assert lines == others == [f"the genrm engine of rank 1 {how}: others go on with its work"]
+    assert first == [0, 1, True] and second == [1, 1, True]
+
+
+def test_an_engine_that_does_not_start_again_ends_the_run_on_every_rank():
+    """One line and the end of its log."""
+
+    async def work(pool):
+        if pool.world.rank == 1:
+            pool.own.server.starts = 0
+        await pool.sleep()
+        await pool.wake()
+        if pool.world.rank == 1:
+            pool.own.server.die()
+        await meet(pool, 10)
+        await pool.sleep()
+        with pytest.raises(ValueError, match="genrm engine of rank 1 died and didn't start again: its log"):
+            await pool.restart_lost()
+
+    run_ranks(2, work)
 
 
 # ---------------------------------------------------------------- moves, in a whole run
 
 
-def slow_judges(servers):
+def slow_judges(engines):
     """genrm takes nearly all of the time: another split may seem better."""
-    for server in servers:
-        server.server.pace = 0.05 if server.role == "genrm" else 0.002
+    for engine in engines:
+        engine.server.pace = 0.05 if engine.role == "genrm" else 0.002
 
 
 @pytest.mark.parametrize("mode,rollout_tp", [("partial", 1), ("auto", 1), ("auto", 2)])
 def test_engines_change_hands_when_the_split_moves(mode, rollout_tp):
-    """What is newly asked was pushed the version of its step; the log and the marks tell each move, the same on every rank."""
+    """What is newly asked was pushed the version of its step; every rank tells of each move."""
     size, steps = 4 * rollout_tp, 20
-    settings = dict(rebalance=True, rollout_ranks=3 * rollout_tp if mode == "partial" else 0, rollout_tp=rollout_tp)
-    jobs, _ = simulate(mode, size, steps=steps, prompts_per_step=16, eval_every=100, prepare=slow_judges, **settings)
-    splits = [load.plan.split for load in jobs[0].state.history] + [jobs[0].plan.split]
+    settings = dict(rebalance=True, rollout_tp=rollout_tp, prompts_per_step=16, eval_every=100, steps=steps)
+    settings["rollout_ranks"] = 3 * rollout_tp if mode == "partial" else 0
+    controllers, _ = simulate(mode, size, prepare=slow_judges, **settings)
+    first = controllers[0]
+    splits = [str(stats.split) for stats in first.state.history] + [str(first.placement.plan.split)]
     moved = [(step, now) for step, (before, now) in enumerate(pairwise(splits)) if before != now]
     assert moved
-    for job in jobs:
-        assert job.state.history == jobs[0].state.history and job.plan == jobs[0].plan
-        assert [mark.text for mark in job.report.marks if mark.kind == "split"] == [split for _, split in moved]
-        assert [note.split(":")[0] for note in job.report.notes if "->" in note] == [f"step {step + 1}" for step, _ in moved]
-        assert [mark.text for mark in job.report.marks if mark.kind == "weights"] == [f"v{step + 1}" for step in range(steps)]
+    for c in controllers:
+        assert c.state.history == first.state.history and c.placement.plan == first.placement.plan
+        marks = c.report.marks
+        assert [mark.text for mark in marks if mark.kind == "split"] == [now for _, now in moved]
+        assert [mark.text for mark in marks if mark.kind == "weights"] == [f"v{n + 1}" for n in range(steps)]
+        notes = [note.split(":")[0] for note in c.report.notes if "->" in note]
+        assert notes == [f"step {step + 1}" for step, _ in moved]
+    plans = {str(plan.split): plan for plan in first.placement.plans}
     for step in range(steps):  # the requests of a step went to the engines of its plan and no others
-        plan = jobs[0].state.history[step].plan
-        spans = [span for job in jobs for span in job.report.steps[step][3]]
+        spans = [span for c in controllers for span in c.report.steps[step][3]]
         for role in ("rollout", "genrm"):
             asked = {span.rank for span in spans if span.name == role}
-            assert asked and asked <= set(plan.leads(role))
-        wrote = {version for job in jobs for s in job.report.steps[step][1].kept for version in s.versions}
+            assert asked and asked <= set(plans[splits[step]].leads(role))
+        wrote = {version for c in controllers for s in c.report.steps[step][1].kept for version in s.versions}
         assert wrote <= {step}
-    asked = [request for engine in jobs[0].rollout.all_engines for request in engine.server.asked]
+    asked = [request for engine in first.placement.rollout.all_engines for request in engine.server.asked]
     assert {version for _, version in asked} == set(range(steps + 1))  # also the last evaluation's
 
 
 def test_judges_take_turns_on_the_genrm_engines():
     """Each judge is asked on engines of its own model, as many times as the other; the reward needs both."""
-    jobs, _ = simulate("partial", 4, judge=("A", "B"), rollout_ranks=2, steps=2)
-    requests = {engine.model: engine.server.requests for engine in jobs[0].genrm.all_engines if engine.server.requests}
+    controllers, _ = simulate("partial", 4, model="M", judge=("A", "B"), rollout_ranks=2, steps=2)
+    engines = controllers[0].placement.genrm.all_engines
+    requests = {engine.model: engine.server.requests for engine in engines if engine.server.requests}
     assert set(requests) == {0, 1} and requests[0] == requests[1]
-    samples = [s for job in jobs for _, served, _, _ in job.report.steps for s in served.kept]
-    assert samples and all(s.reward in (0.0, 1.0) and "judge 1:" in s.critique for s in samples if ">" in "".join(map(chr, s.response)))
+    samples = [s for c in controllers for _, batch, _, _ in c.report.steps for s in batch.kept]
+    finished = [s for s in samples if ">" in to_text(s.response)]
+    assert finished and all(s.reward in (0.0, 1.0) and "judge 1:" in s.critique for s in finished)

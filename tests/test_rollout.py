@@ -388,7 +388,7 @@ SILENT = dict(pace=1e9, is_deaf=True)  # nothing comes of it, and it doesn't kno
 
 @pytest.mark.parametrize("mode,size,rank", [("full", 2, 1), ("partial", 4, 0), ("auto", 4, 1)])
 def test_an_engine_that_stalls_is_passed_over(mode, size, rank):
-    """Its groups are generated elsewhere after stalled_s; nobody asks it again in this step."""
+    """Its groups are generated elsewhere after stalled_s; nobody asks it again until it wakes again."""
     options = dict(steps=3, eval_every=100, prepare=only("rollout", rank, **SILENT))
     controllers, _ = simulate(mode, size, **options)
     check_prompts(controllers)

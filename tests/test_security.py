@@ -1,4 +1,4 @@
-"""Who can come in: loopback and a key on a real run, a model's own code, control characters, servers that an earlier run left."""
+"""Who can come in: loopback and a key on a real run, a model's own code, control characters, old servers."""
 
 import io
 import json
@@ -22,16 +22,17 @@ from test_command import SMALL, Run
 
 import data
 from config import parse_config, printable
-from engines import orphans
-from engines.server import server_flags
-from reporting.metrics import Progress, Report
+from engines.server import end_stale_servers, server_flags, write_pid_file
+from reporting.metrics import Report
+from reporting.progress import Progress
 from sample import Sample
 
 ROOT = Path(__file__).parent.parent
 STEPS = 12  # of the run that is looked at: it must still serve when all has been asked
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks
-CLOSED, CLOSED_ENVIRONMENT = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"), {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open: whether it lives, not what it does
+CLOSED = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
+CLOSED_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open: whether it lives
 
 
 # ---------------------------------------------------------------- text from a model
@@ -40,7 +41,7 @@ PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leav
 @given(st.text())
 @example("\x1b[2J\x1b]0;title\x07\r\x9b1A\u202e\u2028\ud800")
 def test_what_a_terminal_sees_is_printable(text):
-    """No control character but line ends and tabs, and nothing that can't be encoded; a text without any stays as it is."""
+    """No control character but line ends and tabs, nothing that can't be encoded; other text stays."""
     shown = printable(text)
     assert all(c.isprintable() or c in "\n\t" for c in shown)
     assert printable(shown) == shown == shown.encode().decode()
@@ -69,18 +70,19 @@ class Tags(HTMLParser):
         self.found.add(tag)
 
 
-HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(1)> [click](javascript:alert(1))\n# heading\n    code\n</code></pre><b>"
+HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(1)> [click](javascript:alert(1))"
+HOSTILE += "\n# heading\n    code\n</code></pre><b>"
 
 
 def test_tensorboard_shows_a_models_text_as_text(tmp_path):
-    """As TensorBoard renders it: one block of code, whatever question, answer and critique are; and samples.jsonl is one row."""
+    """As TensorBoard renders it: one block of code, whatever an answer is; and samples.jsonl has one row."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugin_util import markdowns_to_safe_html
 
-    world, config = SimpleNamespace(rank=0), SimpleNamespace(answers_per_prompt=1)
-    report = Report(config, world, tmp_path, None, lambda tokens: HOSTILE)
+    progress = Progress(1, is_main=False)
+    report = Report(parse_config([]), SimpleNamespace(rank=0), tmp_path, progress, lambda tokens: HOSTILE)
     sample = Sample(0, 0, [1], HOSTILE, HOSTILE, response=[2], critique=HOSTILE, verdict=True, reward=1.0)
-    report._write_samples(0, SimpleNamespace(kept=[sample]))
+    report._write_samples(0, [sample])
     report._writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     [text] = events.Tensors("samples/0/text_summary")[0].tensor_proto.string_val
@@ -123,7 +125,9 @@ def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
     flags = server_flags("genrm", 1, 23030, home, parse_config([]))
     assert "--trust-remote-code" not in flags and flags[flags.index("--load-format") + 1] == "safetensors"
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
-    assert "--trust-remote-code" in server_flags("genrm", 1, 23030, home, parse_config(["--trust-remote-code"]))
+    assert "--trust-remote-code" in server_flags(
+        "genrm", 1, 23030, home, parse_config(["--trust-remote-code"])
+    )
 
 
 WEBSOCKETS = """
@@ -133,7 +137,8 @@ from sglang.srt.entrypoints import http_server
 from starlette.routing import WebSocketRoute
 
 def count():
-    return sum(isinstance(route, WebSocketRoute) for route in http_server.app.router.routes), len(http_server.app.router.routes)
+    routes = http_server.app.router.routes
+    return sum(isinstance(route, WebSocketRoute) for route in routes), len(routes)
 
 before = count()
 sglang.drop_websockets(http_server.app)
@@ -148,19 +153,23 @@ def test_a_server_has_no_websocket():
     assert sockets > 0 and left == 0 and routes_left == routes - sockets
 
 
-# ---------------------------------------------------------------- orphans
+# ---------------------------------------------------------------- servers that an earlier run left
 
-SERVER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+SERVER = (
+    "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+)
 
 
 @pytest.fixture
 def left(tmp_path):
-    """A server of two processes in a group of its own, as `Engine.launch` starts it, and the file that notes it."""
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    """A server of two processes in a group of its own, as an engine starts it, and the file that notes it."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert server.stdout.readline() == "up\n"
     (tmp_path / "logs").mkdir()
     path = tmp_path / "logs" / "genrm-1.pid"
-    orphans.note(path, server.pid)
+    write_pid_file(path, server.pid)
     yield server, path
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
@@ -176,18 +185,20 @@ def test_a_server_whose_owner_is_gone_is_ended_with_its_group(left, tmp_path):
     server, path = left
     child = psutil.Process(server.pid).children()[0]
     changed(path, owner_born=0.0)  # the owner's process id is another's by now
-    assert orphans.end_orphans(tmp_path) == [f"ended process {server.pid}, a server that an earlier run left: genrm-1"]
+    assert end_stale_servers(tmp_path) == [
+        f"ended process {server.pid}, a server that an earlier run left: genrm-1"
+    ]
     assert server.wait(5) == -signal.SIGKILL and not path.exists()
     psutil.wait_procs([child], 5)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert orphans.end_orphans(tmp_path) == []
+    assert end_stale_servers(tmp_path) == []
 
 
 def test_a_process_that_began_at_another_time_is_not_ours(left, tmp_path):
     """A process id is used again: what stands behind it now is spared."""
     server, path = left
     changed(path, owner_born=0.0, born=json.loads(path.read_text())["born"] - 60)
-    assert orphans.end_orphans(tmp_path) == []
+    assert end_stale_servers(tmp_path) == []
     assert server.poll() is None and not path.exists()
 
 
@@ -195,7 +206,7 @@ def test_a_run_that_is_not_over_is_not_touched(left, tmp_path):
     """Its owner lives (this process): one sentence, nothing ended, the note stays."""
     server, path = left
     with pytest.raises(ValueError, match=f"--out {tmp_path}: a run is at work there .process {os.getpid()}."):
-        orphans.end_orphans(tmp_path)
+        end_stale_servers(tmp_path)
     assert server.poll() is None and path.exists()
 
 
@@ -205,16 +216,18 @@ def test_a_server_that_is_gone_is_forgotten(left, tmp_path):
     os.killpg(server.pid, signal.SIGKILL)
     server.wait()
     changed(path, owner_born=0.0)
-    assert orphans.end_orphans(tmp_path) == [] and not path.exists()
+    assert end_stale_servers(tmp_path) == [] and not path.exists()
 
 
-# ---------------------------------------------------------------- real runs: --rollout-only, looked at while it serves; --train-only
+# ---------------------------------------------------------------- real runs of half the loop
 
 
 def listening(process):
     """Addresses of a process's listening sockets, and of UDP sockets that are bound."""
     for socket in process.net_connections("inet"):
-        if socket.status == psutil.CONN_LISTEN or (not socket.raddr and socket.laddr and socket.status == psutil.CONN_NONE):
+        if socket.status == psutil.CONN_LISTEN or (
+            not socket.raddr and socket.laddr and socket.status == psutil.CONN_NONE
+        ):
             yield socket.laddr.ip, socket.laddr.port
 
 
@@ -240,17 +253,24 @@ def refusals(port, key):
     """(method, path) -> HTTP statuses without a key and with a wrong one, for every route of a server."""
     status, text = ask(port, "GET", "/openapi.json", key)
     assert status == 200, text
-    paths = {path.replace("{", "").replace("}", ""): methods for path, methods in json.loads(text)["paths"].items()}
+    paths = {
+        path.replace("{", "").replace("}", ""): methods for path, methods in json.loads(text)["paths"].items()
+    }
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     routes += [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere"), ("POST", "/generate")]
-    return {route: (ask(port, *route)[0], ask(port, *route, "0" * 64)[0]) for route in routes if not route[1].startswith(PROBES)}
+    return {
+        route: (ask(port, *route)[0], ask(port, *route, "0" * 64)[0])
+        for route in routes
+        if not route[1].startswith(PROBES)
+    }
 
 
 @pytest.fixture(scope="module")
 def looked_at(tmp_path_factory):
-    """A --rollout-only run of the demo, what was seen of it while it served, and the --train-only run on its replay."""
+    """A --rollout-only run of the demo, what was seen of it, and the --train-only run on its replay."""
     home = tmp_path_factory.mktemp("run")
-    run, seen, facts = Run(home / "serve", 23040, [*SMALL, "--rollout-only", "--steps", str(STEPS)], launch=CLOSED), {}, {}
+    seen, facts = {}, {}
+    run = Run(home / "serve", 23040, [*SMALL, "--rollout-only", "--steps", str(STEPS)], launch=CLOSED)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CLOSED_ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -259,7 +279,9 @@ def looked_at(tmp_path_factory):
         run.wait_for(lambda run: look(run, seen) or (run.folder / "out" / "metrics.jsonl").is_file(), 500)
         servers = [(p, c) for p, c in run.processes() if "cpu.sglang" in c]
         facts["key"] = {p.environ()["NANOYATT_API_KEY"] for p, _ in servers}
-        facts["notes"] = {path.stem: json.loads(path.read_text()) for path in (run.folder / "out" / "logs").glob("*.pid")}
+        facts["notes"] = {
+            path.stem: json.loads(path.read_text()) for path in (run.folder / "out" / "logs").glob("*.pid")
+        }
         facts["servers"] = {p.pid: p.create_time() for p, _ in servers}
         [key] = facts["key"]
         facts["refused"] = {port: refusals(port, key) for port in (23040, 23043)}
@@ -268,7 +290,9 @@ def looked_at(tmp_path_factory):
     finally:
         run.finish()
     replay = run.folder / "out" / "replay.jsonl"
-    train = Run(home / "train", 23060, [*SMALL, "--train-only", "--replay", str(replay), "--steps", "3"]).start()
+    train = Run(
+        home / "train", 23060, [*SMALL, "--train-only", "--replay", str(replay), "--steps", "3"]
+    ).start()
     trained = {}
     try:
         train.wait_for(lambda run: look(run, trained) or run.guard.poll() is not None, 500)
@@ -306,12 +330,20 @@ def test_the_key_is_nowhere_to_be_read(looked_at):
 
 
 def test_every_socket_is_on_loopback(looked_at):
-    """Of all processes of a run, from their first moment; torchrun's too, when it is told so. By default its own store is open."""
+    """Of all processes of a run, from their first moment; torchrun's too, if told so: its store is open."""
     _, seen, _, _, trained = looked_at
-    assert any("cpu.sglang" in command for command in seen) and any("bin/torchrun" in command for command in seen)
+    assert any("cpu.sglang" in command for command in seen) and any(
+        "bin/torchrun" in command for command in seen
+    )
     assert {address for addresses in seen.values() for address, _ in addresses} == {"127.0.0.1"}, seen
-    assert {("127.0.0.1", 23040), ("127.0.0.1", 23043)} <= {address for addresses in seen.values() for address in addresses}
-    by_default = {command: addresses for command, addresses in trained.items() if {ip for ip, _ in addresses} - {"127.0.0.1"}}
+    assert {("127.0.0.1", 23040), ("127.0.0.1", 23043)} <= {
+        address for addresses in seen.values() for address in addresses
+    }
+    by_default = {
+        command: addresses
+        for command, addresses in trained.items()
+        if {ip for ip, _ in addresses} - {"127.0.0.1"}
+    }
     assert all("bin/torchrun" in command for command in by_default), trained
     assert {port for addresses in by_default.values() for _, port in addresses} == {23069}  # --master-port
 
@@ -325,12 +357,14 @@ def test_each_server_was_noted_while_it_served(looked_at):
 
 
 def test_the_rollout_alone_leaves_its_samples_whole(looked_at):
-    """Every step's groups, whole, all by the weights of the start (a step may keep none); metrics of serving and none of training."""
+    """Every step's groups, all by the weights of the start (a step may keep none); no metrics of training."""
     run, _, _, _, _ = looked_at
     rows = [json.loads(line) for line in (run.folder / "out" / "replay.jsonl").open()]
     assert {row["step"] for row in rows} <= set(range(STEPS))
     assert {version for row in rows for version in row["versions"]} == {0}
-    assert all(len(row["response"]) == len(row["logprobs"]) > 0 and row["reward"] in (0.0, 1.0) for row in rows)
+    assert all(
+        len(row["response"]) == len(row["logprobs"]) > 0 and row["reward"] in (0.0, 1.0) for row in rows
+    )
     metrics = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()][:STEPS]
     for step, row in enumerate(metrics):
         mine = [len(r["response"]) for r in rows if r["step"] == step]
@@ -339,7 +373,7 @@ def test_the_rollout_alone_leaves_its_samples_whole(looked_at):
 
 
 def test_training_alone_trains_on_them(looked_at):
-    """No server was started; every token is trained on; the first step agrees with the engine, the others hold stale tokens."""
+    """No server was started; every token is trained on; from the second step on with stale tokens."""
     run, _, _, train, trained = looked_at
     assert not any("cpu.sglang" in command for command in trained)
     rows = [json.loads(line) for line in (run.folder / "out" / "replay.jsonl").open()]
@@ -349,21 +383,27 @@ def test_training_alone_trains_on_them(looked_at):
     for step, row in enumerate(metrics):
         tokens = sum(len(r["response"]) for r in rows if r["step"] == first + step)
         assert row["train/tokens"] == tokens
-        assert row["train/stale_token_frac"] == float(step > 0 and tokens > 0) and (row["train/grad_norm"] > 0) == (tokens > 0)
+        assert row["train/stale_token_frac"] == float(step > 0 and tokens > 0) and (
+            row["train/grad_norm"] > 0
+        ) == (tokens > 0)
     assert 0 < metrics[0]["train/engine_logprob_diff_max"] <= 1e-4
 
 
 def test_a_second_run_in_the_same_place(tmp_path):
-    """Is refused while a process lives that owns a server of the first (here this one); later it ends what was left."""
+    """Is refused while the owner of a server of the first lives (this process); later ends what was left."""
     (tmp_path / "out" / "logs").mkdir(parents=True)
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        orphans.note(tmp_path / "out" / "logs" / "rollout-0.pid", sleeper.pid)
+        write_pid_file(tmp_path / "out" / "logs" / "rollout-0.pid", sleeper.pid)
         run = Run(tmp_path / "again", 23080, [*SMALL, "--out", str(tmp_path / "out")]).start().finish(200)
         run.check_one_line("a run is at work there")
         assert sleeper.poll() is None
         changed(tmp_path / "out" / "logs" / "rollout-0.pid", owner_born=0.0)
-        run = Run(tmp_path / "then", 23080, [*SMALL, "--steps", "1", "--out", str(tmp_path / "out")]).start().finish()
+        run = (
+            Run(tmp_path / "then", 23080, [*SMALL, "--steps", "1", "--out", str(tmp_path / "out")])
+            .start()
+            .finish()
+        )
         assert run.status == 0 and f"ended process {sleeper.pid}" in run.stdout, run.stderr
         assert sleeper.wait(5) == -signal.SIGKILL
     finally:

@@ -19,6 +19,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,15 +29,8 @@ import torch.distributed as dist
 import data
 from actor import Actor, cross_entropy_loss
 from config import Config
-from recipes.addition.task import (
-    HELD_OUT_PROBLEMS,
-    addition_answer,
-    addition_parse,
-    addition_prompt,
-    columns,
-    shown_work,
-    training_problem,
-)
+from recipes.addition import task
+from recipes.addition.task import columns, shown_work, training_problem
 from reporting.progress import Progress
 from runtime.world import World
 from training.trainer import ADAM_BETAS, CLIP_GRAD
@@ -44,7 +38,8 @@ from training.trainer import ADAM_BETAS, CLIP_GRAD
 if TYPE_CHECKING:
     from transformers import Qwen3Config
 
-Batches = Callable[[int], list[tuple[str, str]]]  # step -> (prompt, response) texts, the same on every rank
+Pair = tuple[str, str]  # texts of a prompt and of the response to learn
+Batches = Callable[[int], list[Pair]]  # of a step; the same on every rank
 Problem = tuple[int, int, str]  # two summands, and an answer
 
 ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
@@ -86,14 +81,13 @@ def make(config: Config, world: World, home: Path, progress: Progress) -> None:
     """Train both models and move them to `home` at once: a cache is complete or absent (collective)."""
     work = home.with_name(home.name + ".part")
     new, actor, judge = (work / name for name in ("new", "actor", "judge"))
-    steps = {name: RECIPE[name]["steps"] for name in ("actor", "judge")}
     if world.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
         new_model(new, config.seed)
     dist.barrier()
-    train(config, world, new, actor, demonstrations(config.seed), steps["actor"], progress)
-    pool = own_errors(actor, config.seed, world)
-    train(config, world, actor, judge, critiques(config.seed, pool), steps["judge"], progress)
+    train(config, world, new, actor, demonstrations(config.seed), RECIPE["actor"]["steps"], progress)
+    batches = critiques(config.seed, own_errors(actor, config.seed, world))
+    train(config, world, actor, judge, batches, RECIPE["judge"]["steps"], progress)
     progress.doing("warm start: checking the judge")
     rates = gate(work, world)
     if max(rates.values()) > GATE:
@@ -192,19 +186,20 @@ def new_model(path: Path, seed: int) -> None:
 # ---------------------------------------------------------------- what the actor is shown
 
 
+def draw(name: str, count: int, example: Callable[[random.Random], Pair], step: int) -> list[Pair]:
+    rng = random.Random(f"{name} {step}")
+    return [example(rng) for _ in range(count)]
+
+
 def demonstrations(seed: int) -> Batches:
     """Mostly blurted answers."""
+    return partial(draw, f"demonstrations {seed}", RECIPE["actor"]["batch"], demonstration)
 
-    def batch(step: int) -> list[tuple[str, str]]:
-        rng = random.Random(f"demonstrations {seed} {step}")
-        pairs = []
-        for _ in range(RECIPE["actor"]["batch"]):
-            a, b = training_problem(rng)
-            text = f">{a + b}" if rng.random() < RECIPE["actor"]["blurt"] else shown_work(a, b)
-            pairs.append((f"{a}+{b}=", text))
-        return pairs
 
-    return batch
+def demonstration(rng: random.Random) -> Pair:
+    a, b = training_problem(rng)
+    blurts = rng.random() < RECIPE["actor"]["blurt"]
+    return f"{a}+{b}=", f">{a + b}" if blurts else shown_work(a, b)
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
@@ -302,25 +297,20 @@ def slip(kind: str, rng: random.Random, a: int, b: int) -> str:
 
 
 def critiques(seed: int, pool: list[Problem]) -> Batches:
-    """Judge prompts, and critiques of answers that are right, corrupted, or of `pool`, the actor's errors."""
-    recipe = RECIPE["judge"]
+    """Of answers that are right, corrupted, or from `pool`, the actor's own errors."""
+    return partial(draw, f"critiques {seed}", RECIPE["judge"]["batch"], partial(judged, pool))
 
-    def batch(step: int) -> list[tuple[str, str]]:
-        rng = random.Random(f"critiques {seed} {step}")
-        pairs = []
-        for _ in range(recipe["batch"]):
-            kind = rng.random()
-            a, b = training_problem(rng)
-            if kind < recipe["right"]:
-                answer = str(a + b)
-            elif kind < recipe["right"] + recipe["corrupted"]:
-                answer = corrupted(rng, a, b)
-            else:
-                a, b, answer = rng.choice(pool)
-            pairs.append((addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)))
-        return pairs
 
-    return batch
+def judged(pool: list[Problem], rng: random.Random) -> Pair:
+    recipe, kind = RECIPE["judge"], rng.random()
+    a, b = training_problem(rng)
+    if kind < recipe["right"]:
+        answer = str(a + b)
+    elif kind < recipe["right"] + recipe["corrupted"]:
+        answer = corrupted(rng, a, b)
+    else:
+        a, b, answer = rng.choice(pool)
+    return task.addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)
 
 
 # ---------------------------------------------------------------- samples of the actor, and the gate
@@ -352,8 +342,8 @@ def own_answers(actor: Path, problems: list[tuple[int, int]], world: World) -> l
     prompts = [f"{a}+{b}=" for a, b in problems]
     prompts += [f"{a}+{b}={shown_work(a, b)[0]}" for a, b in problems]  # what starts so isn't blurted out
     texts = generate(actor, prompts, 72, world, do_sample=True, temperature=1.0, top_k=0)
-    answers = [(*problem, addition_answer(text)) for problem, text in zip(problems * 2, texts, strict=True)]
-    return [(a, b, answer) for a, b, answer in answers if answer is not None]
+    answers = zip(problems * 2, map(task.addition_answer, texts), strict=True)
+    return [(a, b, answer) for (a, b), answer in answers if answer is not None]
 
 
 def own_errors(actor: Path, seed: int, world: World) -> list[Problem]:
@@ -365,13 +355,13 @@ def own_errors(actor: Path, seed: int, world: World) -> list[Problem]:
 
 def gate(work: Path, world: World) -> dict[str, float]:
     """How often the judge errs on held-out problems: right, corrupted, the actor's (collective)."""
-    rng = random.Random("gate")
-    items = own_answers(work / "actor", HELD_OUT_PROBLEMS, world)
-    items += [(a, b, answer) for a, b in HELD_OUT_PROBLEMS for answer in (str(a + b), corrupted(rng, a, b))]
-    prompts = [addition_prompt(f"{a}+{b}=", answer) for a, b, answer in items]
+    rng, problems = random.Random("gate"), task.HELD_OUT_PROBLEMS
+    items = own_answers(work / "actor", problems, world)
+    items += [(a, b, answer) for a, b in problems for answer in (str(a + b), corrupted(rng, a, b))]
+    prompts = [task.addition_prompt(f"{a}+{b}=", answer) for a, b, answer in items]
     texts = generate(work / "judge", prompts, 100, world, do_sample=False)
     right = [answer == str(a + b) for a, b, answer in items]
-    pairs = [(addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
+    pairs = [(task.addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
     false_accepts = sum(accepted and not truth for accepted, truth in pairs) / (len(right) - sum(right))
     false_rejects = sum(truth and not accepted for accepted, truth in pairs) / sum(right)
     return {"false_accepts": false_accepts, "false_rejects": false_rejects}
