@@ -98,14 +98,14 @@ async def one_save(checkpoints, job) -> dict[str, float]:
 
 async def measure(given, folder: Path) -> list[dict]:
     """Both kinds of save, in turns (collective)."""
-    import run
     from actor import Actor
     from checkpoint import Checkpoints
     from config import Config
+    from runtime import rendezvous
     from runtime.background_writer import BackgroundWriter
 
     config = Config(save_every=1, keep=1, steps=10**6, updates_per_step=1)
-    world = run.join_ranks(config)
+    world = rendezvous.join(config)
     actor = Actor(config, str(folder / "model"))
     actor.supervised([([1] * 8, [2] * 8)], 1e-4)
     job, rows = job_of(config, world, actor), []
