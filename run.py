@@ -163,7 +163,7 @@ async def build(
     point = await prepare_out(config, world, progress.line)
     progress.doing("starting engines")
     await fleet.launch(servers_of(world.rank, config, plans))
-    out, step, ended_s = Path(config.out), point.step if point else None, point.ended_s if point else 0.0
+    out = Path(config.out)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
@@ -182,14 +182,14 @@ async def build(
         placement=Placement(plans, trainers, await fleet.connect(timeline), world, timeline),
         timeline=timeline,
         report=Report(config, world, out, progress, decode, point),
-        checkpoints=Checkpoints(config, world, out, step),
+        checkpoints=Checkpoints(config, world, out, point and point.step),
         references=references,
         **inputs,
     )
     if point:
         await restore(c, point.folder)
     await world.barrier()
-    timeline.start(ended_s)
+    timeline.start(point.ended_s if point else 0.0)
     return c
 
 

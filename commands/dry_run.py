@@ -29,7 +29,6 @@ PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its ch
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 HEAD = "score.weight"  # of a value model
-WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 
 Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
 
@@ -40,11 +39,11 @@ Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a 
 def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
     rendezvous.interface_of(config.host)
+    check_models(config)
     lines = [*device_map(config, plans, ranks), *memory(config, ranks), "nothing was started"]
+    text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
+    settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
-        all_settings = dataclasses.asdict(config).items()
-        text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in all_settings)
-        settings = textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ", **WHOLE_WORDS)
         print(describe(config, plans, ranks), "  all settings:", *settings, *lines, sep="\n", flush=True)
 
 
@@ -73,55 +72,50 @@ def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
 def memory(config: Config, ranks: int) -> list[str]:
     """What the trainers take on the rank with most of them, and an engine on each of its ranks."""
     algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
-    model, context = read_actor(config)
+    model, _ = read_model(config.model, config)
     rows = {"actor": trainer_bytes(model, config, dp)}
     if not config.rollout_only:
-        critic = critic_shapes(server.checkpoint_shapes(config.critic) if config.critic else model)
+        critic = critic_shapes(read_model(config.critic, config)[0] if config.critic else model)
         rows |= {f"{name} critic": trainer_bytes(critic, config, dp) for name in algorithm.critics}
         if algorithm.kl_coef:
             size = parameters(model, config) * BYTES[config.dtype]
             rows["reference, in the host's memory"] = {"weights": size}
-    if not config.train_only:
-        rows["rollout"] = engine_bytes(model, context, config, config.rollout_tp)
-        for path in config.judge_models:
-            judge = model, context  # the demo's two are alike
-            if path:
-                judge = server.checkpoint_shapes(path), server.context_length(path, config)
-            rows[f"genrm {path}".strip()] = engine_bytes(*judge, config, config.genrm_tp)
-    return [
-        "  memory in MB, of a rank's part or of an engine on each of its ranks; activations come on top:",
-        *(f"    {name}: {as_mb(parts)}" for name, parts in rows.items()),
-        f"    libraries: about {PROCESS_MB} for each rank and each server",
-        f"    with CUDA a KV cache takes what --mem-fraction {config.mem_fraction} leaves",
-    ]
+    engines = [("rollout", config.model, config.rollout_tp)]
+    engines += [("genrm", path, config.genrm_tp) for path in config.judge_models]
+    for role, path, tp in [] if config.train_only else engines:
+        rows[f"{role} {path}".strip()] = engine_bytes(*read_model(path, config), config, tp)
+    lines = ["  memory in MB, of a rank's part or an engine on each of its ranks; activations come on top:"]
+    for name, parts in rows.items():
+        each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
+        lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
+    cuda = f"with CUDA a KV cache takes what --mem-fraction {config.mem_fraction} leaves"
+    return [*lines, f"    libraries: about {PROCESS_MB} for each rank and each server; {cuda}"]
 
 
-def as_mb(parts: dict[str, int]) -> str:
-    """Each part, and all of them."""
-    listed = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in parts.items())
-    return f"{listed}; together {sum(parts.values()) / 1e6:.1f}"
-
-
-def read_actor(config: Config) -> tuple[Shapes, int]:
-    """The policy's tensors and context; the demo's before it is made. ValueError if it can't be used."""
-    from training import model
-
-    if config.model:
-        model.check_sizes(model.read_hf_config(config.model), config)
-        if config.critic:
-            model.check_critic(config)
-        return server.checkpoint_shapes(config.model), server.context_length(config.model, config)
+def read_model(path: str, config: Config) -> tuple[Shapes, int]:
+    """Tensors and context of a model's directory; the demo's, which has no name, before it is made."""
+    if path:
+        return server.checkpoint_shapes(path), server.context_length(path, config)
     from torch import device
     from transformers import AutoModelForCausalLM
 
     from recipes.addition.warmstart import model_config
 
-    hf = model_config()
-    model.check_sizes(hf.to_dict(), config)
     with device("meta"):  # no numbers, only shapes
-        parameters = AutoModelForCausalLM.from_config(hf).named_parameters()
-    shapes = {name: [*parameter.shape] for name, parameter in parameters}
-    return shapes, config.max_model_len or hf.max_position_embeddings
+        model = AutoModelForCausalLM.from_config(model_config())
+    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
+    return shapes, config.max_model_len or model.config.max_position_embeddings
+
+
+def check_models(config: Config) -> None:
+    """ValueError if the trainers can't be cut as the settings say."""
+    from recipes.addition.warmstart import model_config
+    from training import model
+
+    hf = model.read_hf_config(config.model) if config.model else model_config().to_dict()
+    model.check_sizes(hf, config)
+    if config.critic:
+        model.check_critic(config)
 
 
 def critic_shapes(shapes: Shapes) -> Shapes:
@@ -132,12 +126,12 @@ def critic_shapes(shapes: Shapes) -> Shapes:
 
 def parameters(shapes: Shapes, config: Config) -> int:
     """Of a rank in the fullest pipeline stage. Norms and value heads aren't cut by tensor parallelism."""
-    uncut = {name for name, shape in shapes.items() if len(shape) == 1 or name == HEAD}
-    sizes = {n: prod(shape) // (1 if n in uncut else config.tp) for n, shape in shapes.items()}
+    sizes = {name: prod(shape) // config.tp for name, shape in shapes.items()}
+    sizes |= {name: prod(shape) for name, shape in shapes.items() if len(shape) == 1 or name == HEAD}
     layers, whole = sum(size for name, size in sizes.items() if ".layers." in name), sum(sizes.values())
-    first = sizes["model.embed_tokens.weight"]
-    is_tied = not {"lm_head.weight", HEAD} & shapes.keys()  # the last stage has a copy of the embedding
-    last = whole - layers - (0 if is_tied else first)
+    first, last = sizes["model.embed_tokens.weight"], whole - layers
+    if {"lm_head.weight", HEAD} & shapes.keys():  # else the last stage has a copy of the embedding
+        last -= first
     return layers // config.pp + max(first, last) if config.pp > 1 else whole
 
 
@@ -175,18 +169,14 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     folder = next(path for path in (out, *out.parents) if path.exists())
-    space = {
-        "disk": (shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
-        "memory": (psutil.virtual_memory().available, PROCESS_MB * ranks, ""),
-        "shared memory": (shutil.disk_usage("/dev/shm").free, SHARED_MB, " in /dev/shm"),
-    }
-    rows = [
-        ("Python", sys.version.split()[0], sys.version_info >= (3, 11)),
-        *packages(),
-        ("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken),
-    ]
-    for name, (free, least, where) in space.items():
-        rows.append((name, f"{free / 1e9:.1f} GB free{where}", free >= least * 1e6))
+    space = (
+        ("disk", shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
+        ("memory", psutil.virtual_memory().available, PROCESS_MB * ranks, ""),
+        ("shared memory", shutil.disk_usage("/dev/shm").free, SHARED_MB, " in /dev/shm"),
+    )
+    rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11)), *packages()]
+    rows.append(("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
+    rows += [(name, f"{size / 1e9:.1f} GB free{at}", size >= least * 1e6) for name, size, least, at in space]
     for name, text, is_good in rows:
         print(f"{' ' if is_good else '!'} {name:14} {text}")
     missing = [name for name, _, is_good in rows if not is_good]
@@ -195,16 +185,15 @@ def check(config: Config) -> int:
 
 
 def packages() -> list[tuple[str, str, bool]]:
-    """Each beside its pin, for the adapters in cpu/ are made for those; and the GPUs, if there are any."""
+    """Each beside its pin, for the adapters in cpu/ are made for those; and the GPUs."""
     requirements = Path(__file__).parents[1].joinpath("requirements.txt").read_text()
-    pins = dict(re.findall(r"^([\w-]+)([=>].+)$", requirements, re.MULTILINE))
-    found = {distribution.name: distribution.version for distribution in distributions()}
-    versions = [(name, found.get(name, "not installed")) for name in PACKAGES]
-    rows = [(name, f"{text} (pinned: {pins[name]})", name in found) for name, text in versions]
+    found, rows = {package.name: package.version for package in distributions()}, []
+    for name, pin in re.findall(r"^([\w-]+)([=>].+)$", requirements, re.MULTILINE):
+        if name in PACKAGES:
+            rows.append((name, f"{found.get(name, 'not installed')} (pinned: {pin})", name in found))
     if "torch" in found:
         from torch import cuda
 
         devices = [cuda.get_device_name(number) for number in range(cuda.device_count())]
-        none = f"none: the engines run on the CPU ({os.cpu_count()} cores)"
-        rows.append(("accelerator", ", ".join(devices) or none, True))
+        rows.append(("accelerator", ", ".join(devices) or f"none, but {os.cpu_count()} cores", True))
     return rows

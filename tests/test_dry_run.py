@@ -24,7 +24,7 @@ from commands.dry_run import (
     engine_bytes,
     grid,
     parameters,
-    read_actor,
+    read_model,
     trainer_bytes,
 )
 from config import Config, parse_config
@@ -54,10 +54,10 @@ def settings(**more):
 
 def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
-    shapes, context = read_actor(settings())
+    shapes, context = read_model("", settings())
     assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
     assert sum(map(prod, shapes.values())) == parameters(shapes, settings()) == 366_384
-    assert read_actor(settings(max_model_len=0))[1] == 256  # what the model's config names
+    assert read_model("", settings(max_model_len=0))[1] == 256  # what the model's config names
 
 
 def test_a_ranks_part_of_the_actor_by_hand():
@@ -100,7 +100,7 @@ def test_memory_counts_critics_and_the_reference():
 
     def names(**more):
         lines = dry_run.memory(settings(**more), 2)
-        return [line.split(":")[0].strip() for line in lines[1:-2]]
+        return [line.split(":")[0].strip() for line in lines[1:-1]]
 
     ppo = ("ppo", "kl_coef=0.1")
     assert names() == ["actor", "rollout", "genrm"]
