@@ -58,8 +58,8 @@ def names_in(path: Path) -> set[str]:
                 collect(node.body, f"{prefix}{node.name}.")
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = [part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
-                found.update(prefix + part.id for part in names)
+                parts = chain.from_iterable(map(ast.walk, targets))
+                found.update(prefix + part.id for part in parts if isinstance(part, ast.Name))
 
     collect(ast.parse(path.read_text()).body, "")
     return found
