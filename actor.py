@@ -18,8 +18,8 @@ from sample import Sample
 from scheduling.balance import Key, flat
 from training import ptx
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.parallel import VocabParallelEntropy, over_context_parallel, vocab_parallel_logprobs
-from training.trainer import OutputLoss, Trainer, all_reduce, as_sequences
+from training.parallel import VocabParallelEntropy, over_context_parallel, vocab_parallel_cross_entropy
+from training.trainer import LossSums, OutputLoss, Packed, Trainer, all_reduce, as_sequences
 
 LR_DECAY_TO = 0.1  # of the learning rate, at the last step
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 1.0}  # of trainer and engine on one token, by --dtype
@@ -96,9 +96,7 @@ class Actor(Trainer):
         rows = zip(wanted, self.logprobs(wanted), strict=True)
         return {(sample.prompt_id, sample.index): row for sample, row in rows}
 
-    def _add_texts(
-        self, number: int, targets: PackedTargets, loss: TokenLoss
-    ) -> tuple[list[list[Sequence]], TokenLoss]:
+    def _add_texts(self, number: int, targets: PackedTargets, loss: TokenLoss) -> tuple[Packed, TokenLoss]:
         """This rank's micro-batches of texts for optimizer step `number`, and the loss with them: see ptx.py.
 
         Collective over all ranks, if there are texts.
@@ -117,12 +115,12 @@ class Actor(Trainer):
     def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
         """`token_loss` of the targets of a micro-batch."""
 
-        def output_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def output_loss(batch: MicroBatch, logits: Tensor) -> LossSums:
             chosen = batch.slots != NO_TARGET
             logits = target_logits(batch, logits, self.config.temperature)
             has_gradient = self.algorithm.entropy_coef > 0
             entropy = VocabParallelEntropy.apply(logits if has_gradient else logits.detach())
-            logprobs = vocab_parallel_logprobs(logits, batch.targets[chosen])
+            logprobs = -vocab_parallel_cross_entropy(logits, batch.targets[chosen])  # overwrites logits
             loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
             return loss.sum(), stats.pop("divisor"), stats
 
@@ -155,10 +153,10 @@ def target_logits(batch: MicroBatch, logits: Tensor, temperature: float) -> Tens
 def target_logprobs(batch: MicroBatch, logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of the targets: [targets] (collective over the tensor-parallel group)."""
     targets = batch.targets[batch.slots != NO_TARGET]
-    return vocab_parallel_logprobs(target_logits(batch, logits, temperature), targets)
+    return -vocab_parallel_cross_entropy(target_logits(batch, logits, temperature), targets)
 
 
-def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> LossSums:
     """-log p(token), the mean over all targets, whichever ranks hold them: an OutputLoss without statistics.
 
     The convention of TRL's SFTTrainer with completion_only_loss.

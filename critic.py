@@ -21,7 +21,7 @@ from training import hf_weights
 from training import model as models
 from training.packing import NO_TARGET, MicroBatch
 from training.parallel import gather_from_sequence_parallel_region
-from training.trainer import GPTModel, OutputLoss, Trainer, TransformerConfig, as_sequences
+from training.trainer import GPTModel, LossSums, OutputLoss, Trainer, TransformerConfig, as_sequences
 
 HEAD = "score.weight"  # as transformers' ...ForSequenceClassification calls it
 # statistics that are summed over targets; those of returns and errors are of the values before the step
@@ -137,7 +137,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 def returns_loss(returns: Tensor, old_values: Tensor, clip: float) -> OutputLoss:
     """`value_loss` of a model's output; returns and old_values: [slots], see packing.MicroBatch."""
 
-    def output_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+    def output_loss(batch: MicroBatch, output: Tensor) -> LossSums:
         slots = batch.slots[batch.slots != NO_TARGET]
         loss, clipped = value_loss(target_values(batch, output), old_values[slots], returns[slots], clip)
         known = returns[slots].double()

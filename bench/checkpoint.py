@@ -1,42 +1,57 @@
-"""What a checkpoint costs: the stall of a save that is written by forked processes, beside the same save done
-synchronously, in turns.
+"""What a checkpoint costs: the stall of a save in forked processes, beside the same save done synchronously.
 
     python bench/checkpoint.py [--ranks 2] [--repeats 3] [--layers 16] [--hidden 1024]
 
-Both make the same files with the same checks: shards, JSON, SHA-256 of every file, fsync, rename. The model
-is a random Qwen3 whose AdamW state (float32) is real: one update has been made. While a forked writer writes,
-its memory is sampled: USS is what it alone holds, PSS counts what it shares with its rank by halves.
+Both make the same files with the same checks, in turns: shards, JSON, SHA-256 of every file, fsync, rename.
+The model is a random Qwen3 whose AdamW state (float32) is real: one update has been made. While a forked
+writer writes, its memory is sampled: USS is what it alone holds, PSS counts what it shares with its rank by
+halves.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import shutil
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
 from launch import TORCHRUN, end_with_us, run_to_its_end
+from tables import print_table, spread
+
+if TYPE_CHECKING:  # Megatron takes seconds to import, and the launcher needs none of it
+    from actor import Actor
+    from checkpoint import Checkpoints
+    from config import Config
+    from runtime.world import World
 
 SAMPLE_S = 0.1  # between two looks at the writers' memory
 GIB = 2**30
+FIGURES = {
+    "stall": "the run waits, s",
+    "total": "complete after, s",
+    "uss": "writers' peak USS, GiB",
+    "pss": "PSS, GiB",
+}
 
 
 class InTheRank:
     """A writer that is no process of its own: the rank waits for it."""
 
-    def __init__(self, work):
+    def __init__(self, work: Callable[[], Any]):
         self._result = (work(), "")
 
-    def result(self):
+    def result(self) -> tuple[Any, str]:
         return self._result
 
     def close(self) -> None:
@@ -48,28 +63,34 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     heads = hidden // 64
-    shape = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=64)
-    config = Qwen3Config(**shape, intermediate_size=3 * hidden, vocab_size=32768, tie_word_embeddings=True, max_position_embeddings=512)
+    shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, head_dim=64)
+    shape |= dict(num_attention_heads=heads, num_key_value_heads=heads)
+    config = Qwen3Config(**shape, vocab_size=32768, tie_word_embeddings=True, max_position_embeddings=512)
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def job_of(config, world, actor):
-    """As much of a Job as a checkpoint looks at."""
-    import placement
+def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace:
+    """As much of a Controller as a checkpoint looks at."""
     from controller import State
-    from data import Addition, Prompts
+    from data import Prompts
+    from placement import full_colocation
+    from recipes.addition.task import Addition
     from reporting.timeline import Timeline
-    from scheduling.dynamic_sampling import Groups
 
-    prompts, plans = Prompts(Addition(0, lambda text: [1])), placement.full_colocation(world.size, 1, 1)
-    timeline = Timeline(world.rank, asyncio.get_running_loop().time)
-    parts = dict(config=config, world=world, actor=actor, critics=[], plans=plans, plan=plans[0])
-    parts |= dict(prompts=prompts, groups=Groups(prompts, 1, True))
-    judge, report = SimpleNamespace(failed=[0], parsed=[0]), SimpleNamespace(note=print)
-    return SimpleNamespace(**parts, judge=judge, report=report, timeline=timeline, state=State())
+    (plan,) = full_colocation(tuple(range(world.size)), 1, 1)
+    return SimpleNamespace(
+        config=config,
+        world=world,
+        placement=SimpleNamespace(actor=actor, critics=[], plan=plan),
+        prompts=Prompts(Addition(0, lambda text: [1]), 1),
+        rewards=SimpleNamespace(state=lambda: {"failed": [0], "parsed": [0]}),
+        report=SimpleNamespace(note=print),
+        timeline=Timeline(world.rank, asyncio.get_running_loop().time),
+        state=State(),
+    )
 
 
-def held() -> tuple[float, float]:
+def memory_of_writers() -> tuple[float, float]:
     """GiB that this rank's writers hold alone (USS), and their share of all that they hold (PSS)."""
     uss = pss = 0.0
     for process in psutil.Process().children():
@@ -81,61 +102,72 @@ def held() -> tuple[float, float]:
     return uss, pss
 
 
-async def one_save(checkpoints, job) -> dict[str, float]:
-    """Save the job's next step: seconds until the rank may go on, and until the checkpoint is complete."""
-    clock, job.state.step = asyncio.get_running_loop().time, job.state.step + 1
+async def one_save(checkpoints: Checkpoints, c: SimpleNamespace) -> dict[str, float]:
+    """Save the run's next step: seconds until the rank may go on, and until the checkpoint is complete."""
+    clock, c.state.step = asyncio.get_running_loop().time, c.state.step + 1
     start, memory = clock(), [(0.0, 0.0)]
-    await checkpoints.save(job)
+    await checkpoints.save(c)
     stall = clock() - start
-    while checkpoints.newest != job.state.step:
-        memory.append(held())
+    while checkpoints.newest != c.state.step:
+        memory.append(memory_of_writers())
         await asyncio.sleep(SAMPLE_S)
-        await checkpoints.finish(job)
-    peaks = await job.world.gather([max(column) for column in zip(*memory, strict=True)])
+        await checkpoints.finish(c)
+    peaks = await c.world.gather([max(column) for column in zip(*memory, strict=True)])
     uss, pss = (sum(column) for column in zip(*peaks, strict=True))
     return {"stall": stall, "total": clock() - start, "uss": uss, "pss": pss}
 
 
-async def measure(given, folder: Path) -> list[dict]:
+async def measure(given: Namespace, folder: Path) -> list[dict]:
     """Both kinds of save, in turns (collective)."""
+<<<<<<< HEAD
+    from actor import Actor, cross_entropy_loss
+=======
     from actor import Actor
+>>>>>>> w/C
     from checkpoint import Checkpoints
     from config import Config
     from runtime import rendezvous
     from runtime.background_writer import BackgroundWriter
 
+<<<<<<< HEAD
+    config = Config(save_every=1, keep=1, steps=10**6)
+=======
     config = Config(save_every=1, keep=1, steps=10**6, updates_per_step=1)
+>>>>>>> w/C
     world = rendezvous.join(config)
     actor = Actor(config, str(folder / "model"))
-    actor.supervised([([1] * 8, [2] * 8)], 1e-4)
-    job, rows = job_of(config, world, actor), []
+    actor.learn([[([1] * 8, [2] * 8)]], cross_entropy_loss, (), 1e-4)
+    c, rows = controller_of(config, world, actor), []
     for repeat in range(given.repeats + 1):
         for name, writer in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
-            row = await one_save(Checkpoints(config, world, folder, writer=writer), job)
+            row = await one_save(Checkpoints(config, world, folder, writer=writer), c)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
                 rows.append({"name": name} | row)
+    await world.barrier()
     world.close()
+    rendezvous.close()
     return rows
 
 
 def report(rows: list[dict], folder: Path) -> None:
     """The table, of rank 0."""
-    newest = max((folder / "checkpoints").glob("step_*"))
+    (newest,) = (folder / "checkpoints").glob("step_*")
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     print(f"checkpoint of {size / GIB:.2f} GiB")
-    print("| save | the run waits, s | complete after, s | writers' peak USS, GiB | PSS, GiB |\n|---|---|---|---|---|")
-    middle = {}
-    for name in ("forked", "synchronous"):
-        columns = {key: [row[key] for row in rows if row["name"] == name] for key in ("stall", "total", "uss", "pss")}
-        middle[name] = median(columns["total" if name == "synchronous" else "stall"])
-        cells = " | ".join(f"{median(columns[key]):.2f} ({min(columns[key]):.2f}-{max(columns[key]):.2f})" for key in columns)
-        print(f"| {name} | {cells} |")
-    print(f"stall: {middle['forked'] / middle['synchronous']:.1%} of the synchronous save")
+    runs = {name: [row for row in rows if row["name"] == name] for name in ("forked", "synchronous")}
+    table = []
+    for name, of_name in runs.items():
+        table.append([name, *(spread([row[key] for row in of_name]) for key in FIGURES)])
+    print_table(["save", *FIGURES.values()], table)
+    stall = median(row["stall"] for row in runs["forked"])
+    whole = median(row["total"] for row in runs["synchronous"])
+    print(f"stall: {stall / whole:.1%} of the synchronous save")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 2), ("repeats", 3), ("layers", 16), ("hidden", 1024), ("port", 29090)):
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    defaults = (("ranks", 2), ("repeats", 3), ("layers", 16), ("hidden", 1024), ("port", 29090))
+    for name, default in defaults:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     given = parser.parse_args()
@@ -148,8 +180,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder))
     try:
         make_model(folder / "model", given.layers, given.hidden)
-        command = [TORCHRUN, "--nproc-per-node", given.ranks, "--master-port", given.port, __file__, "--folder", folder]
-        run_to_its_end([*command, "--repeats", given.repeats], log=folder / "log")
+        command = [TORCHRUN, "--nproc-per-node", given.ranks, "--master-port", given.port, __file__]
+        run_to_its_end([*command, "--folder", folder, "--repeats", given.repeats], log=folder / "log")
         report(json.loads((folder / "rows.json").read_text()), folder)
     finally:
         shutil.rmtree(folder)

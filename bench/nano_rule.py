@@ -8,21 +8,24 @@ trained on (no dynamic sampling), and the learning rate is constant.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from meter import Meter
 
-import actor
 import controller
 import run
+from controller import Controller, train
 from reporting import timeline
+from reporting.metrics import Report
+from rollout import RolloutBatch
+from sample import Sample
 
 SPANS = ("serve", "rollout", "train", "switch", "sync")
 
@@ -30,21 +33,20 @@ SPANS = ("serve", "rollout", "train", "switch", "sync")
 class MeasuredReport:
     """The run's own report, with a row for the meter after each step."""
 
-    def __init__(self, report, meter: Meter):
-        self.report, self.meter, self.last = report, meter, meter.mark()
+    def __init__(self, report: Report, meter: Meter):
+        self._report, self._meter, self._last = report, meter, meter.mark()
 
     def note(self, text: str) -> None:
-        self.report.note(text)
+        self._report.note(text)
 
-    def close(self) -> None:
-        self.report.close()
-
-    async def step(self, c, step: int, batch, samples: list, stats: dict) -> None:
+    async def step(
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
+    ) -> None:
         spans = list(c.timeline.spans)
-        await self.report.step(c, step, batch, samples, stats)
-        now, seconds = self.meter.mark(), {name: timeline.seconds(spans, name) for name in SPANS}
-        self.meter.rows[-1] |= {
-            "step": self.last.to(now),
+        await self._report.step(c, step, batch, samples, stats)
+        now, seconds = self._meter.mark(), {name: timeline.seconds(spans, name) for name in SPANS}
+        self._meter.rows[-1] |= {
+            "step": self._last.to(now),
             "tokens": sum(len(sample.response) for sample in batch.kept),
             "answers": len(batch.kept),
             "reward": sum(sample.reward for sample in batch.kept),
@@ -52,42 +54,42 @@ class MeasuredReport:
             "update_s": seconds["train"],
             "spans": seconds,
         }
-        self.last = now
+        self._last = now
 
 
-def train_measured(meter: Meter, train=controller.train):
+def train_measured(meter: Meter):
     """controller.train, with what a step costs; the rule takes no time, so that collecting is generating."""
 
-    async def measured(c: controller.Controller) -> int:
-        collect = c.collect
+    async def measured(c: Controller) -> int:
+        import actor  # late, like run.py: engines start while it is imported
 
-        async def collect_measured(c: controller.Controller):
+        async def collect(side_c: Controller) -> RolloutBatch:
             begin = meter.mark()
-            batch = await collect(c)
+            batch = await c.collect(side_c)
             meter.rows.append({"generate": begin.to(meter.mark())})
             return batch
 
         meter.start()
+        actor.LR_DECAY_TO = 1.0
         c.prompts.held_out = []  # no evaluation
         algorithm = dataclasses.replace(c.algorithm, filters=False)  # TRL trains on every group
         report = MeasuredReport(c.report, meter)
-        stopped = await train(
-            dataclasses.replace(c, algorithm=algorithm, report=report, collect=collect_measured)
-        )
+        stopped_by = await train(dataclasses.replace(c, algorithm=algorithm, report=report, collect=collect))
         meter.write()
-        return stopped
+        return stopped_by
 
     return measured
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, required=True, help="folder for rank<r>.json")
-    parser.add_argument("--launched", type=float, default=time.monotonic(), help="time.monotonic() at the launch")
+    launched = "time.monotonic() at the launch"
+    parser.add_argument("--launched", type=float, default=time.monotonic(), help=launched)
     ours, theirs = parser.parse_known_args()
-    actor.LR_DECAY_TO = 1.0
     controller.train = train_measured(Meter(ours.measure, int(os.environ["RANK"]), ours.launched))
-    run.main(["--rule", "right", "--preset", "tiny", "--max-refill-waves", "0", "--save-every", "0", *theirs])
+    settings = ["--rule", "right", "--preset", "tiny", "--max-refill-waves", "0", "--save-every", "0"]
+    run.main([*settings, *theirs])
 
 
 if __name__ == "__main__":

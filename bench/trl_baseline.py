@@ -1,42 +1,45 @@
-"""TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch. Runs in TRL's own
-environment.
+"""TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR --measure
-    DIR
+    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR \\
+        --problems FILE --measure DIR
+
+Runs in TRL's own environment, without anything of nanoYATT but the meter.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
-import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import torch
 from datasets import Dataset
-from meter import Meter
+from meter import Mark, Meter
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import data
-from recipes.addition import task
-
 
 class MeasuredTrainer(GRPOTrainer):
-    """GRPOTrainer that tells the meter when generation, and all that comes before the update, begins and ends."""
+    """GRPOTrainer that tells the meter when generation, and all before the update, begins and ends."""
 
     meter: Meter  # set after __init__
+    update_began: Mark
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         begin = self.meter.mark()
         completions, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        counts = {"tokens": sum(map(len, completions)), "answers": len(completions), "prompt_tokens": sum(map(len, prompt_ids))}
-        self.meter.rows[-1] |= {"generate": begin.to(self.meter.mark())} | counts
+        self.meter.rows[-1] |= {
+            "generate": begin.to(self.meter.mark()),
+            "tokens": sum(map(len, completions)),
+            "answers": len(completions),
+            "prompt_tokens": sum(map(len, prompt_ids)),
+        }
         return completions, logprobs
 
     def _prepare_inputs(self, generation_batch):
@@ -47,22 +50,23 @@ class MeasuredTrainer(GRPOTrainer):
 
 
 class StepClock(TrainerCallback):
-    """A row of the meter per step, from on_step_begin to on_step_end: generation, scoring and the update, without logging."""
+    """A row of the meter per step, without logging: generation, scoring and the update."""
 
     def __init__(self, trainer: MeasuredTrainer):
-        self.trainer = trainer
+        self._trainer = trainer
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.meter.rows.append({})
-        self.began = self.trainer.meter.mark()
+        self._trainer.meter.rows.append({})
+        self._began = self._trainer.meter.mark()
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = self.trainer.meter.mark()
-        self.trainer.meter.rows[-1] |= {"step": self.began.to(now), "update_s": self.trainer.update_began.to(now)["wall"]}
+        now = self._trainer.meter.mark()
+        update_s = self._trainer.update_began.to(now)["wall"]
+        self._trainer.meter.rows[-1] |= {"step": self._began.to(now), "update_s": update_s}
 
 
-def grpo_config(settings: argparse.Namespace, folder: str) -> GRPOConfig:
-    """nanoYATT's settings in TRL's words: constant learning rate, clip-higher, no KL term, one update a step."""
+def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:
+    """nanoYATT's settings in TRL's words: constant learning rate, clip-higher, no KL, one update a step."""
     return GRPOConfig(
         output_dir=folder,
         max_steps=settings.steps,
@@ -91,14 +95,12 @@ def grpo_config(settings: argparse.Namespace, folder: str) -> GRPOConfig:
     )
 
 
-def rule(meter: Meter, eos: int):
-    """The same reward as nanoYATT's side: 1 for the exact answer of a finished completion."""
+def rule(meter: Meter, eos: int) -> Callable:
+    """The reward of nanoYATT's side: 1 for the exact answer, behind the last ">", once it is finished."""
 
     def reward(completions, completion_ids, answer, **columns) -> list[float]:
-        right = [
-            ids[-1] == eos and task.addition_answer(text) == key
-            for text, ids, key in zip(completions, completion_ids, answer, strict=True)
-        ]
+        rows = zip(completions, completion_ids, answer, strict=True)
+        right = [ids[-1] == eos and ">" in text and text.rsplit(">")[-1] == key for text, ids, key in rows]
         meter.rows[-1]["reward"] = float(sum(right))
         return [float(r) for r in right]
 
@@ -106,25 +108,28 @@ def rule(meter: Meter, eos: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
+    order = "JSONL: prompt and answer, in the order of training"
+    parser.add_argument("--problems", type=Path, required=True, help=order)
     parser.add_argument("--measure", type=Path, required=True, help="folder for rank<r>.json")
-    parser.add_argument("--launched", type=float, default=time.monotonic(), help="time.monotonic() at the launch")
-    for name, default in (("steps", 5), ("prompts", 16), ("answers", 8), ("max-new-tokens", 72), ("seed", 0)):
+    launched = "time.monotonic() at the launch"
+    parser.add_argument("--launched", type=float, default=time.monotonic(), help=launched)
+    defaults = (("steps", 5), ("prompts", 16), ("answers", 8), ("max-new-tokens", 72), ("seed", 0))
+    for name, default in defaults:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=5e-4)
     settings = parser.parse_args()
     torch.set_num_threads(1)
     meter = Meter(settings.measure, int(os.environ["RANK"]), settings.launched)
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    problems = task.Addition(settings.seed, lambda question: data.encode(tokenizer, question))
-    draws = [problems.training(draw) for draw in range(settings.prompts * settings.steps)]
+    problems = [json.loads(line) for line in settings.problems.read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         trainer = MeasuredTrainer(
             model=AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32),
             reward_funcs=rule(meter, tokenizer.eos_token_id),
             args=grpo_config(settings, folder),
-            train_dataset=Dataset.from_list([{"prompt": draw.question, "answer": draw.answer_key} for draw in draws]),
+            train_dataset=Dataset.from_list(problems),
             processing_class=tokenizer,
         )
         trainer.meter = meter

@@ -1,34 +1,40 @@
-"""nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, two
-ranks each, on CPU.
+"""nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, on CPU.
 
-    python bench/vs_trl.py                            3 repeats of each, alternating: a table, and
-    runs/vs_trl-demo/results.json python bench/vs_trl.py --repeats 1 --steps 4      a quick look python
-    bench/vs_trl.py --size larger              nine times the parameters, so that arithmetic counts
+    python bench/vs_trl.py                           3 repeats of each: a table, runs/vs_trl-demo/results.json
+    python bench/vs_trl.py --repeats 1 --steps 4     a quick look
+    python bench/vs_trl.py --size larger             nine times the parameters, so that arithmetic counts
+    python bench/vs_trl.py --no-deterministic        nanoYATT without answers that are equal to the last bit
 
 Model: the demo's warm-started actor, or a larger one made likewise. Task: addition, reward 1 for the exact
-answer. A step is 16 prompts x 8 answers of up to 72 tokens and one update on all of them. Every repeat is a
-fresh torchrun, whose first steps are left out of the step figures. CPU-seconds and memory count every process
-of a side: ranks, servers, schedulers, the launcher. TRL has an environment of its own, .venv-trl, made on
-first use. Start-up is reported apart; one unmeasured run of each side comes first, so that both find their
-files cached. TRL's step is counted from on_step_begin to on_step_end, nanoYATT's from one report to the next.
+answer. A step is 16 prompts x 8 answers of up to 72 tokens and one update on all of them, on two ranks. Every
+repeat is a fresh torchrun, whose first steps are left out of the step figures; sides alternate. CPU-seconds
+and memory count every process of a side: ranks, servers, schedulers, the launcher. TRL has an environment of
+its own, .venv-trl, made on first use. Start-up is reported apart; one unmeasured run of each side comes
+first, so that both find their files cached. TRL's step is counted from on_step_begin to on_step_end,
+nanoYATT's from one report to the next.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import socket
 import sys
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
+from tables import print_table, spread
+
+from recipes.addition.task import Addition
 
 RUNS = ROOT / "runs"
-CACHE = Path.home() / ".cache" / "nanoyatt"  # where warmstart.py keeps the demo's models
 LARGER = RUNS / "vs_trl-larger-actor"
 TRL_VENV = ROOT / ".venv-trl"
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psutil==7.2.2")
@@ -56,6 +62,9 @@ FIGURES = {
 }
 
 
+# ---------------------------------------------------------------- what both sides are given
+
+
 def make_trl_environment() -> None:
     """.venv-trl with TRL in it, unless it is there."""
     done = TRL_VENV / "installed"
@@ -67,6 +76,28 @@ def make_trl_environment() -> None:
     run_to_its_end([*pip, "torch==2.13.0"], limit_s=RUN_LIMIT_S)  # first and alone, else it is resolved anew
     run_to_its_end([*pip, *TRL_PACKAGES], limit_s=RUN_LIMIT_S)
     done.write_text(str(TRL_PACKAGES))
+
+
+def make_model(settings: Namespace) -> Path:
+    """The demo's warm-started policy, or the larger one; made on first use."""
+    if settings.size == "larger":
+        if not LARGER.is_dir():
+            run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
+        return LARGER
+    out = settings.out / "warm-start"  # a run that makes it, if it isn't there, and starts no engine
+    command = [TORCHRUN, *LAUNCH, "run.py", "sft", "--steps", 1, "--seed", settings.seed, "--out", out]
+    run_to_its_end(command, settings.out / "warm-start.txt", RUN_LIMIT_S)
+    return Path(json.loads((out / "config.json").read_text())["model"])
+
+
+def write_problems(settings: Namespace) -> Path:
+    """The problems of a run, in order, for TRL's environment."""
+    source, path = Addition(settings.seed, lambda question: []), settings.out / "problems.jsonl"
+    count = settings.prompts * (settings.warmup + settings.steps)
+    rows = [source.training(number) for number in range(count)]
+    lines = [json.dumps({"prompt": row.question, "answer": row.answer_key}) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def free_ports(count: int) -> int:
@@ -81,52 +112,67 @@ def free_ports(count: int) -> int:
     sys.exit("no free ports")
 
 
-def run_side(side: str, name: str, steps: int, settings: argparse.Namespace) -> dict:
+# ---------------------------------------------------------------- runs
+
+
+def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
     """One fresh run; returns what its ranks measured, added up."""
     folder = settings.out / f"{side}-{name}"
     folder.mkdir(parents=True)
-    measure = ["--measure", folder, "--launched", time.monotonic(), "--steps", steps]
-    measure += ["--lr", settings.lr, "--seed", settings.seed, "--max-new-tokens", settings.max_new_tokens]
     if side == "nanoYATT":
-        command = [TORCHRUN, *LAUNCH, "bench/nano_rule.py", *measure]
+        command = [TORCHRUN, *LAUNCH, "bench/nano_rule.py"]
         command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
-        command += ["--model", model_of(settings), "--lr-warmup-steps", 0, *settings.nano]
-        command += ["--port", free_ports(2 * RANKS), "--out", folder / "run"]
+        command += ["--lr-warmup-steps", 0, "--port", free_ports(2 * RANKS), "--out", folder / "run"]
+        command += ["--no-deterministic"] * settings.no_deterministic
     else:
-        command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py", *measure]
+        command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py"]
         command += ["--prompts", settings.prompts, "--answers", settings.answers]
-        command += ["--model", model_of(settings)]
+        command += ["--problems", settings.problems]
+    command += ["--model", settings.model, "--measure", folder, "--launched", time.monotonic()]
+    command += ["--steps", steps, "--lr", settings.lr, "--seed", settings.seed]
+    command += ["--max-new-tokens", settings.max_new_tokens]
     run_to_its_end(command, folder / "log.txt", RUN_LIMIT_S)
     return merge([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)])
-
-
-def model_of(settings: argparse.Namespace) -> Path:
-    """The demo's warm-started policy, or the larger one; made on first use."""
-    if settings.size == "larger":
-        if not LARGER.is_dir():
-            run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
-        return LARGER
-    homes = sorted(CACHE.glob(f"addition-*-seed{settings.seed}"))
-    if not homes:  # a run of sft makes them, and starts no engine
-        command = [TORCHRUN, *LAUNCH, "run.py", "sft", "--steps", 1, "--seed", settings.seed]
-        run_to_its_end([*command, "--out", settings.out / "warm-start"], limit_s=RUN_LIMIT_S)
-        homes = sorted(CACHE.glob(f"addition-*-seed{settings.seed}"))
-    return homes[-1] / "actor"
 
 
 def merge(ranks: list[dict]) -> dict:
     """One run from its ranks: CPU, tokens and memory add up, of wall seconds the slowest rank's count."""
     rows = []
     for of_step in zip(*(rank["rows"] for rank in ranks), strict=True):
-        row = {name: sum(r[name] for r in of_step) for name in ("tokens", "answers", "prompt_tokens", "reward")}
+        counted = ("tokens", "answers", "prompt_tokens", "reward")
+        row = {name: sum(r[name] for r in of_step) for name in counted}
         for phase in ("step", "generate"):
-            row |= {f"{phase}_s": max(r[phase]["wall"] for r in of_step), f"{phase}_cpu_s": sum(r[phase]["cpu"] for r in of_step)}
+            row[f"{phase}_s"] = max(r[phase]["wall"] for r in of_step)
+            row[f"{phase}_cpu_s"] = sum(r[phase]["cpu"] for r in of_step)
         row["update_s"] = max(r["update_s"] for r in of_step)
         if "spans" in of_step[0]:
-            row["spans"] = {name: max(r["spans"][name] for r in of_step) for name in of_step[0]["spans"]}
+            names = of_step[0]["spans"]
+            row["spans"] = {name: max(r["spans"][name] for r in of_step) for name in names}
         rows.append(row)
-    sums = {name: sum(rank[name] for rank in ranks) for name in ("processes", "peak_rss_mb", "pss_mb", "startup_cpu_s")}
+    summed = ("processes", "peak_rss_mb", "pss_mb", "startup_cpu_s")
+    sums = {name: sum(rank[name] for rank in ranks) for name in summed}
     return {"rows": rows, "startup_s": max(rank["startup_s"] for rank in ranks)} | sums
+
+
+def alternate(settings: Namespace) -> dict[str, list[dict]]:
+    """The repeats of each side, in turns, after an unmeasured run of each."""
+    for side in SIDES:
+        run_side(side, "unmeasured", 1, settings)
+    results: dict[str, list[dict]] = {side: [] for side in SIDES}
+    for repeat in range(settings.repeats):
+        for side in SIDES:
+            run = run_side(side, str(repeat), settings.warmup + settings.steps, settings)
+            results[side].append(run)
+            summary = summarize(run, settings.warmup)
+            figures = [f"{summary[label]:.{digits}f} {label}" for label, digits in FIGURES.items()]
+            print(f"repeat {repeat + 1}, {side}: {', '.join(figures)}", flush=True)
+    ours, theirs = ([run["rows"] for run in results[side]] for side in SIDES)
+    for our, their in zip(chain(*ours), chain(*theirs), strict=True):
+        assert our["prompt_tokens"] == their["prompt_tokens"], "the sides were not given the same problems"
+    return results
+
+
+# ---------------------------------------------------------------- figures
 
 
 def summarize(run: dict, warmup: int) -> dict[str, float]:
@@ -152,36 +198,32 @@ def summarize(run: dict, warmup: int) -> dict[str, float]:
 
 
 def where_time_goes(runs: list[dict], warmup: int) -> dict[str, float]:
-    """Mean seconds of nanoYATT's step by phase, from the timeline's spans; `rest`: dealing samples, rewards, the report."""
+    """Mean seconds of nanoYATT's step by phase, from the timeline's spans.
+
+    `rest`: dealing samples, rewards, the report.
+    """
     rows = [row for run in runs for row in run["rows"][warmup:]]
-    mean = {name: fmean(row["spans"][name] for row in rows) for name in ("serve", "rollout", "train", "switch", "sync")}
+    mean = {name: fmean(row["spans"][name] for row in rows) for name in rows[0]["spans"]}
     step = fmean(row["step_s"] for row in rows)
     parts = {"rollout": mean["rollout"], "serve, besides rollout": mean["serve"] - mean["rollout"]}
     parts |= {name: mean[name] for name in ("train", "switch", "sync")}
     return parts | {"rest": step - sum(parts.values()), "step": step}
 
 
-def spread(values: list[float], digits: int) -> str:
-    """median (smallest-largest)"""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
-
-def print_tables(results: dict[str, list[dict]], settings: argparse.Namespace) -> None:
-    """Medians over the repeats with the smallest and the largest; ratios are those of neighbouring repeats."""
-    print("\n| median (smallest-largest) | nanoYATT | TRL | nanoYATT / TRL |\n|---|---|---|---|")
-    sides = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
+def print_figures(summaries: dict[str, list[dict]], parts: dict[str, float]) -> None:
+    """Medians over the repeats with the smallest and the largest; ratios are of neighbouring repeats."""
+    table = []
     for label, digits in FIGURES.items():
-        ours, theirs = ([summary[label] for summary in sides[side]] for side in SIDES)
+        ours, theirs = ([summary[label] for summary in summaries[side]] for side in SIDES)
         ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
-        print(f"| {label} | {spread(ours, digits)} | {spread(theirs, digits)} | {spread(ratios, 2) if ratios else ''} |")
-    parts = where_time_goes(results["nanoYATT"], settings.warmup)
-    print("\n| where nanoYATT's step goes | ms | part |\n|---|---|---|")
-    for name, seconds in parts.items():
-        print(f"| {name} | {1000 * seconds:.0f} | {seconds / parts['step']:.0%} |")
+        table.append([label, spread(ours, digits), spread(theirs, digits), spread(ratios) if ratios else ""])
+    print_table(["median (smallest-largest)", *SIDES, "nanoYATT / TRL"], table)
+    spans = [[name, f"{1000 * s:.0f}", f"{s / parts['step']:.0%}"] for name, s in parts.items()]
+    print_table(["where nanoYATT's step goes", "ms", "part"], spans)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of a repeat")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those")
@@ -189,33 +231,25 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--size", choices=LR, default="demo", help="of the model")
     parser.add_argument("--lr", type=float, help=f"default: {LR}")
-    parser.add_argument("--no-deterministic", action="store_true", help="nanoYATT without bit-equal answers")
+    unequal = "nanoYATT without answers that are equal to the last bit"
+    parser.add_argument("--no-deterministic", action="store_true", help=unequal)
     settings = parser.parse_args()
-    settings.nano = ["--no-deterministic"] * settings.no_deterministic
     settings.lr = settings.lr or LR[settings.size]
-    settings.out = RUNS / f"vs_trl-{settings.size}"
+    settings.out = RUNS / f"vs_trl-{settings.size}{'-no-deterministic' * settings.no_deterministic}"
     end_with_us()
     make_trl_environment()
     shutil.rmtree(settings.out, ignore_errors=True)
+    settings.out.mkdir(parents=True)
     load = os.getloadavg()[0]
-    for side in SIDES:
-        run_side(side, "unmeasured", 1, settings)
-    results: dict[str, list[dict]] = {side: [] for side in SIDES}
-    for repeat in range(settings.repeats):
-        for side in SIDES:
-            run = run_side(side, str(repeat), settings.warmup + settings.steps, settings)
-            results[side].append(run)
-            summary = summarize(run, settings.warmup)
-            figures = ", ".join(f"{summary[label]:.{digits}f} {label}" for label, digits in FIGURES.items())
-            print(f"repeat {repeat + 1}, {side}: {figures}", flush=True)
-    ours, theirs = ([[row["prompt_tokens"] for row in run["rows"]] for run in results[side]] for side in SIDES)
-    assert ours == theirs, "the two sides were not given the same problems"
-    print_tables(results, settings)
-    print(f"\nload average before the first run: {load:.1f} on {os.cpu_count()} cores")
+    settings.model, settings.problems = make_model(settings), write_problems(settings)
+    results = alternate(settings)
     summaries = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
     parts = where_time_goes(results["nanoYATT"], settings.warmup)
-    everything = {"settings": vars(settings), "load": load, "figures": summaries, "nanoYATT_step_s": parts, "runs": results}
-    (settings.out / "results.json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
+    print_figures(summaries, parts)
+    print(f"\nload average before the first run: {load:.1f} on {os.cpu_count()} cores")
+    found = {"figures": summaries, "nanoYATT_step_s": parts, "runs": results}
+    text = json.dumps({"settings": vars(settings), "load": load} | found, indent=1, default=str)
+    (settings.out / "results.json").write_text(text + "\n")
     print(f"wrote {settings.out.relative_to(ROOT)}/results.json")
 
 

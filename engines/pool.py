@@ -269,6 +269,7 @@ class Pool:
             self._watch.cancel()
             await asyncio.wait([self._watch])
             self._watch = None
+        self._elsewhere.clear()  # else the next step would begin with routes that a resumed run doesn't know
         self.awake = False
         await self._each(lambda engine: engine.sleep())
 

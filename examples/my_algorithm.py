@@ -1,4 +1,4 @@
-"""An algorithm of your own: torchrun --nproc-per-node 2 examples/my_algorithm.py --algorithm mine clip_low=0.1"""
+"""An algorithm of your own: torchrun --nproc-per-node 2 examples/my_algorithm.py --algorithm mine"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A serving mode of your own, side by side, but judged by group: torchrun ... examples/my_mode.py --mode mine"""
+"""A serving mode of your own: torchrun --nproc-per-node 2 examples/my_mode.py --mode by_group"""
 
 import dataclasses
 import sys
@@ -11,23 +11,23 @@ import rollout
 import run
 
 
-async def serve(step):  # the loop
+def plans(*sizes):  # who holds which rank: the splits of partial colocation
+    return [dataclasses.replace(plan, mode="by_group") for plan in placement.partial_colocation(*sizes)]
+
+
+async def judge_by_group(step):  # the loop, side by side like partial colocation
     await step.wake(step.c.placement.genrm)
     while not step.is_over:
-        step.start(step.begin_wave(), by_group)
+        step.start(step.begin_wave(), serve_group)
         await step.tasks.poll()
         await rollout.gather_finished_groups(step)
 
 
-async def by_group(step, group):  # what is done for a group: its answers are judged when all are there
+async def serve_group(step, group):  # its answers are judged when all of them are there
     await rollout.generate(step, group)
     await rollout.judge(step, group)
 
 
-def plans(*sizes):  # who holds which rank: the splits of partial colocation
-    return [dataclasses.replace(plan, mode="mine") for plan in placement.partial_colocation(*sizes)]
-
-
-placement.PLANS["mine"], rollout.MODES["mine"] = plans, serve
+placement.PLANS["by_group"], rollout.MODES["by_group"] = plans, judge_by_group
 if __name__ == "__main__":
     run.main(sys.argv[1:])

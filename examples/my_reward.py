@@ -1,6 +1,6 @@
-"""A reward of your own: --rule examples/my_reward.py, alone (with --model) or beside judges (--reward-weights).
+"""A reward of your own: --rule examples/my_reward.py, alone (with --model) or beside a judge.
 
-`sample` is a Sample with its `text` and the final `answer` in it. The function may be async. An error in it ends
+A Sample comes with its `text` and the final `answer` in it. The function may be async. An error in it ends
 the run in one line with file and line.
 """
 

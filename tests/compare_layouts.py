@@ -2,7 +2,7 @@
 
     python tests/compare_layouts.py BEFORE AFTER      a line a layout; exit status 1 if any number differs
 
-Both folders hold what parallel_worker.py, critic_worker.py or preference_worker.py left for one case.pt:
+Both folders hold what parallel_worker.py, critic_worker.py or finetune_worker.py left for one case.pt:
 result.2 and the like with metrics, gradients and weights, and the exported models. What only AFTER has is
 no difference; columns that a change renames go into RENAMED for the comparison.
 """

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,13 +28,11 @@ from algorithms import (
     clipped_loss,
     gae,
     gspo_loss,
-    lagrange_multiplier,
     moments,
     reward_to_go,
     set_advantages,
     set_baseline,
     signals_of,
-    update_multiplier,
     whiten,
 )
 from config import Config
@@ -910,33 +907,6 @@ def test_every_setting_says_what_it_is_for():
             line for line in source.splitlines() if line.startswith(f"    {field.name}: {field.type} = ")
         ]
         assert len(line.split("#")[1].split()) > 2
-
-
-# --------------------------------------------------------------------------------------------- the constraint
-
-
-def test_the_multiplier_by_hand():
-    """It rises by lagrange_lr * lambda * violation in ln(lambda), by at most 1, and not beyond 100."""
-    state, config = (
-        SimpleNamespace(log_multiplier=0.0),
-        settings_of("safe_rlhf", lagrange_init=2.0, cost_limit=0.5),
-    )
-    assert lagrange_multiplier(state, config) == 2.0
-    parts = [{"reward": {}, "cost": {0: {0: 1.0, 1: 0.0}}}, {"cost": {1: {0: 2.0}}}]
-    metrics = update_multiplier(state, parts, config)
-    assert state.log_multiplier == pytest.approx(0.1 * 2.0 * 0.5)
-    assert metrics == pytest.approx(
-        {"cost/mean": 1.0, "cost/violation": 0.5, "cost/multiplier": 2 * math.exp(0.1)}
-    )
-    update_multiplier(state, [{"cost": {0: {0: 1e6}}}], config)
-    assert state.log_multiplier == pytest.approx(1.1)
-    for _ in range(9):
-        update_multiplier(state, [{"cost": {0: {0: 1e6}}}], config)
-    assert lagrange_multiplier(state, config) == pytest.approx(100.0)
-    assert update_multiplier(state, [{"reward": {}}], config) == {}
-    asleep = settings_of("safe_rlhf", lagrange_init=0.0)
-    update_multiplier(state, parts, asleep)
-    assert lagrange_multiplier(state, asleep) == 0.0
 
 
 def test_algorithms_import_without_torch():

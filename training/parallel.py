@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-__all__ = ["gather_from_sequence_parallel_region"]
+__all__ = ["gather_from_sequence_parallel_region", "vocab_parallel_cross_entropy"]
 
 
 def over_context_parallel(sums: Tensor) -> Tensor:
@@ -18,14 +18,6 @@ def over_context_parallel(sums: Tensor) -> Tensor:
     if mpu.get_context_parallel_world_size() == 1:
         return sums
     return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
-
-
-def vocab_parallel_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """[rows]: log softmax(logits)[target] of each row; logits [rows, vocab / tp], which it overwrites.
-
-    Collective over the tensor-parallel group.
-    """
-    return -vocab_parallel_cross_entropy(logits, targets)
 
 
 class VocabParallelEntropy(torch.autograd.Function):

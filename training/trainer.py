@@ -39,9 +39,12 @@ from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
 
-# (micro-batch, the output for it: [1, T, vocab / tp] or [1, T, 1]) -> the sum of the loss, what the sum over
-# all micro-batches and ranks is divided by, statistics: sums, or maxima where a name ends with _max
-OutputLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, int | Tensor, dict[str, Tensor]]]
+Packed = list[list[Sequence]]  # micro-batches of a pass
+# the sum of the loss, what the sum over all micro-batches and ranks is divided by, statistics: their sums, or
+# maxima where a name ends with _max
+Stats = dict[str, Tensor]
+LossSums = tuple[Tensor, int | Tensor, Stats]
+OutputLoss = Callable[[MicroBatch, Tensor], LossSums]  # of the output, [1, T, vocab / tp] or [1, T, 1]
 
 
 class Trainer:
@@ -155,7 +158,7 @@ class Trainer:
     # ---------------------------------------------------------------- passes and the optimizer step
 
     def learn(
-        self, packed: list[list[Sequence]], output_loss: OutputLoss, names: Iterable[str], lr: float,
+        self, packed: Packed, output_loss: OutputLoss, names: Iterable[str], lr: float,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer step on this data-parallel rank's micro-batches (collective over all ranks).
@@ -180,9 +183,7 @@ class Trainer:
         stats = stats | seconds | skipped | {"grad_norm": grad_norm}
         return {name: value if math.isfinite(value) else 0.0 for name, value in stats.items()}
 
-    def measure(
-        self, packed: list[list[Sequence]], output_loss: OutputLoss, names: Iterable[str]
-    ) -> dict[str, float]:
+    def measure(self, packed: Packed, output_loss: OutputLoss, names: Iterable[str]) -> dict[str, float]:
         """`loss`, `divisor` and the statistics alone, of examples (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         return self._reduce(self._passes(packed, output_loss, forward_only=True), names)
@@ -198,7 +199,7 @@ class Trainer:
         lengths = [len(sample.response) for sample in flat([micro_batches])]
         result = torch.zeros(sum(lengths), device=self.device)
 
-        def collect(batch: MicroBatch, output: Tensor) -> tuple[Tensor, int, dict]:
+        def collect(batch: MicroBatch, output: Tensor) -> LossSums:
             result[batch.slots[batch.slots != NO_TARGET]] = read(batch, output)
             return output.new_zeros(()), 1, {}
 
@@ -212,9 +213,7 @@ class Trainer:
         lengths = [packed_length(len(prompt) + len(answer), self.config.cp) for prompt, answer in sequences]
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
-    def _passes(
-        self, packed: list[list[Sequence]], output_loss: OutputLoss, forward_only: bool = False
-    ) -> list[dict[str, Tensor]]:
+    def _passes(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> list[Stats]:
         """Megatron's schedule over micro-batches; leaves the gradient of the mean loss over all ranks in DDP.
 
         Returns each micro-batch's statistics, nothing on other than the last pipeline stage.
@@ -252,7 +251,7 @@ class Trainer:
         self._own_seconds = time.perf_counter() - self._started
         finalize_model_grads(*args, **kwargs)
 
-    def _reduce(self, passes: list[dict[str, Tensor]], names: Iterable[str]) -> dict[str, float]:
+    def _reduce(self, passes: list[Stats], names: Iterable[str]) -> dict[str, float]:
         """Micro-batches' statistics over all ranks (collective)."""
         names = ("loss", "divisor", *names)
         sums = {name: 0.0 for name in names if not name.endswith("_max")}
@@ -328,16 +327,14 @@ class Trainer:
         sharded_checkpoint.load(self, folder)
 
 
-def _with_sums(
-    output_loss: OutputLoss, batch: MicroBatch, output: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _with_sums(output_loss: OutputLoss, batch: MicroBatch, output: Tensor) -> LossSums:
     """The loss as Megatron asks for it; its sum and divisor are statistics, too."""
     loss, divisor, stats = output_loss(batch, output)
     divisor = torch.as_tensor(divisor, dtype=torch.int32, device=loss.device)
     return loss, divisor, stats | {"loss": loss.detach(), "divisor": divisor}
 
 
-def as_sequences(micro_batches: list[list[Sample]]) -> list[list[Sequence]]:
+def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
     """What a pass sees of samples."""
     return [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
 

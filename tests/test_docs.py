@@ -1,0 +1,272 @@
+"""README, docs/ and examples/ against the code: the places, commands, settings and metrics that they name."""
+
+import ast
+import re
+import shlex
+from dataclasses import fields
+from itertools import chain, takewhile
+from pathlib import Path
+
+import pytest
+
+import run
+from algorithms import ALGORITHMS, Settings
+from config import Config, dashed, parse_config
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
+SCRIPTS = sorted(ROOT.glob("examples/*.sh"))
+PROGRAMS = (*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*chaos.py"), ROOT / "reporting" / "figure.py")
+TORCHRUN = {"--nproc-per-node", "--max-restarts"}
+PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of Python."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of the rows of the first table in a text, without its head."""
+    lines = list(takewhile(lambda line: line.startswith("|"), text[text.index("\n|") + 1 :].splitlines()))
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def table(page: Path, title: str) -> list[list[str]]:
+    """The rows below the head that begins with `title`."""
+    text = page.read_text()
+    return rows_of(text[text.index(f"\n| {title} |") :])
+
+
+# ---------------------------------------------------------------- places in the code
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and constants of a file; methods, fields and constants of a class as Class.name."""
+    found = set()
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                collect(node.body, f"{prefix}{node.name}.")
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                parts = chain.from_iterable(map(ast.walk, targets))
+                found.update(prefix + part.id for part in parts if isinstance(part, ast.Name))
+
+    collect(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def places_in(text: str) -> list[tuple[str, str]]:
+    """(file, name) of all that is said to be in a file: `name` in f.py, `name` (f.py), or `f.py: name`."""
+    after = [(path, name) for name, path in re.findall(r"`([\w.]+)` (?:in |\()([\w/]+\.py)", text)]
+    return after + re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_place_exists(page):
+    for path, name in places_in(" ".join(page.read_text().split())):
+        assert (ROOT / path).is_file(), path
+        assert name in names_in(ROOT / path), f"{path} has no {name}"
+
+
+def test_readme_says_where_to_change_what():
+    for wanted, place in table(README, "to change"):
+        assert places_in(place), wanted
+    assert len(table(README, "to change")) >= 8
+
+
+def test_every_mechanism_has_its_place_or_isnt_here():
+    """Each row of the three papers."""
+    _, *papers = (ROOT / "docs" / "papers_to_code.md").read_text().split("\n## ")
+    rows = [rows_of(paper) for paper in papers]
+    assert len(rows) == 3 and all(len(of_paper) > 10 for of_paper in rows)
+    for source, mechanism, place in chain(*rows):
+        assert source and mechanism
+        assert places_in(place) or place.startswith("not here"), mechanism
+
+
+def test_the_loop_in_readme_is_the_code():
+    source = (ROOT / "controller.py").read_text()
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.AsyncFunctionDef)]
+    (train,) = (node for node in functions if node.name == "train")
+    (block,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), re.DOTALL)
+    assert block.rstrip() == ast.get_source_segment(source, train)
+
+
+# ---------------------------------------------------------------- pages
+
+
+def links_in(page: Path) -> list[tuple[Path, str]]:
+    """(file or folder, anchor) of the links of a page that lead to our own files."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    parts = [target.partition("#") for target in targets if not target.startswith("http")]
+    return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_resolves(page):
+    for path, anchor in links_in(page):
+        assert path.exists(), path
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
+            assert anchor in anchors
+
+
+def test_every_page_and_picture_is_linked():
+    linked = {path for page in PAGES for path, _ in links_in(page) if path != page}
+    assert {path for path in ROOT.glob("docs/*")} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_can_be_read(page):
+    """At most 110 columns, but for tables; a page of docs/ begins with the command that makes its numbers."""
+    lines = page.read_text().splitlines()
+    assert not [line for line in lines if len(line) > 110 and not line.startswith("|")]
+    if page == README:
+        assert len(lines) <= 200
+    else:
+        assert lines[0].startswith("# ") and lines[2].startswith("    ")
+
+
+# ---------------------------------------------------------------- commands and settings
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    """The words of each command line of a page, without comment and what is behind &&."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = [line.split("#")[0].split("&&")[0] for line in text.splitlines() if line.startswith("    ")]
+    programs = (r"\S*torchrun ", r"\S*python ")
+    return [shlex.split(line) for line in lines if re.match(rf"    (\w+=\w+ )?({'|'.join(programs)})", line)]
+
+
+def check_run(words: list[str]) -> None:
+    """The arguments of run.py are understood, and fit the number of ranks."""
+    arguments = words[words.index("run.py") + 1 :]
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+    config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
+    if words[0].endswith("torchrun"):
+        run.check_settings(config, ranks)
+
+
+def check_program(words: list[str]) -> None:
+    """The file of another command is there, and knows each flag. Of pytest: the tests are there."""
+    if "pytest" in words:
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
+        return
+    (name,) = [word for word in words if word.endswith(".py")] or [words[words.index("-m") + 1]]
+    path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
+    flags = [word for word in words[words.index(name) :] if word.startswith("--")]
+    if path.parent != ROOT / "examples":  # those have run.py's
+        assert not [flag for flag in flags if f'add_argument("{flag}"' not in path.read_text()], words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_is_understood(page):
+    for words in commands_in(page):
+        check_run(words) if "run.py" in words else check_program(words)
+
+
+def test_every_command_of_readme_has_its_script():
+    """With the same words, where DIR and the like come from the environment; and no script has none."""
+
+    def plain(words: list[str]) -> list[str]:
+        return ["PATH" if word in PATHS or word.startswith("$") else word for word in words]
+
+    written = [plain(words) for words in commands_in(README)]
+    scripts = {}
+    for script in SCRIPTS:
+        (line,) = re.findall(r'^exec (.*) "\$@"$', script.read_text(), re.MULTILINE)
+        scripts[script.name] = plain(shlex.split(line))
+        assert script.stat().st_mode & 0o111, f"{script.name} can't be executed"
+    assert sorted(scripts.values()) == sorted(written) and len(written) >= 10
+
+
+def test_every_flag_that_is_named_exists():
+    known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN | {"--help"}
+    known |= {f"--no-{dashed(field.name)}" for field in fields(Config) if field.default is True}
+    for program in PROGRAMS:
+        known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', program.read_text()))
+    for page in PAGES:
+        assert not set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", prose(page))) - known, page.name
+
+
+def test_every_setting_of_an_algorithm_that_is_named_exists():
+    known = {field.name for field in fields(Settings)} | {"setting"}
+    for page in PAGES:
+        assert not set(re.findall(r"\b([a-z_]+)=[\w.+-]", prose(page))) - known, page.name
+
+
+def test_the_tables_of_algorithms_are_whole():
+    """Every row, every setting, its default; in their order."""
+    page = ROOT / "docs" / "algorithms.md"
+    assert [row[0] for row in table(page, "row")] == [f"`{name}`" for name in ALGORITHMS]
+    rows = table(page, "setting")
+    assert [row[0] for row in rows] == [f"`{field.name}`" for field in fields(Settings)]
+    for (_, cell, _), field in zip(rows, fields(Settings), strict=True):
+        default, *others = cell.split("; ")
+        assert type(field.default)(default) == field.default, field.name
+        for name, value in (other.split() for other in others):
+            assert vars(ALGORITHMS[name])[field.name] == float(value), field.name
+
+
+# ---------------------------------------------------------------- metrics
+
+METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+")
+
+
+def strings_in(path: str) -> set[str]:
+    """The string constants of a file that look like a metric's name."""
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return set(filter(METRIC.fullmatch, found))
+
+
+def metrics_of_the_loop() -> set[str]:
+    """All that a step may write: by name, and by the functions that make them of an update."""
+    import actor
+    import critic
+    from reporting.metrics import PHASES
+
+    files = ("reporting/metrics.py", "controller.py", "algorithms.py", "actor.py")
+    names = set().union(*map(strings_in, files)) | {f"time/{name}_s" for name in PHASES}
+    for role in ("rollout", "genrm"):
+        names |= {f"{role}/cache_hit_frac", f"occupancy/{role}"}
+    learned = ("loss", "divisor", "slowest_s", "fastest_s", "grad_norm", "not_finite", "skipped")
+    names |= actor.update_metrics([dict.fromkeys((*actor.STATS, *learned), 1.0)], 0.1).keys()
+    values = critic.value_metrics([dict.fromkeys((*critic.STATS, *learned), 1.0)], 0.1)
+    return (names | {f"critic/{name}" for name in values}) - {"rollout/wrong_frac"}  # written as correct_frac
+
+
+def metrics_of_examples(command: str) -> set[str]:
+    from commands import finetune
+
+    means = ("loss", *finetune.TASKS[command].stats)
+    once = {"grad_norm", "lr", "skipped"}
+    return {f"{command}/{name}" for name in {*means, *(f"held_out_{name}" for name in means), *once}}
+
+
+def metrics_named_in(page: Path) -> set[str]:
+    return set(re.findall(r"`([a-z_]+/[a-z0-9_]+)`", page.read_text()))
+
+
+def test_every_metric_has_its_row_and_is_one():
+    """docs/metrics.md has all names that the code writes, and no page has another."""
+    loop, pairs = metrics_of_the_loop(), metrics_of_examples("dpo")
+    likewise = {f"dpo/held_out_{name}" for name in ("margin", "chosen", "rejected")}  # one row says so
+    assert len(loop) > 60
+    assert (loop | pairs) - likewise <= metrics_named_in(ROOT / "docs" / "metrics.md")
+    known = loop | pairs | metrics_of_examples("sft") | metrics_of_examples("rm")
+    kinds = {name.split("/")[0] for name in known}
+    for page in PAGES:
+        named = {name for name in metrics_named_in(page) if name.split("/")[0] in kinds}
+        assert named <= known, page.name
