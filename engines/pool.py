@@ -56,6 +56,7 @@ class Pool:
         self._deprioritized: set[int] = set()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
         self._trouble = ""  # how this rank's engine was lost
+        self._aborting = False  # since `abort`, until the engines sleep: nothing more is asked
         self._watch: asyncio.Task | None = None
         self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
         self._wakes = self._stalls = 0
@@ -85,6 +86,10 @@ class Pool:
         """
         owed, begun, stalls = make_requests(prompts, sampling, limits, seeds, greedy), {}, 0
         while owed:
+            if self._aborting:  # a lost engine told nobody
+                for index in owed.keys() & begun:
+                    yield self._note(replace(begun[index], index=index, finish="abort"), len(prompts[index]))
+                return
             if (engine := self.route(model)) is None:
                 await asyncio.sleep(WAIT_S)
                 continue
@@ -270,7 +275,7 @@ class Pool:
             await asyncio.wait([self._watch])
             self._watch = None
         self._elsewhere.clear()  # else the next step would begin with routes that a resumed run doesn't know
-        self.awake = False
+        self.awake = self._aborting = False
         await self._each(lambda engine: engine.sleep())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -281,8 +286,12 @@ class Pool:
             await self.world.barrier()
 
     async def abort(self) -> None:
-        """Abort every answer that the engine of this rank is writing, whoever asked. Not collective."""
+        """Abort every answer that the engine of this rank is writing, whoever asked. Not collective.
+
+        `generate` asks no engine any more until they have slept: what a lost one owes is aborted, too.
+        """
         if self.awake:
+            self._aborting = True
             await self._on_own(lambda engine: engine.abort())
 
     async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
