@@ -103,6 +103,8 @@ def check_settings(config: Config, ranks: int) -> list[Plan]:
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
     """Reinforcement learning: build the parts, train, tear down (collective: every rank)."""
+    if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
+        config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         c = await build(config, plans, world, progress, fleet)
         c.stop, stop.graceful = stop, True
@@ -116,7 +118,8 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
         if config.rollout_only:
-            progress.line(f"to train on what was served: --train-only --replay {config.out}/replay.jsonl")
+            path = f"{config.out}/replay.jsonl"
+            progress.line(f"to train on what was served: --train-only --steps {config.steps} --replay {path}")
         return ""
 
 

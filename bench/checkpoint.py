@@ -131,8 +131,8 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
     actor.learn([[([1] * 8, [2] * 8)]], cross_entropy_loss, (), 1e-4)
     c, rows = controller_of(config, world, actor), []
     for repeat in range(given.repeats + 1):
-        for name, writer in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
-            row = await one_save(Checkpoints(config, world, folder, writer=writer), c)
+        for name, start in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
+            row = await one_save(Checkpoints(config, world, folder, start_writer=start), c)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
                 rows.append({"name": name} | row)
     await world.barrier()

@@ -1,11 +1,10 @@
 """One half of the loop on its own, for whoever looks for a fault in the other half.
 
-    torchrun --nproc-per-node 2 run.py --rollout-only --steps 3                 samples go to OUT/replay.jsonl
-    torchrun --nproc-per-node 2 run.py --train-only --replay OUT/replay.jsonl   trains on them; no engine
-    starts
+    torchrun --nproc-per-node 2 run.py --rollout-only --steps 3    samples go to OUT/replay.jsonl
+    torchrun --nproc-per-node 2 run.py --train-only --steps 3 --replay OUT/replay.jsonl    starts no engine
 
 The loop is controller.train: `record` takes the place of its `learn`, `Replay` that of its `collect`. A row
-of the replay is one whole Sample and its `step`.
+of the replay is one whole Sample and its `step`. Neither half saves checkpoints: again is from the beginning.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     samples = flat(mini_batches) if c.placement.actor.is_head else []
     rows = [{"step": c.state.step} | dataclasses.asdict(sample) for sample in samples]
     with Path(c.config.out, "replay.jsonl").open("ab", buffering=0) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())  # one write: ranks don't mix lines
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())  # one write: no mixed lines
     return {}
 
 
@@ -43,12 +42,14 @@ class Replay:
     def __init__(self, path: Path, steps: int):
         """ValueError names the file, and the line that isn't a sample's."""
         self._path, self._steps = path, read_replay(path)
-        if len(self._steps) < steps:
-            raise ValueError(f"--replay {path} holds {len(self._steps)} steps, fewer than --steps {steps}")
+        if (end := max(self._steps) + 1) < steps:
+            raise ValueError(f"--replay {path} ends after {end} steps: --steps {steps} is more")
 
     async def collect(self, c: Controller) -> RolloutBatch:
-        """This controller's share of a step: whole groups (collective). ValueError if the actor is too old."""
+        """This controller's share of a step: whole groups (collective). ValueError if there is none."""
         follow(c, await sync_controllers(c, None))
+        if c.state.step not in self._steps:
+            raise ValueError(f"--replay {self._path} begins with step {min(self._steps)}, not {c.state.step}")
         samples, actor = self._steps[c.state.step], c.placement.actor
         newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
@@ -62,8 +63,8 @@ class Replay:
         return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 
-def read_replay(path: Path) -> list[list[Sample]]:
-    """The samples of each step in the order of drawing; none for a step that kept nothing."""
+def read_replay(path: Path) -> dict[int, list[Sample]]:
+    """By step, its samples in the order of drawing; none for a step that kept nothing."""
     if not path.is_file():
         raise ValueError(f"--replay {path}: no such file")
     lines = enumerate(path.read_bytes().splitlines(), 1)
@@ -74,7 +75,7 @@ def read_replay(path: Path) -> list[list[Sample]]:
     by_step = {step: [] for step in range(min(steps), max(steps) + 1)}
     for step, sample in sorted(rows, key=lambda row: (row[0], row[1].prompt_id, row[1].index)):
         by_step[step].append(sample)
-    return list(by_step.values())
+    return by_step
 
 
 def read_row(line: bytes, where: str) -> tuple[int, Sample]:
@@ -85,5 +86,5 @@ def read_row(line: bytes, where: str) -> tuple[int, Sample]:
         raise ValueError(f"{where}: not valid JSON") from None
     is_sample = isinstance(row, dict) and row.keys() == FIELDS | {"step"} and isinstance(row["step"], int)
     if not is_sample:
-        raise ValueError(f"{where}: expected the fields of a Sample and its step, as --rollout-only writes them")
+        raise ValueError(f"{where}: expected the fields of a Sample and its step, as of --rollout-only")
     return row.pop("step"), Sample(**row)
