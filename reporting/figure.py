@@ -2,8 +2,7 @@
 
 Above, a lane per rank and a colour per role; shade is occupancy: requests in flight over those that the
 engine can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch aborts
-are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes. Any steps of
-a run are drawn by
+are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
     python -m reporting.figure RUN --steps 10 14
 """
@@ -74,7 +73,7 @@ def of_steps(records: Records, first: int, last: int) -> Records:
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """The picture of a run's steps. ValueError when `out` is no run, or has no span of these steps."""
+    """ValueError when `out` is no run, or has no span of these steps."""
     if not (out / "config.json").is_file():
         raise ValueError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())

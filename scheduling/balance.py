@@ -1,7 +1,6 @@
 """Who trains on what: samples to micro-batches of equal work, micro-batches to data-parallel ranks.
 
-Pure: all controllers call `plan_batch` on the same gathered numbers and so come to the same plan. Indices below
-are into the given lists.
+Pure: all controllers call `plan_batch` on the same gathered numbers and so come to the same plan.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ def plan_batch(
 ) -> list[list[list[list[Key]]]]:
     """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], the samples' keys.
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. The mini-batches are dealt one
-    by one in the order of the keys, so that the answers of a group spread over all of them. Of each every rank
-    gets the same number of micro-batches, as pipelines need it, which come close in work; some are empty if
-    there are fewer samples. ValueError if a sample alone is over the token budget.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. The mini-batches are dealt
+    one by one in the order of the keys, so that the answers of a group spread over all of them. Of each every
+    rank gets the same number of micro-batches, as pipelines need it, which come close in work; some are empty
+    if there are fewer samples. ValueError if a sample alone is over the token budget.
     """
     keys, plan = sorted(tokens), [[] for _ in range(dp_size)]
     for mini_batch in (keys[first :: config.updates_per_step] for first in range(config.updates_per_step)):

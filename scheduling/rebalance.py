@@ -207,7 +207,7 @@ class ServingModel:
 def predictions(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> tuple[dict[Split, float], dict[Split, float]]:
-    """Serving seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
+    """Serving seconds of each split for the newest steps' work, corrected by what splits took, and errors."""
     swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode == "full"]
     latency = {role: token_latency(history, role, ranks) for role, ranks in tp.items()}
     model = ServingModel(latency, capacity, tp, median(swaps[-RECENT:]) if swaps else 0.0)
