@@ -16,7 +16,6 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
 def describe(config: Config, plans: list[Plan], ranks: int) -> str:
-    """The resolved settings, and who runs where."""
     dp = ranks // (config.tp * config.pp * config.cp)
     samples = config.prompts_per_step * config.answers_per_prompt
     model, *judges = (path or "the demo's" for path in (config.model, *config.judge_models))
@@ -36,12 +35,11 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
 
 def run_metadata(config: Config) -> dict:
     """Every setting, those of the algorithm, versions and commit."""
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {
         "algorithm_settings": {field.name: algorithm[field.name] for field in dataclasses.fields(Settings)},
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip(),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),
     }
