@@ -272,13 +272,9 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     config = Config(**command.defaults | PRESETS[preset] | given | {"preset": preset, "command": name})
     formats = config.judge_format or ("chat" if config.data else "addition",)
-    return dataclasses.replace(config, out=config.out or default_out(config), judge_format=formats)
-
-
-def default_out(config: Config) -> str:
-    """Where a run leaves its files; half the loop not where it would move its own replay aside."""
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
-    return f"runs/{config.preset}-{config.mode}{half}" if config.command == "rl" else f"runs/{config.command}"
+    out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"
+    return dataclasses.replace(config, out=config.out or out, judge_format=formats)
 
 
 def option(field: dataclasses.Field) -> dict:

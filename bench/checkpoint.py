@@ -119,28 +119,20 @@ async def one_save(checkpoints: Checkpoints, c: SimpleNamespace) -> dict[str, fl
 
 async def measure(given: Namespace, folder: Path) -> list[dict]:
     """Both kinds of save, in turns (collective)."""
-<<<<<<< HEAD
     from actor import Actor, cross_entropy_loss
-=======
-    from actor import Actor
->>>>>>> w/C
     from checkpoint import Checkpoints
     from config import Config
     from runtime import rendezvous
     from runtime.background_writer import BackgroundWriter
 
-<<<<<<< HEAD
     config = Config(save_every=1, keep=1, steps=10**6)
-=======
-    config = Config(save_every=1, keep=1, steps=10**6, updates_per_step=1)
->>>>>>> w/C
     world = rendezvous.join(config)
     actor = Actor(config, str(folder / "model"))
     actor.learn([[([1] * 8, [2] * 8)]], cross_entropy_loss, (), 1e-4)
     c, rows = controller_of(config, world, actor), []
     for repeat in range(given.repeats + 1):
-        for name, writer in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
-            row = await one_save(Checkpoints(config, world, folder, writer=writer), c)
+        for name, start in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
+            row = await one_save(Checkpoints(config, world, folder, start_writer=start), c)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
                 rows.append({"name": name} | row)
     await world.barrier()

@@ -17,7 +17,6 @@ process that started it. Run it as a module: as a script, `cpu/` heads sys.path 
 file.
 """
 
-import ctypes
 import importlib.machinery
 import importlib.util
 import multiprocessing
@@ -30,17 +29,18 @@ import types
 import torch
 
 from cpu import invariance
+from runtime import shutdown
 
 # ---- the server and its children die with their parent
 
 
-def die_with_parent():
-    """Ask Linux for a SIGKILL when the thread that started this process ends, even by kill -9.
+def die_with_owner():
+    """Ask for a SIGKILL when the thread that started this process ends.
 
     A parent that is gone before it is asked about is noticed by its id, which `Engine.launch` passes to the
     server, and the server to its children.
     """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    shutdown.die_with_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
         print("the process that started this one is gone", file=sys.stderr, flush=True)
         os._exit(1)  # an exception would be swallowed after a fork
@@ -250,7 +250,7 @@ def fork_children():
     """
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
-    os.register_at_fork(after_in_child=die_with_parent)
+    os.register_at_fork(after_in_child=die_with_owner)
 
 
 def drop_websockets(app):
@@ -283,7 +283,7 @@ def main():
 # With CUDA SGLang spawns its children, and a spawned child imports this file as __mp_main__ before it
 # unpickles anything of sglang.
 if __name__ in ("__main__", "__mp_main__"):
-    die_with_parent()
+    die_with_owner()
     if not torch.cuda.is_available():
         library = install()
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from config import Config
 from engines import server
 from engines.engine import Engine
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
-from reporting.timeline import Timeline
 from runtime.world import World, raise_on_all
+
+if TYPE_CHECKING:
+    from reporting.timeline import Timeline
 
 
 class ServerSpec(NamedTuple):
@@ -47,8 +49,9 @@ class Fleet:
         """End what an earlier run in the same place left behind (collective). ValueError if it isn't over."""
 
         async def end() -> None:
-            for line in server.end_stale_servers(Path(self._config.out)) if self._world.rank == 0 else ():
-                say(line)
+            if self._world.rank == 0:
+                for line in server.end_stale_servers(Path(self._config.out)):
+                    say(line)
 
         await raise_on_all(self._world, end())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from runtime.shutdown import die_with_parent
+
 NICENESS = 10  # the engines go first
 
 
@@ -58,7 +58,7 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the rank died a moment ago
     os.setpgid(0, 0)

@@ -177,7 +177,7 @@ def test_a_dry_run_starts_nothing(tmp_path, ranks):
     assert ran.returncode == 0 and not ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks")
-    assert lines[-1] == "nothing was started" and "--dry-run --" in ran.stdout
+    assert lines[-1] == "nothing was started"
     assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == (ranks or 2)
     named = set(re.findall(r"(?:^|\s)([a-z0-9-]+)(?=\s)", ran.stdout))
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
