@@ -119,7 +119,7 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
         if config.rollout_only:
             path = f"{config.out}/replay.jsonl"
-            progress.line(f"to train on what was served: --train-only --steps {config.steps} --replay {path}")
+            progress.line(f"to train on what was served: --train-only --replay {path} --steps {config.steps}")
         return ""
 
 
@@ -232,7 +232,7 @@ def load_inputs(config: Config) -> tuple:
     if config.rollout_only:
         inputs["learn"] = replay.record
     if config.train_only:
-        inputs["collect"] = replay.Replay(Path(config.replay), config.steps).collect
+        inputs["collect"] = replay.Replay(Path(config.replay)).collect
     texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, context) if algorithm.ptx_data else []
     return decode, texts, inputs
 
