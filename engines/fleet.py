@@ -6,15 +6,17 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from config import Config
 from engines import server
 from engines.engine import Engine
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
-from reporting.timeline import Timeline
 from runtime.world import World, raise_on_all
+
+if TYPE_CHECKING:
+    from reporting.timeline import Timeline
 
 
 class ServerSpec(NamedTuple):
@@ -61,7 +63,7 @@ class Fleet:
                 log = Path(self._config.out, "logs", f"{spec.role}-{self._world.rank}.log")
                 kind = ScoringEngine if spec.scores else Engine
                 where = self._world.rank, spec.port, spec.model_dir
-                self._engines.append(kind.launch(spec.role, *where, self._config, log, spec.model, key))
+                self._engines.append(kind.launch(spec.role, *where, self._config, log, key, spec.model))
 
         await raise_on_all(self._world, start())
 
@@ -72,7 +74,7 @@ class Fleet:
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """By role, a handle on every engine of the run (collective)."""
-        facts = [(type(e), e.role, e.rank, e.url, e.capacity, e.model, e.key) for e in self._engines]
+        facts = [(type(e), e.role, e.rank, e.url, e.key, e.model) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(facts)):
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]
