@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import random
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -30,7 +31,7 @@ import rewards
 import run
 from config import Config
 from controller import Controller, State, train
-from engines.engine import seed_of
+from engines.engine import Engine, seed_of
 from engines.pool import Pool
 from placement import Plan
 from reporting.metrics import local_facts, serving_metrics, summarize
@@ -246,6 +247,8 @@ def main() -> None:
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
     genrm.MAX_JUDGE_FAILURES = 10**9
+    if "BENCH_PACE_MS" in os.environ:
+        Engine.module = "bench.paced_server"
     # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side
     run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", *theirs])
 

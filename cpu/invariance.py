@@ -1,11 +1,12 @@
 """Batch invariance without CUDA: the bits of a token don't depend on which other requests share its batch.
 
-Nor on how much of a prompt was found in the KV cache, or on whether its tokens came by decode or by prefill: so the same prompt and
-seed give the same answer, whenever it is asked for. SGLang's own deterministic mode ships this as GPU kernels. What it takes here was
-measured for float32 with torch 2.13 and its MKL, on one thread; tests/test_determinism.py shows it with a real server.
+Nor on how much of a prompt was found in the KV cache, or on whether its tokens came by decode or by prefill:
+the same prompt and seed give the same answer, whenever it is asked for. SGLang's own deterministic mode ships
+this as GPU kernels. What it takes here was measured for float32 with torch 2.13 and its MKL, on one thread;
+tests/test_engine.py shows it with a real server.
 
-Attention is over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer, which is half of the
-time of a small model.
+Attention is over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer,
+which is half of the time of a small model.
 """
 
 import torch
@@ -15,7 +16,7 @@ UNSPLIT = 192  # MKL cuts a longer sum into parts of nearly equal length, which 
 
 
 def at_least_four_rows(multiply):
-    """`multiply(x, ...)` of x [rows, width], row by row the same bits however few rows there are. Padded with zeros."""
+    """`multiply(x, ...)` of x [rows, width]: a row has the same bits, however few there are."""
 
     def padded(x, *args, **kwargs):
         rows = x.shape[0]
@@ -27,7 +28,7 @@ def at_least_four_rows(multiply):
 
 
 def at_least_four_columns(linear):
-    """`linear(x, weight, bias)` for a head of one number, likewise: a matrix of one column is multiplied by other code, too."""
+    """`linear(x, weight, bias)` for a head of one number, likewise."""
 
     def padded(x, weight, bias=None):
         columns = weight.shape[0]
@@ -43,8 +44,8 @@ def at_least_four_columns(linear):
 def row_by_row(sample):
     """SGLang's Sampler._sample_from_probs, where a request's own rule alone says how it is sampled.
 
-    One greedy request, such as a health check's, would have the others of the batch sampled by other code too: over sorted
-    tokens, so that the same seed gave another token.
+    One greedy request, such as a health check's, would have the others of the batch sampled by other code,
+    too: over sorted tokens, so that the same seed gave another token.
     """
 
     def sample_each(self, probs, rules, positions, is_simple):
@@ -58,7 +59,7 @@ def row_by_row(sample):
     return sample_each
 
 
-# ---- attention over the batch ----------------------------------------------------------------------------------------
+# ---- attention over the batch
 
 
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
@@ -70,8 +71,8 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         groups    a list of (KV slots [b, k], additive mask [b, 1, q, k])
         back      [tokens], where in `order` each query token stands
 
-    A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so the last bits of a
-    logit, would otherwise depend on which other requests share the batch.
+    A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so
+    the last bits of a logit, would otherwise depend on which other requests share the batch.
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
@@ -94,10 +95,10 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
 
 
 def padded_keys(length):
-    """The keys that a query of a request of this length is multiplied with: a multiple of 16, and of 512 where MKL cuts the sum.
+    """The keys for a query of a request of this length: a multiple of 16; of 512 where MKL cuts the sum.
 
-    A token's sum over the keys it sees has the same bits, whichever of these lengths it is padded to: that of its own decode
-    step, or that of the whole prompt in a prefill.
+    A token's sum over the keys it sees has the same bits whichever of these lengths it is padded to: that of
+    its own decode step, or that of the whole prompt in a prefill.
     """
     return round_up(length, 16) if length <= UNSPLIT else round_up(length, 512)
 
@@ -107,32 +108,35 @@ def round_up(length, multiple=16):
 
 
 def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
-    """query [tokens, heads, dim]; k_cache, v_cache [slots, kv heads, dim]; plan from `group_by_length`. Returns query's shape."""
+    """query [tokens, heads, dim], caches [slots, kv heads, dim], plan of `group_by_length` -> as query."""
     order, groups, back = plan
 
     def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
-        return torch.nn.functional.embedding(slots, cache.flatten(1)).unflatten(-1, cache.shape[1:]).transpose(1, 2)
+        found = torch.nn.functional.embedding(slots, cache.flatten(1))
+        return found.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
     queries = query.index_select(0, order).split([mask.shape[0] * mask.shape[2] for _, mask in groups])
     outputs = []
     for q, (slots, mask) in zip(queries, groups, strict=True):
         q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
+        k, v = gather(k_cache, slots), gather(v_cache, slots)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, gather(k_cache, slots), gather(v_cache, slots), mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
+            q, k, v, mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, back)
 
 
 def batched_attention():
-    """SGLang's `torch_native` backend with one attention call per group of requests. A function: its base needs the stand-ins."""
+    """SGLang's `torch_native` backend with one call per group of requests. Its base needs the stand-ins."""
     from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType
 
     class BatchedAttention(TorchNativeAttnBackend):
         def init_forward_metadata(self, batch):
             super().init_forward_metadata(batch)
-            new_lens = torch.ones_like(batch.seq_lens) if batch.forward_mode.is_decode() else batch.extend_seq_lens
+            decodes = batch.forward_mode.is_decode()
+            new_lens = torch.ones_like(batch.seq_lens) if decodes else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
             self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
 
@@ -144,12 +148,13 @@ def batched_attention():
                 pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
             query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             grouped = layer.tp_q_head_num != layer.tp_k_head_num
-            return attend(query, *pool.get_kv_buffer(layer.layer_id), self.plan, layer.scaling, grouped).flatten(1)
+            k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
+            return attend(query, k_cache, v_cache, self.plan, layer.scaling, grouped).flatten(1)
 
     return BatchedAttention
 
 
-# ---- start -----------------------------------------------------------------------------------------------------------
+# ---- start
 
 
 def install():
@@ -158,10 +163,11 @@ def install():
     from sglang.srt.layers import logits_processor, sampler
     from sglang.srt.layers.attention import attention_registry
 
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # triton kernels: this is in their place
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # these are triton kernels
     torch.nn.functional.linear = at_least_four_rows(at_least_four_columns(torch.nn.functional.linear))
-    head = logits_processor.LogitsProcessor._compute_lm_head
-    logits_processor.LogitsProcessor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
+    processor = logits_processor.LogitsProcessor
+    head = processor._compute_lm_head
+    processor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
         lambda hidden: head(self, hidden, *args, **kwargs)
     )(hidden)
     sampler.Sampler._sample_from_probs = row_by_row(sampler.Sampler._sample_from_probs)

@@ -270,6 +270,7 @@ class Pool:
             await asyncio.wait([self._watch])
             self._watch = None
         self.awake = False
+        self._elsewhere.clear()  # what was awaited when they met last would steer the next requests
         await self._each(lambda engine: engine.sleep())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:

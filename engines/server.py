@@ -79,8 +79,8 @@ def server_environment(key: str, private: str) -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group.
 
     key: what requests must show; in the environment, because anybody may read a command line. private: a
-    folder of the server's own. There its processes find each other in a file (by default, on a port, which torch
-    opens on every interface), and there are its sockets, which a killed server doesn't remove.
+    folder of the server's own. There its processes find each other in a file (by default, on a port that is
+    open on every interface), and there are its sockets, which a killed server doesn't remove.
     """
     import torch
 

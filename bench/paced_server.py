@@ -1,0 +1,31 @@
+"""cpu/sglang.py with a pace: a step of the model lasts at least as long as on the device that is played.
+
+For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
+to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; with it, bench/served_load.py has
+servers run this module.
+"""
+
+import os
+import time
+
+from cpu import sglang
+
+
+def at_pace(forward, pace):
+    """`forward` of a model, made to last as long as `pace` says."""
+    fixed_ms, each_ms = map(float, pace.split(","))
+
+    def paced(self, input_ids, positions, forward_batch, *args, **kwargs):
+        due = time.perf_counter() + (fixed_ms + each_ms * forward_batch.batch_size) / 1000
+        result = forward(self, input_ids, positions, forward_batch, *args, **kwargs)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return result
+
+    return paced
+
+
+if __name__ == "__main__":
+    sglang.die_with_parent()
+    library = sglang.install()
+    sglang.decoder_forward = at_pace(sglang.decoder_forward, os.environ["BENCH_PACE_MS"])
+    sglang.main()
