@@ -91,7 +91,8 @@ def server_environment(key: str, private: str) -> dict[str, str]:
     if not torch.cuda.is_available():
         # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
         environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
-        environment["OMP_NUM_THREADS"] = "1"
+        # MKL's products have other last bits for few rows on some processors, if not told to be strict
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
     return environment
 
 
