@@ -121,7 +121,7 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; without splits the only plan."""
+    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; else the only plan."""
     splits = [len(plan.rollout) for plan in plans if len(plan.rollout) < world_size]
     half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
     wanted = config.rollout_ranks or half

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from rollout import RolloutBatch
 
 SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, each of another group
-SAMPLE_FIELDS = "prompt_id question answer_key response finish critique verdict reward cost".split()
+SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
+SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")  # no costs, judges, keys
 

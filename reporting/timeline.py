@@ -56,7 +56,7 @@ class SampleSpan(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """`rank` saw something happen: a wave ("wave 2"), a push of weights ("v3"), a move of the split ("3|1")."""
+    """`rank` saw something happen: a wave ("wave 2"), a push of weights ("v3"), a new split ("3|1")."""
 
     kind: str  # wave, weights, split
     text: str

@@ -1,11 +1,11 @@
 """Warm start: the demo's two checkpoints, an actor with two habits and a judge, made by supervised steps.
 
 The actor mostly blurts the answer out and sometimes shows the work: reinforcement learning has something to
-find. The judge starts from it and learns to recompute every column and to compare it with the claimed digit.
-Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed digit off
-the claim), extra or lost digits, slipped carries, and wrong answers of the actor itself. Both are cached under
-~/.cache/nanoyatt by seed and recipe, once the judge passes the gate on held-out problems: few false accepts
-and few false rejects.
+find. The judge starts from it and learns to recompute every column and to compare it with the claimed
+digit. Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed
+digit off the claim), extra or lost digits, slipped carries, and wrong answers of the actor itself. Both are
+cached under ~/.cache/nanoyatt by seed and recipe, once the judge passes the gate on held-out problems: few
+false accepts and few false rejects.
 """
 
 from __future__ import annotations
