@@ -59,6 +59,7 @@ class Pool:
         self._watch: asyncio.Task | None = None
         self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
         self._wakes = self._stalls = 0
+        self._aborts = 0  # times that all answers were
 
     def assign(self, leads: tuple[int, ...]) -> None:
         """Take the engines of these ranks and no others."""
@@ -80,11 +81,16 @@ class Pool:
 
         limits: the most new tokens of each, default sampling.max_new_tokens. greedy: which are, whatever
         `sampling` says. model: which of the role's models. If an engine is lost or stalls, another goes on
-        with the tokens so far. What was aborted comes with finish "abort" and isn't asked again.
-        ValueError after MAX_STALLS stalls.
+        with the tokens so far. What was aborted comes with finish "abort", if anything came of it, and isn't
+        asked again. ValueError after MAX_STALLS stalls.
         """
         owed, begun, stalls = make_requests(prompts, sampling, limits, seeds, greedy), {}, 0
+        aborts = self._aborts
         while owed:
+            if self._aborts > aborts:  # while it waited, or what it had asked was lost
+                for index in begun.keys() & owed.keys():
+                    yield self._note(replace(begun[index], index=index, finish="abort"), len(prompts[index]))
+                return
             if (engine := self.route(model)) is None:
                 await asyncio.sleep(WAIT_S)
                 continue
@@ -282,7 +288,8 @@ class Pool:
             await self.world.barrier()
 
     async def abort(self) -> None:
-        """Abort every answer that the engine of this rank is writing, whoever asked. Not collective."""
+        """Abort what this controller asked for, and what this rank's engine is writing. Not collective."""
+        self._aborts += 1
         if self.awake:
             await self._on_own(lambda engine: engine.abort())
 

@@ -289,6 +289,24 @@ def test_an_aborted_answer_is_not_asked_again():
     assert len(first.asked) == len(second.asked) == 1
 
 
+@pytest.mark.parametrize("breaks,tokens", [(0, 0), (2, 20)])
+def test_what_waits_for_an_engine_is_given_up_when_all_is_aborted(breaks, tokens):
+    """The only engine was lost: what came of the answer comes back, and nobody waits for the rest."""
+
+    async def work(pool):
+        asked = asyncio.create_task(ask_with(pool, [[5, 6]], Sampling(1.0, 1000), seeds=[1]))
+        await asyncio.sleep(10 * breaks + 1)
+        pool._lost = {1: "died"}
+        await asyncio.sleep(100)
+        assert not asked.done()
+        await pool.abort()
+        return await asked
+
+    answers, seconds = run_alone([Writer(1, {1: 100}, breaks=breaks)], work)
+    expected = [("abort", answer_to([5, 6], 1, tokens))] * bool(tokens)
+    assert [(answer.finish, answer.tokens) for answer in answers] == expected and seconds < 122
+
+
 def test_what_is_asked_of_each_prompt():
     """Limits, seeds and which are greedy; by default sampling's limit, no seed, none."""
     engine, prompts, sampling = Writer(0, {None: 9, 7: 9, 8: 9}), [[5], [6]], Sampling(0.7, 50, (1,))
