@@ -105,16 +105,22 @@ class Pool:
                             del owed[index]
                             yield self._note(replace(begun[index], index=index), len(prompts[index]))
             except (EngineLost, TimeoutError) as error:
-                if isinstance(error, EngineLost):
-                    await asyncio.sleep(RECONNECT_S)
-                if self._is_up(engine):
-                    self._deprioritized.add(engine.rank)
-                    self._stalls, stalls = self._stalls + 1, stalls + 1
-                if stalls == MAX_STALLS:
-                    raise ValueError(
-                        f"the {engine.name} {error}, the third failure in a row to go on with an answer: "
-                        f"--timeout-s {self.config.timeout_s:g} may be too short for it"
-                    ) from None
+                stalls = await self._failed(engine, error, stalls)
+
+    async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
+        """An engine gave nothing more; returns the stalls in a row. ValueError after MAX_STALLS of them."""
+        if isinstance(error, EngineLost):
+            await asyncio.sleep(RECONNECT_S)
+        if not self._is_up(engine):
+            return stalls
+        self._deprioritized.add(engine.rank)
+        self._stalls += 1
+        if stalls + 1 == MAX_STALLS:
+            raise ValueError(
+                f"the {engine.name} {error}, the third failure in a row to go on with an answer: "
+                f"--timeout-s {self.config.timeout_s:g} may be too short for it"
+            ) from None
+        return stalls + 1
 
     def route(self, model: int = 0) -> Engine | None:
         """The engine of `model` with the fewest outstanding tokens, None if none is up.
@@ -272,12 +278,11 @@ class Pool:
             return
         await self.world.barrier()
         if self._watch:
-            self._watch.cancel()
+            self.close()
             await asyncio.wait([self._watch])
             self._watch = None
-        self._elsewhere.clear()  # else the next step would begin with routes that a resumed run doesn't know
         self.awake = False
-        self._elsewhere.clear()  # what was awaited when they met last would steer the next requests
+        self._elsewhere.clear()  # it would steer the next step's requests, which a resumed run can't know
         await self._each(lambda engine: engine.sleep())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
