@@ -1,8 +1,8 @@
 """cpu/sglang.py with a pace: a step of the model lasts at least as long as on the device that is played.
 
 For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
-to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; with it, bench/served_load.py has
-servers run this module.
+to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; with it, bench/served_load.py
+has servers run this module.
 """
 
 import os
