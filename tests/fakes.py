@@ -131,14 +131,14 @@ class Device:
 class FakeServer:
     """What all handles on one engine share: the server, and those that take its place.
 
-    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it
-    hears no abort. starts: how many more times it can be started. drops: replies that will be lost on their
-    way.
+    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
+    swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many more times it can be started.
+    drops: replies that will be lost on their way.
     """
 
     def __init__(self, device, role, rank):
         self.device, self.role, self.rank, self.version, self.awake = device, role, rank, None, True
-        self.pace, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 0.1, False
+        self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
         self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
@@ -182,8 +182,8 @@ class FakeEngine:
         return other
 
     async def generate(self, requests):
-        """Each answer in one part after `server.pace` seconds a token, or what there is of it when it is
-        aborted.
+        """Each answer in parts of `server.part` tokens, `server.pace` seconds a token, or as far as it is
+        when it is aborted.
 
         A prompt that ends in the beginning of its answer is continued.
         """
@@ -197,19 +197,24 @@ class FakeEngine:
         server.asked.append((start, version))
         server.seeds += [request.seed for request in requests]
         server.aborts.append(aborted)
-        answers = [self._answer_to(request, index) for index, request in enumerate(requests)]
+        answers, came = [self._answer_to(request, index) for index, request in enumerate(requests)], {}
+        parts = [(end, a.index) for a in answers for end in part_ends(len(a.tokens), server.part)]
         try:
-            for answer in sorted(answers, key=lambda answer: len(answer.tokens)):
-                await self._until(start + server.pace * len(answer.tokens), aborted)
+            for end, index in sorted(parts):
+                await self._until(start + server.pace * end, aborted)
+                answer, begin = answers[index], came.get(index, 0)
+                if begin == "aborted":
+                    continue
                 if server.drops:
                     server.drops -= 1
                     raise EngineLost("the connection broke")
-                tokens, finish = answer.tokens, answer.finish
-                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < len(tokens):
-                    tokens, finish = tokens[:so_far], "abort"
-                logprobs, versions = answer.logprobs[: len(tokens)], [version] * len(tokens)
-                times = dict(sent=start, first_token=start, end=clock())
-                yield Answer(answer.index, tokens, logprobs, finish, versions, **times, rank=self.rank)
+                finish = answer.finish if end == len(answer.tokens) else ""
+                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < end:
+                    end, finish = max(begin, so_far), "abort"
+                came[index] = "aborted" if finish == "abort" else end
+                tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
+                times = dict(sent=start, first_token=start, end=clock(), rank=self.rank)
+                yield Answer(index, tokens, logprobs, finish, [version] * len(tokens), **times)
         finally:
             server.aborts.remove(aborted)
 
@@ -289,6 +294,11 @@ class FakeEngine:
     async def kill(self):
         self.awake = False
         self.server.die()
+
+
+def part_ends(length, part):
+    """After how many tokens the parts of an answer end."""
+    return [*range(part, length, part), length]
 
 
 def number_of(prompt, seed, index):
