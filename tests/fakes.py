@@ -189,7 +189,7 @@ class FakeEngine:
         """
         server, clock = self.server, asyncio.get_running_loop().time
         if not server.runs:
-            raise EngineLost("the connection was refused")
+            raise EngineLost("refused the connection")
         assert server.awake, f"a request came to the {self.name} while it slept"
         assert self.role == "genrm" or server.version is not None, "asked before it was pushed weights"
         start, version, aborted = clock(), server.version, asyncio.get_running_loop().create_future()
@@ -207,7 +207,7 @@ class FakeEngine:
                     continue
                 if server.drops:
                     server.drops -= 1
-                    raise EngineLost("the connection broke")
+                    raise EngineLost("broke the connection")
                 finish = answer.finish if end == len(answer.tokens) else ""
                 if aborted.done() and (so_far := int((clock() - start) / server.pace)) < end:
                     end, finish = max(begin, so_far), "abort"
@@ -238,7 +238,7 @@ class FakeEngine:
             finally:
                 changed.cancel()
             if not server.runs:
-                raise EngineLost("the connection broke")
+                raise EngineLost("broke the connection")
             if not server.hangs and changed not in done:
                 return
 

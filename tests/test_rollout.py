@@ -367,15 +367,17 @@ def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
     cut_off, struck = rollout.cut_off, []
 
     async def cut_off_and_die(c, tasks):
-        if c.timeline.step == 1 and tasks.running and not struck:
-            struck.append(c.world.rank)
+        if c.placement.rollout.status().outstanding and not struck:
+            struck.append(c.timeline.step)
             for engine in c.placement.rollout.all_engines:
                 engine.server.die()
         await cut_off(c, tasks)
 
+    options = dict(write=one_in_ten, verdict=parity, over_dispatch=1.25, steps=3, eval_every=100)
     with mock.patch.object(rollout, "cut_off", cut_off_and_die):
-        controllers, _ = simulate("partial", 2, over_dispatch=1.5, steps=4, eval_every=100)
-    assert struck and controllers[0].report.restarts[1] == len(controllers[0].placement.rollout.engines)
+        controllers, _ = simulate("partial", 2, **options)
+    assert struck == [0] and controllers[0].report.restarts == [1, 0, 0]
+    assert 7 in controllers[0].report.requeued[0]
     check_prompts(controllers)
     check_tokens(controllers)
 
