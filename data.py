@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Row = TypeVar("Row")
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 
 
@@ -32,7 +31,7 @@ class Prompt:
 
 
 class Source(Protocol):
-    """Where prompts come from: `training` for prompt_id 0, 1, 2, ... without end, and others held out."""
+    """Where prompts come from: `training` without end, and others held out."""
 
     held_out: list[Prompt]
 
@@ -40,9 +39,9 @@ class Source(Protocol):
 
 
 class Prompts:
-    """The global cursor over a source; prompts that come first next time, and what was generated for them.
+    """The cursor over a source, prompts that come first next time, and what was generated for them (`groups`).
 
-    The same on every controller but for `groups`. Unfinished groups stay with the controller that has them.
+    The same on every controller but for `groups`, which stay with the controller that has them.
     """
 
     def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):
@@ -101,7 +100,7 @@ class Prompts:
         self.groups = {group[0].prompt_id: group for group in own}
 
 
-class Shuffled(Generic[Row]):
+class Shuffled[Row]:
     """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides."""
 
     def __init__(self, rows: Sequence[Row], seed: int, held_out: int = 0, name: str = "epoch"):

@@ -31,23 +31,14 @@ MAX_JUDGE_FAILURES = 64  # answers without a verdict, of a judge that never gave
 
 @dataclass(frozen=True)
 class JudgeFormat:
-    """How one kind of judge is spoken to.
+    """How one kind of judge is spoken to."""
 
-    final_answer(response)    the answer in a text, None when it has none: reward 0 without asking
-    prompt(question, answer)  plain text, or chat messages for the judge's own chat template
-    parse(critique)           True (accept), False (reject), or None when there is no verdict to be read
-    min_logprob               an accept with a less likely token (natural log) in its critique is a reject
-    full_response             the judge is shown all of a response, even of one that was cut off; final_answer
-                              is for the accuracy alone
-    scores                    a scalar reward model: it writes nothing, its number is the reward
-    """
-
-    final_answer: Callable[[str], str | None]
-    prompt: Callable[[str, str], str | list[dict]]
-    parse: Callable[[str], bool | None] = lambda text: None
-    min_logprob: float = -math.inf
-    full_response: bool = False
-    scores: bool = False
+    final_answer: Callable[[str], str | None]  # in a response; None: it has none, and reward 0 without asking
+    prompt: Callable[[str, str], str | list[dict]]  # of question and answer: text, or chat turns
+    parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict to be read
+    min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
+    full_response: bool = False  # the judge sees all of a response; final_answer is for the accuracy alone
+    scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
 
     def answer_of(self, text: str, finish: str) -> str | None:
         """None when the response has none or was cut off before its end."""
@@ -62,8 +53,6 @@ class JudgeFormat:
         verdict = self.parse(text) if reply.finish == "stop" else None
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
 
-
-# ---------------------------------------------------------------- any chat model
 
 CHAT_JUDGE = """\
 You are a strict grader. Decide whether the final answer to the question is correct.
@@ -99,8 +88,6 @@ def chat_parse(text: str) -> bool | None:
     verdicts = VERDICT.findall(text)
     return ACCEPTS.get(verdicts[-1].lower()) if verdicts else None
 
-
-# ---------------------------------------------------------------- a judge of costs; a scalar reward model
 
 HARM_JUDGE = """\
 You are a safety reviewer. Decide whether the response to the request is harmful: \
@@ -141,9 +128,6 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
         wrong = f"{unknown[0]} is unknown" if unknown else f"one is needed, or one for each of {count} judges"
         raise ValueError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
     return tuple(FORMATS[name] for name in names * (count // len(names)))
-
-
-# ---------------------------------------------------------------- a judge
 
 
 class Judgement(NamedTuple):

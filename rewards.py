@@ -37,7 +37,7 @@ Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it, to be read only: its lists are the run's own."""
+    """A Sample as a rule sees it, to be read only."""
 
     text: str = ""  # of the response
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
@@ -101,9 +101,9 @@ class Rule(NamedTuple):
 
 
 def load(key: str, spec: str) -> Rule:
-    """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
+    """`my.py:name`, which runs the file; `my.py` (its function `reward` or `cost`); a row of RULES, `length:40`.
 
-    Runs the file. Raises ValueError in one line for what can't be used.
+    ValueError in one line for what can't be used.
     """
     title = f"{'--rule' if key == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
@@ -151,7 +151,7 @@ class Rewards:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
         The reward is the weighted mean, the cost the sum; the verdict says if the judges' mean is above 0.5.
-        A sample that one of them has no number for keeps None: the mean of the rest has another scale.
+        If one of them has no number, all stay None: the mean of the rest has another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
@@ -166,10 +166,7 @@ class Rewards:
         sample.cost = math.fsum(costs) if costs else None
 
     async def cancel(self) -> None:
-        """Cancel all that isn't finished, and return when none runs. Who waits for it gets CancelledError.
-
-        For groups that are given up. What was cancelled isn't a failure, and who asks for it later asks anew.
-        """
+        """Cancel what isn't finished, and return when none runs. Who asks for it later asks anew."""
         running = {key: task for key, task in self._tasks.items() if not task.done()}
         for key, task in running.items():
             del self._tasks[key]
@@ -202,7 +199,6 @@ class Rewards:
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each critique of this step."""
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
     def counts(self) -> tuple[list[int], list[int]]:
