@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Row = TypeVar("Row")
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 
 
@@ -39,7 +40,7 @@ class Source(Protocol):
 
 
 class Prompts:
-    """The cursor over a source, prompts that come first next time, and what was generated for them (`groups`).
+    """The cursor over a source, prompts that come first next time, what was generated for them (`groups`).
 
     The same on every controller but for `groups`, which stay with the controller that has them.
     """
@@ -100,7 +101,7 @@ class Prompts:
         self.groups = {group[0].prompt_id: group for group in own}
 
 
-class Shuffled[Row]:
+class Shuffled(Generic[Row]):
     """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides."""
 
     def __init__(self, rows: Sequence[Row], seed: int, held_out: int = 0, name: str = "epoch"):

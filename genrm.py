@@ -162,7 +162,10 @@ class Judge:
         """
         if answer is None:  # at no cost it would be the cheapest of answers
             return Judgement("no final answer", 0.0 if self.key == "reward" else None)
-        prompt = self._prompt(question, answer)
+        # a special token that they spell out is text: it can't end the turn
+        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
+        encode = data.encode_exchange if self.format.scores else data.encode
+        prompt = encode(self.tokenizer, self.format.prompt(*plain))
         texts, verdicts, missing = [], [], list(range(self.judgements))
         calls = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES
         for attempt in range(calls if len(prompt) <= self.max_prompt_tokens else 0):
@@ -176,12 +179,6 @@ class Judge:
         self.parsed += len(verdicts)
         self.failed += not verdicts
         return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
-
-    def _prompt(self, question: str, answer: str) -> list[int]:
-        """Token ids. A special token that question or answer spell out is text: it can't end the turn."""
-        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
-        encode = data.encode_exchange if self.format.scores else data.encode
-        return encode(self.tokenizer, self.format.prompt(*plain))
 
     async def _replies(self, prompt: list[int], seeds: list[int], pool: Pool) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""

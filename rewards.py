@@ -101,9 +101,9 @@ class Rule(NamedTuple):
 
 
 def load(key: str, spec: str) -> Rule:
-    """`my.py:name`, which runs the file; `my.py` (its function `reward` or `cost`); a row of RULES, `length:40`.
+    """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
 
-    ValueError in one line for what can't be used.
+    Runs the file. ValueError in one line for what can't be used.
     """
     title = f"{'--rule' if key == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
@@ -120,9 +120,6 @@ def load(key: str, spec: str) -> Rule:
     if not callable(function := vars(module).get(name)):
         raise ValueError(f"{title}: {path} has no function {name}(sample)")
     return Rule(key, function, code)
-
-
-# ---------------------------------------------------------------- the list
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -155,7 +152,10 @@ class Rewards:
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
-        sample.critique = self._joined([judgement.critique for judgement in judgements])
+        critiques = [judgement.critique for judgement in judgements]
+        if (count := len(self.judges)) > 1:
+            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
+        sample.critique = "\n".join(filter(None, critiques))
         if any(judgement.value is None for judgement in judgements):
             return
         values = [(key, judgement.value) for key, judgement in zip(self._keys, judgements, strict=True)]
@@ -190,12 +190,6 @@ class Rewards:
         asked = self._tasks
         asked |= {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in asked}
         return [asked[key] for key in asks]
-
-    def _joined(self, critiques: list[str]) -> str:
-        """One text, in which several judges are told apart by their numbers."""
-        if (count := len(self.judges)) > 1:
-            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
-        return "\n".join(filter(None, critiques))
 
     @property
     def latencies(self) -> list[float]:

@@ -195,7 +195,10 @@ class Learner:
 
     def _prepare(self, examples: list[Example]) -> tuple[list, OutputLoss]:
         """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
-        (micro_batches,) = shard(examples, self.trainer)
+        rooms = {(number, 0): room(example, self.config.cp) + 1 for number, example in enumerate(examples)}
+        plans = plan_batch(rooms, self.trainer.cost, self.config, self.trainer.dp_size)
+        (plan,) = plans[self.trainer.dp_rank]
+        micro_batches = [[sample for number, _ in keys for sample in examples[number]] for keys in plan]
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
@@ -207,14 +210,6 @@ class Learner:
 
     def _means(self, stats: dict[str, float]) -> dict[str, float]:
         return {name: stats[name] / max(stats["divisor"], 1.0) for name in ("loss", *self.task.stats)}
-
-
-def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:
-    """This data-parallel rank's mini-batches of micro-batches; the answers of a pair together."""
-    config = trainer.config
-    rooms = {(number, 0): room(example, config.cp) + 1 for number, example in enumerate(examples)}
-    plan = plan_batch(rooms, trainer.cost, config, trainer.dp_size)[trainer.dp_rank]
-    return [[flat([[examples[number] for number, _ in keys]]) for keys in mini_batch] for mini_batch in plan]
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:

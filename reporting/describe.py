@@ -34,14 +34,12 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
 
 
 def as_option(name: str, value: object) -> str:
-    """A setting as the command line takes it."""
     if isinstance(value, bool):
         return f"--{dashed(name)}" if value else f"--no-{dashed(name)}"
     return f"--{dashed(name)} {as_text(value)}"
 
 
 def run_metadata(config: Config) -> dict:
-    """Every setting, those of the algorithm, versions and commit."""
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {

@@ -159,7 +159,6 @@ def _draw_verticals(axes: Axes, picture: Picture) -> None:
 
 
 def main() -> None:
-    """Exit status 1 after one line on stderr when there is nothing to draw."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")

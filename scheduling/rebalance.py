@@ -113,11 +113,11 @@ class Decision(NamedTuple):
 def choose_split(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int], steps_left: int
 ) -> Decision:
-    """The split of the next step (pure). history: newest last; capacity, tp: requests, ranks of an engine.
+    """The next step's split (pure). history: newest last; capacity, tp: requests and ranks of an engine.
 
     A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and the
     noise. What was never tried with work like this has the benefit of the doubt, or the model's errors would
-    keep a run in the first good place. Ranks move one engine at a time. Each mode has its turn to be measured.
+    keep a run in the first good place. Ranks move one engine at a time; each mode has its turn.
     """
     now, (seconds, errors) = history[-1].split, predictions(history, splits, capacity, tp)
     measured = next((age for age, step in enumerate(reversed(history)) if step.split != now), len(history))
@@ -203,7 +203,7 @@ class ServingModel:
 def predictions(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> tuple[dict[Split, float], dict[Split, float]]:
-    """Serving seconds of each split for the newest steps' work, corrected by what splits took, and errors."""
+    """Seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
     swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode == "full"]
     latency = {role: token_latency(history, role, ranks) for role, ranks in tp.items()}
     model = ServingModel(latency, capacity, tp, median(swaps[-RECENT:]) if swaps else 0.0)

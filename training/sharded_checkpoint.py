@@ -55,8 +55,7 @@ ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, an
 
 
 def metadata() -> dict:
-    """How Megatron shards: replicas are counted over all ranks that hold the same weights."""
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    group = mpu.get_data_parallel_group(with_context_parallel=True)  # who has the same weights
     return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
@@ -223,7 +222,7 @@ class OnlyDescriptions(pickle.Unpickler):
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """What `plan_save` saved on any number of ranks (collective). Executes nothing; ValueError if there is code."""
+    """What `plan_save` saved on any number of ranks (collective). Refuses code with a ValueError."""
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
