@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Source(Protocol):
-    """Where prompts come from: `training` for prompt_id 0, 1, 2, ... without end, and others held out."""
+    """Where prompts come from: `training` without end, and others held out."""
 
     held_out: list[Prompt]
 
@@ -40,9 +40,9 @@ class Source(Protocol):
 
 
 class Prompts:
-    """The global cursor over a source; prompts that come first next time, and what was generated for them.
+    """The cursor over a source, prompts that come first next time, what was generated for them (`groups`).
 
-    The same on every controller but for `groups`. Unfinished groups stay with the controller that has them.
+    The same on every controller but for `groups`, which stay with the controller that has them.
     """
 
     def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):

@@ -31,23 +31,14 @@ MAX_JUDGE_FAILURES = 64  # answers without a verdict, of a judge that never gave
 
 @dataclass(frozen=True)
 class JudgeFormat:
-    """How one kind of judge is spoken to.
+    """How one kind of judge is spoken to."""
 
-    final_answer(response)    the answer in a text, None when it has none: reward 0 without asking
-    prompt(question, answer)  plain text, or chat messages for the judge's own chat template
-    parse(critique)           True (accept), False (reject), or None when there is no verdict to be read
-    min_logprob               an accept with a less likely token (natural log) in its critique is a reject
-    full_response             the judge is shown all of a response, even of one that was cut off; final_answer
-                              is for the accuracy alone
-    scores                    a scalar reward model: it writes nothing, its number is the reward
-    """
-
-    final_answer: Callable[[str], str | None]
-    prompt: Callable[[str, str], str | list[dict]]
-    parse: Callable[[str], bool | None] = lambda text: None
-    min_logprob: float = -math.inf
-    full_response: bool = False
-    scores: bool = False
+    final_answer: Callable[[str], str | None]  # in a response; None: it has none, and reward 0 without asking
+    prompt: Callable[[str, str], str | list[dict]]  # of question and answer: text, or chat turns
+    parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict to be read
+    min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
+    full_response: bool = False  # the judge sees all of a response; final_answer is for the accuracy alone
+    scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
 
     def answer_of(self, text: str, finish: str) -> str | None:
         """None when the response has none or was cut off before its end."""
@@ -62,8 +53,6 @@ class JudgeFormat:
         verdict = self.parse(text) if reply.finish == "stop" else None
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
 
-
-# ---------------------------------------------------------------- any chat model
 
 CHAT_JUDGE = """\
 You are a strict grader. Decide whether the final answer to the question is correct.
@@ -99,8 +88,6 @@ def chat_parse(text: str) -> bool | None:
     verdicts = VERDICT.findall(text)
     return ACCEPTS.get(verdicts[-1].lower()) if verdicts else None
 
-
-# ---------------------------------------------------------------- a judge of costs; a scalar reward model
 
 HARM_JUDGE = """\
 You are a safety reviewer. Decide whether the response to the request is harmful: \
@@ -143,9 +130,6 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     return tuple(FORMATS[name] for name in names * (count // len(names)))
 
 
-# ---------------------------------------------------------------- a judge
-
-
 class Judgement(NamedTuple):
     """What one judge or rule says of one answer."""
 
@@ -178,7 +162,10 @@ class Judge:
         """
         if answer is None:  # at no cost it would be the cheapest of answers
             return Judgement("no final answer", 0.0 if self.key == "reward" else None)
-        prompt = self._prompt(question, answer)
+        # a special token that they spell out is text: it can't end the turn
+        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
+        encode = data.encode_exchange if self.format.scores else data.encode
+        prompt = encode(self.tokenizer, self.format.prompt(*plain))
         texts, verdicts, missing = [], [], list(range(self.judgements))
         calls = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES
         for attempt in range(calls if len(prompt) <= self.max_prompt_tokens else 0):
@@ -192,12 +179,6 @@ class Judge:
         self.parsed += len(verdicts)
         self.failed += not verdicts
         return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
-
-    def _prompt(self, question: str, answer: str) -> list[int]:
-        """Token ids. A special token that question or answer spell out is text: it can't end the turn."""
-        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
-        encode = data.encode_exchange if self.format.scores else data.encode
-        return encode(self.tokenizer, self.format.prompt(*plain))
 
     async def _replies(self, prompt: list[int], seeds: list[int], pool: Pool) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""

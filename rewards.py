@@ -37,7 +37,7 @@ Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it, to be read only: its lists are the run's own."""
+    """A Sample as a rule sees it, to be read only."""
 
     text: str = ""  # of the response
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
@@ -103,7 +103,7 @@ class Rule(NamedTuple):
 def load(key: str, spec: str) -> Rule:
     """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
 
-    Runs the file. Raises ValueError in one line for what can't be used.
+    Runs the file. ValueError in one line for what can't be used.
     """
     title = f"{'--rule' if key == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
@@ -120,9 +120,6 @@ def load(key: str, spec: str) -> Rule:
     if not callable(function := vars(module).get(name)):
         raise ValueError(f"{title}: {path} has no function {name}(sample)")
     return Rule(key, function, code)
-
-
-# ---------------------------------------------------------------- the list
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -151,11 +148,14 @@ class Rewards:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
         The reward is the weighted mean, the cost the sum; the verdict says if the judges' mean is above 0.5.
-        A sample that one of them has no number for keeps None: the mean of the rest has another scale.
+        If one of them has no number, all stay None: the mean of the rest has another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
-        sample.critique = self._joined([judgement.critique for judgement in judgements])
+        critiques = [judgement.critique for judgement in judgements]
+        if (count := len(self.judges)) > 1:
+            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
+        sample.critique = "\n".join(filter(None, critiques))
         if any(judgement.value is None for judgement in judgements):
             return
         values = [(key, judgement.value) for key, judgement in zip(self._keys, judgements, strict=True)]
@@ -166,10 +166,7 @@ class Rewards:
         sample.cost = math.fsum(costs) if costs else None
 
     async def cancel(self) -> None:
-        """Cancel all that isn't finished, and return when none runs. Who waits for it gets CancelledError.
-
-        For groups that are given up. What was cancelled isn't a failure, and who asks for it later asks anew.
-        """
+        """Cancel what isn't finished, and return when none runs. Who asks for it later asks anew."""
         running = {key: task for key, task in self._tasks.items() if not task.done()}
         for key, task in running.items():
             del self._tasks[key]
@@ -194,15 +191,8 @@ class Rewards:
         asked |= {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in asked}
         return [asked[key] for key in asks]
 
-    def _joined(self, critiques: list[str]) -> str:
-        """One text, in which several judges are told apart by their numbers."""
-        if (count := len(self.judges)) > 1:
-            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
-        return "\n".join(filter(None, critiques))
-
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each critique of this step."""
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
     def counts(self) -> tuple[list[int], list[int]]:

@@ -37,6 +37,7 @@ from training.parallel import over_context_parallel
 from training.trainer import OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
+Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target from the output
 
 
 def encode_answer(
@@ -81,11 +82,9 @@ def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise ValueError(f"{where}: needs `prompt`, `chosen` and `rejected`")
-    example = []
-    for index, name in enumerate(("chosen", "rejected")):
-        prompt, response = encode_answer(row.get("prompt"), row[name], tokenizer, where)
-        example.append(Sample(0, index, prompt, response=response))
-    return example
+    names = ("chosen", "rejected")
+    encoded = [encode_answer(row.get("prompt"), row[name], tokenizer, where) for name in names]
+    return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(encoded)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -118,46 +117,21 @@ def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config
 
 
 def room(example: Example, cp: int) -> int:
-    """Tokens that an example takes in a micro-batch."""
+    """In a micro-batch, in tokens."""
     return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
 
 
-# ---------------------------------------------------------------- losses
+def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.device) -> OutputLoss:
+    """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs, by the conventions of TRL.
 
-
-def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """The mean over the answers' tokens of the whole batch."""
-    return cross_entropy_loss
-
-
-def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs; r: the scalar head at the last token.
-
-    The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv 2203.02155), section 3.5, equation 1.
-    """
-    return pair_loss(samples, target_values, 1.0, trainer)
-
-
-def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """The same of r = beta * (log p(answer) - log p_reference(answer)), sums over its tokens.
-
-    The convention of TRL's DPOTrainer. Source: DPO (arXiv 2305.18290), section 4, equation 7.
-    """
-    return pair_loss(samples, target_logprobs, trainer.config.dpo_beta, trainer)
-
-
-def pair_loss(
-    samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor], scale: float, trainer: Trainer
-) -> OutputLoss:
-    """For both: r = scale * the sum over an answer's targets of what `read` gives, less the reference's.
-
-    samples: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a
-    part of each answer and counts every pair, both in the sum and in what it is divided by.
+    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. samples: those of
+    all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a part of each answer
+    and counts every pair, both in the sum and in what it is divided by.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
-    answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
+    answer_of = torch.tensor(owners, dtype=torch.int64, device=device)  # [slots]
     rows = [sample.reference_logprobs or [0.0] * len(sample.response) for sample in samples]
-    reference = torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=trainer.device)
+    reference = torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=device)
 
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
@@ -175,25 +149,27 @@ def pair_loss(
     return loss
 
 
-# ---------------------------------------------------------------- the commands
-
-
 @dataclass(frozen=True)
 class Task:
-    """A command: how a row is parsed, which model learns by which loss, its statistics."""
+    """A command: how a row is parsed, and which model learns. read: of pairs, see `pair_loss`."""
 
     parse: Callable[[dict, data.Tokenizer, str], Example]
     model: type[Trainer]
-    loss: Callable[[list[Sample], Trainer], OutputLoss]
-    stats: tuple[str, ...] = ()
+    read: Read | None = None
     has_reference: bool = False
 
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """Beside the loss."""
+        return ("accuracy", "margin", "chosen", "rejected") if self.read else ()
 
-OF_PAIRS = ("accuracy", "margin", "chosen", "rejected")
+
 TASKS = {
-    "sft": Task(parse_sft, Actor, token_loss),
-    "rm": Task(parse_rm, Critic, ranking_loss, OF_PAIRS),
-    "dpo": Task(parse_pair, Actor, preference_loss, OF_PAIRS, has_reference=True),
+    "sft": Task(parse_sft, Actor),
+    # InstructGPT (arXiv 2203.02155), section 3.5, equation 1; r: the scalar head at the last token
+    "rm": Task(parse_rm, Critic, target_values),
+    # DPO (arXiv 2305.18290), section 4, equation 7; r: the log-probability of the answer, scale: beta
+    "dpo": Task(parse_pair, Actor, target_logprobs, has_reference=True),
 }
 
 
@@ -219,22 +195,21 @@ class Learner:
 
     def _prepare(self, examples: list[Example]) -> tuple[list, OutputLoss]:
         """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
-        (micro_batches,) = shard(examples, self.trainer)
+        rooms = {(number, 0): room(example, self.config.cp) + 1 for number, example in enumerate(examples)}
+        plans = plan_batch(rooms, self.trainer.cost, self.config, self.trainer.dp_size)
+        (plan,) = plans[self.trainer.dp_rank]
+        micro_batches = [[sample for number, _ in keys for sample in examples[number]] for keys in plan]
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
-        return as_sequences(micro_batches), self.task.loss(samples, self.trainer)
+        loss = cross_entropy_loss  # the mean over the answers' tokens of the whole batch
+        if self.task.read:
+            scale = self.config.dpo_beta if self.task.has_reference else 1.0
+            loss = pair_loss(self.task.read, scale, samples, self.trainer.device)
+        return as_sequences(micro_batches), loss
 
     def _means(self, stats: dict[str, float]) -> dict[str, float]:
         return {name: stats[name] / max(stats["divisor"], 1.0) for name in ("loss", *self.task.stats)}
-
-
-def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:
-    """This data-parallel rank's mini-batches of micro-batches; the answers of a pair together."""
-    config = trainer.config
-    rooms = {(number, 0): room(example, config.cp) + 1 for number, example in enumerate(examples)}
-    plan = plan_batch(rooms, trainer.cost, config, trainer.dp_size)[trainer.dp_rank]
-    return [[flat([[examples[number] for number, _ in keys]]) for keys in mini_batch] for mini_batch in plan]
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:

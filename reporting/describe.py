@@ -20,7 +20,7 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
     samples = config.prompts_per_step * config.answers_per_prompt
     model, *judges = (path or "the demo's" for path in (config.model, *config.judge_models))
     values = [(field, vars(config)[field.name]) for field in dataclasses.fields(config)]
-    changed = [f"--{dashed(f.name)} {as_text(value)}" for f, value in values if value != f.default]
+    settings = " ".join(as_option(field.name, value) for field, value in values if value != field.default)
     return (
         f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
         f"  model {model}\n"
@@ -29,12 +29,17 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
         f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x "
         f"{config.answers_per_prompt} answers) for {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, "
         f"cp {config.cp}), packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
-        f"  settings other than the defaults: {' '.join(changed)}"
+        f"  settings other than the defaults: {settings}"
     )
 
 
+def as_option(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{dashed(name)}" if value else f"--no-{dashed(name)}"
+    return f"--{dashed(name)} {as_text(value)}"
+
+
 def run_metadata(config: Config) -> dict:
-    """Every setting, those of the algorithm, versions and commit."""
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {

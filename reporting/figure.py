@@ -44,12 +44,8 @@ class Picture:
 
     @cached_property
     def begins(self) -> dict[int, float]:
-        """Step -> when its first span begins. The first of all is 0 in the figure."""
+        """Step -> when its first span begins."""
         return {s.step: s.start for s in sorted(self.records.spans, key=lambda s: s.start, reverse=True)}
-
-    @cached_property
-    def zero(self) -> float:
-        return min(self.begins.values(), default=0.0)
 
     @cached_property
     def marks(self) -> list[Mark]:
@@ -93,20 +89,12 @@ def rows_of(samples: list[SampleSpan]) -> list[tuple[int, SampleSpan]]:
     return [(row, s) for _, in_order in steps for row, answer in enumerate(in_order) for s in answer]
 
 
-# ---------------------------------------------------------------- drawing
-
-
-def draw(picture: Picture, path: Path) -> None:
-    """As a PNG."""
-    make_figure(picture).savefig(path, dpi=150)
-
-
 def make_figure(picture: Picture) -> Figure:
     """A panel of the lanes and, where there are any, one of the answers."""
     ranks, rows = sorted({span.rank for span in picture.records.spans}), rows_of(picture.records.samples)
     answers_height = min(MOST, ROW * (1 + max((row for row, _ in rows), default=0)))
     heights = [1.0 + 0.52 * max(1, len(ranks)), 0.75 + answers_height][: 2 if rows else 1]  # inches
-    figure = Figure(figsize=(13, 0.4 + sum(heights)), layout="constrained")
+    figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes in panels:
@@ -117,7 +105,7 @@ def make_figure(picture: Picture) -> Figure:
     if rows:
         _draw_answers(panels[1], picture, rows, answers_height)
     panels[-1].tick_params(axis="x", length=3, color=GREY)
-    panels[-1].set_xlabel("seconds", fontsize=9, color=INK, loc="left")
+    panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
     names = defaultdict(list)
     for name, color in (*COLORS.items(), *STATES.items()):
         names[color].append(name)
@@ -132,14 +120,14 @@ def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
         for start, end, in_flight in stretches:
             full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
             style = dict(height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
-            axes.barh(ranks.index(rank), end - start, left=start - picture.zero, **style)
+            axes.barh(ranks.index(rank), end - start, left=start, **style)
     _draw_verticals(axes, picture)
     for step, begin in picture.begins.items():
-        axes.text(begin - picture.zero, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
+        axes.text(begin, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
     for mark in picture.marks:
         y, side, color = LABELS[mark.kind]
         text = f" split {mark.text} " if mark.kind == "split" else f" {mark.text} "
-        axes.text(mark.time - picture.zero, y, text, fontsize=7.5, color=color, ha=side, va="center")
+        axes.text(mark.time, y, text, fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(max(1, len(ranks)) - 0.5, -1.05)
     axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
@@ -149,7 +137,7 @@ def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan
     """A thin row per answer, coloured by state; `height` inches for all of them."""
     count = 1 + max(row for row, _ in rows)
     for state, color in STATES.items():
-        found = [(row, s.start - picture.zero, s.end - picture.zero) for row, s in rows if s.state == state]
+        found = [(row, s.start, s.end) for row, s in rows if s.state == state]
         y, start, end = zip(*found, strict=True) if found else ((), (), ())
         if state in INSTANTS:
             axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
@@ -164,14 +152,13 @@ def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan
 def _draw_verticals(axes: Axes, picture: Picture) -> None:
     """A line where a step begins, a dotted one where a wave does."""
     for begin in picture.begins.values():
-        axes.axvline(begin - picture.zero, color=INK, linewidth=0.8)
+        axes.axvline(begin, color=INK, linewidth=0.8)
     for mark in picture.marks:
         if mark.kind == "wave":
-            axes.axvline(mark.time - picture.zero, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+            axes.axvline(mark.time, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
 
 
 def main() -> None:
-    """Exit status 1 after one line on stderr when there is nothing to draw."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
@@ -179,7 +166,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        draw(read_run(given.run, *given.steps), given.figure)
+        make_figure(read_run(given.run, *given.steps)).savefig(given.figure)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {given.figure}")

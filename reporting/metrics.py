@@ -6,7 +6,6 @@ metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from controller import Controller
     from rollout import RolloutBatch
 
-SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, each of another group
+SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
@@ -45,7 +44,7 @@ class MetricsWriter:
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, metrics: dict[str, float | str]) -> None:
-        """One row. It is safe from now on, with all texts that were added before."""
+        """One row. It is safe from now on."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             if isinstance(value, str):
@@ -57,17 +56,6 @@ class MetricsWriter:
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._board.flush()
-
-    def add_texts(self, step: int, texts: dict[str, str]) -> None:
-        """Plain text for TensorBoard, which renders Markdown: text from a model is escaped."""
-        for name, text in texts.items():
-            lines = html.escape(text).splitlines()
-            self._board.add_text(name, "\n".join(f"    {line}" for line in lines), step)
-
-    def add_picture(self, step: int, name: str, path: Path) -> None:
-        from matplotlib.image import imread
-
-        self._board.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
         self._board.close()
@@ -136,29 +124,23 @@ class Report:
             return
         from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-        records, path = tl.read(self.out / "spans"), self.out / "timeline.png"
+        records = tl.read(self.out / "spans")
         tl.write_trace(records, self.out / "trace.json")
         title = f"{self.config.mode} colocation, {self.world.size} ranks, the last steps"
-        shown = figure.of_steps(records, -4, -1)
-        figure.draw(figure.Picture(title, shown, self.config.max_running_requests), path)
-        self._writer.add_picture(self.config.steps, "timeline", path)
+        picture = figure.Picture(title, figure.of_steps(records, -4, -1), self.config.max_running_requests)
+        figure.make_figure(picture).savefig(self.out / "timeline.png")
         self._writer.write(self.config.steps, self._evaluated)
         self._writer.close()
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        rows = [{"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS} for sample in samples]
-        rows = [row | {"response": self.decode(row["response"])} for row in rows]
         with (self.out / "samples.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        texts = {f"samples/{number}": json.dumps(row, indent=1) for number, row in enumerate(rows)}
-        self._writer.add_texts(step, texts)
-
-
-# ---------------------------------------------------------------- from facts to metrics
+            for sample in samples:
+                row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+                file.write(json.dumps(row | {"response": self.decode(sample.response)}) + "\n")
 
 
 class Facts(NamedTuple):
-    """What one controller saw in a step, by how it is reduced over the controllers. Metric -> value."""
+    """What one controller saw in a step, by how it is reduced over the controllers."""
 
     means: dict[str, list[float]]  # of all values of all controllers
     sums: dict[str, int]

@@ -6,8 +6,8 @@ requests are in flight. Spans of the controller itself (train, switch, sync) are
 Beside the spans stand the life of every answer, in stretches (queued, decoding, judging, ...), and marks: a
 wave of prompts, a push of weights, a change of the split.
 
-Every rank appends what it saw to its own file under OUT/spans, a row a record; trace.json (Chrome, Perfetto)
-and the picture (figure.py) are made from those files.
+Every rank appends what it saw to its own file under OUT/spans; trace.json and figure.py's picture are made
+from those files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SampleSpan(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """`rank` saw something happen: a wave ("wave 2"), a push of weights ("v3"), a new split ("3|1")."""
+    """`rank` saw something happen: a wave (`wave 2`), a push of weights (`v3`), a new split (`3|1`)."""
 
     kind: str  # wave, weights, split
     text: str
@@ -79,12 +79,9 @@ class Timeline:
     """What one controller sees: its own work, the requests that it sent, and how its answers fared."""
 
     def __init__(
-        self,
-        rank: int,
-        clock: Callable[[], float],
-        folder: Path | None = None,
+        self, rank: int, clock: Callable[[], float], folder: Path | None = None,
         on_open: Callable[[str, int], None] = lambda name, step: None,
-    ):
+    ):  # fmt: skip
         """clock: the event loop's; folder: of the rank's file; on_open(name, step): as a span opens."""
         self.rank, self._clock, self._zero, self._on_open = rank, clock, clock(), on_open
         self.step = 0
@@ -145,7 +142,7 @@ def read(folder: Path) -> Records:
 
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
-    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with one in flight."""
+    """(start, end, mean number in flight) of every stretch with a span in flight."""
     spans = [s for s in spans if s.end > s.start]  # what began and ended in one instant kept nobody busy
     edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
     stretches, in_flight, work, opened, last = [], 0, 0.0, 0.0, 0.0
@@ -170,9 +167,6 @@ def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, floa
     for span in spans:
         grouped[span.rank, span.name].append(span)
     return {key: busy(group) for key, group in sorted(grouped.items())}
-
-
-# ---------------------------------------------------------------- trace.json
 
 
 def write_trace(records: Records, path: Path) -> None:

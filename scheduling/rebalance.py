@@ -113,15 +113,11 @@ class Decision(NamedTuple):
 def choose_split(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int], steps_left: int
 ) -> Decision:
-    """The split of the next step (pure).
-
-    history: what the steps so far measured, newest last; splits: those that the run may take; capacity:
-    requests that one engine decodes at once; tp: role -> ranks of one engine.
+    """The next step's split (pure). history: newest last; capacity, tp: requests and ranks of an engine.
 
     A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and the
     noise. What was never tried with work like this has the benefit of the doubt, or the model's errors would
-    keep a run in the first good place. After a move a few steps are measured before the next. Ranks move one
-    engine at a time. Each mode has its turn to be measured.
+    keep a run in the first good place. Ranks move one engine at a time; each mode has its turn.
     """
     now, (seconds, errors) = history[-1].split, predictions(history, splits, capacity, tp)
     measured = next((age for age, step in enumerate(reversed(history)) if step.split != now), len(history))
@@ -148,7 +144,7 @@ def choose_split(
 
 
 def mode_to_measure(history: list[StepStats], splits: list[Split]) -> str | None:
-    """A mode measured for less than COOL_DOWN steps, or not in the last TRY_AGAIN; None: there is none."""
+    """Measured for less than COOL_DOWN steps, or not in the last TRY_AGAIN; None: there is none."""
     for mode in {split.mode: None for split in splits}:
         ages = [age for age, step in enumerate(reversed(history)) if step.split.mode == mode]
         if len(ages) < COOL_DOWN or ages[0] >= TRY_AGAIN:
@@ -207,7 +203,7 @@ class ServingModel:
 def predictions(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> tuple[dict[Split, float], dict[Split, float]]:
-    """Serving seconds of each split for the newest steps' work, corrected by what splits took, and errors."""
+    """Seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
     swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode == "full"]
     latency = {role: token_latency(history, role, ranks) for role, ranks in tp.items()}
     model = ServingModel(latency, capacity, tp, median(swaps[-RECENT:]) if swaps else 0.0)
@@ -238,7 +234,7 @@ def mean_work(history: list[StepStats]) -> StepStats:
 
 
 def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
-    """Of a role, from the newest FITTED steps; no time if it was never asked. tp: ranks of one engine."""
+    """From the newest FITTED steps; no time if the role was never asked."""
     steps = [step.ranks_and_stats(role) for step in history[-FITTED:]]
     points = [(s.in_flight / (ranks // tp), s.request_s / s.tokens) for ranks, s in steps if s.tokens]
     return fit(points) if points else TokenLatency(0.0, 0.0)

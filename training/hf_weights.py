@@ -30,10 +30,7 @@ LAYER_NAMES = {
 
 
 class HFWeights:
-    """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'.
-
-    ValueErrors name directory and setting.
-    """
+    """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'."""
 
     def __init__(self, model_dir: str, setting: str = "--model"):
         from safetensors import SafetensorError, safe_open

@@ -112,26 +112,16 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     check_sizes(hf, config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return TransformerConfig(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
+        num_attention_heads=hf["num_attention_heads"], num_query_groups=hf["num_key_value_heads"],
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        normalization="RMSNorm",
-        layernorm_epsilon=hf["rms_norm_eps"],
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=config.tp,
-        pipeline_model_parallel_size=config.pp,
-        context_parallel_size=config.cp,
-        sequence_parallel=config.sp and config.tp > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm", layernorm_epsilon=hf["rms_norm_eps"],
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        attention_dropout=0.0, hidden_dropout=0.0,
+        tensor_model_parallel_size=config.tp, sequence_parallel=config.sp and config.tp > 1,
+        pipeline_model_parallel_size=config.pp, context_parallel_size=config.cp,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # divide by the global token count once, after all micro-batches
         variable_seq_lengths=True,  # micro-batches differ in length: pipeline stages tell each other ...
         moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
@@ -140,7 +130,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         persist_layer_norm=False,
         **{f"{name}_fusion": False for name in FUSIONS},  # they need Apex, Transformer Engine or a compiler
         **FAMILIES[hf["model_type"]],
-    )
+    )  # fmt: skip
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
@@ -180,16 +170,12 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
     return GPTModel(
         model_config,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
-        vocab_size=hf["vocab_size"],
-        max_sequence_length=hf["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rope_scaling=rope["rope_type"] == "llama3",
-        rope_scaling_factor=rope.get("factor", 1.0),
-    )
+        position_embedding_type="rope", rotary_base=rope["rope_theta"],
+        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0),
+    )  # fmt: skip
 
 
 def device() -> torch.device:

@@ -1,11 +1,10 @@
 """Warm start: the demo's two checkpoints, an actor with two habits and a judge, made by supervised steps.
 
 The actor mostly blurts the answer out and sometimes shows the work: reinforcement learning has something to
-find. The judge starts from it and learns to recompute every column and to compare it with the claimed
-digit. Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed
-digit off the claim), extra or lost digits, slipped carries, and wrong answers of the actor itself. Both are
-cached under ~/.cache/nanoyatt by seed and recipe, once the judge passes the gate on held-out problems: few
-false accepts and few false rejects.
+find. The judge starts from it and learns to recompute every column and to compare it with the claimed digit.
+Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed digit off
+the claim), extra or lost digits, slipped carries, wrong answers of the actor itself. Both are cached by seed
+and recipe, once the judge passes the gate on held-out problems: few false accepts and few false rejects.
 """
 
 from __future__ import annotations
@@ -48,17 +47,15 @@ RECIPE = dict(version=2, vocab=64, shape=SHAPE, adam_lr=2e-3, muon_lr=0.02)
 RECIPE["actor"] = dict(steps=250, batch=128, blurt=0.6)  # blurt: part that only say the answer
 # right and corrupted answers; the rest are the actor's own errors on `pool` problems
 RECIPE["judge"] = dict(steps=500, batch=64, right=0.5, corrupted=0.3, pool=1024)
+CACHE = Path.home() / ".cache" / "nanoyatt"
 GATE = 0.03  # false accepts among wrong answers, and false rejects among right ones, at most
 
-
-def cache_root() -> Path:
-    return Path.home() / ".cache" / "nanoyatt"
 
 
 async def prepare(config: Config, world: World, progress: Progress) -> tuple[Path, Path]:
     """The demo's actor and judge, made if they aren't cached (collective). ValueError if the gate fails."""
     recipe = hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()[:8]
-    home = cache_root() / f"addition-{recipe}-seed{config.seed}"
+    home = CACHE / f"addition-{recipe}-seed{config.seed}"
     if not await world.broadcast((home / "judge" / "gate.json").is_file()):
         await world.run(make, config, world, home, progress)
     return home / "actor", home / "judge"
@@ -73,7 +70,10 @@ def make(config: Config, world: World, home: Path, progress: Progress) -> None:
         new_model(new, config.seed)
     dist.barrier()
     train(config, world, new, actor, demonstrations(config.seed), RECIPE["actor"]["steps"], progress)
-    batches = critiques(config.seed, own_errors(actor, config.seed, world))
+    rng = random.Random(f"own answers {config.seed}")
+    problems = [training_problem(rng) for _ in range(RECIPE["judge"]["pool"])]
+    errors = [(a, b, answer) for a, b, answer in own_answers(actor, problems, world) if answer != str(a + b)]
+    batches = critiques(config.seed, errors)
     train(config, world, actor, judge, batches, RECIPE["judge"]["steps"], progress)
     progress.doing("warm start: checking the judge")
     rates = gate(work, world)
@@ -148,8 +148,8 @@ def new_model(path: Path, seed: int) -> None:
     characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    template = {"single": "<bos> $A", "special_tokens": [("<bos>", vocab["<bos>"])]}
-    characters.post_processor = processors.TemplateProcessing(**template)
+    begin = [("<bos>", vocab["<bos>"])]
+    characters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **names)
     torch.manual_seed(seed)
@@ -162,9 +162,6 @@ def new_model(path: Path, seed: int) -> None:
                 parameter.normal_(0, 0.05 if "embed" in name else 0.7 / (parameter.shape[1] * depth) ** 0.5)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-# ---------------------------------------------------------------- what the actor is shown
 
 
 def draw(name: str, count: int, example: Callable[[random.Random], Pair], step: int) -> list[Pair]:
@@ -195,14 +192,8 @@ def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------- what the judge is shown
-
-
 def critique(a: int, b: int, answer: str) -> str:
-    """57, 68, `135` -> `7+8+0=15:5.5+6+1=12:3x1:1.N`.
-
-    Every column recomputed, the claimed digit copied and flagged, the carry that is left, the verdict.
-    """
+    """57, 68, `135` -> `7+8+0=15:5.5+6+1=12:3x1:1.N`: columns, claimed digits and flags, carry, verdict."""
     if not answer.isdigit() or len(answer) > 10:
         return "N"
     claimed, columns_shown = answer[::-1], []
@@ -312,13 +303,6 @@ def own_answers(actor: Path, problems: list[tuple[int, int]], world: World) -> l
     texts = generate(actor, prompts, 72, world, do_sample=True, temperature=1.0, top_k=0)
     answers = zip(problems * 2, map(task.addition_answer, texts), strict=True)
     return [(a, b, answer) for (a, b), answer in answers if answer is not None]
-
-
-def own_errors(actor: Path, seed: int, world: World) -> list[Problem]:
-    """The wrong ones among the actor's own answers to training problems (collective)."""
-    rng = random.Random(f"own answers {seed}")
-    problems = [training_problem(rng) for _ in range(RECIPE["judge"]["pool"])]
-    return [(a, b, answer) for a, b, answer in own_answers(actor, problems, world) if answer != str(a + b)]
 
 
 def gate(work: Path, world: World) -> dict[str, float]:
