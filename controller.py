@@ -107,7 +107,7 @@ async def finish(c: Controller) -> int:
         c.timeline.step = c.config.steps
         await evaluate(c, c.config.steps)
     if c.stopping:
-        await c.placement.to_training()
+        await c.placement.to_training(go_on=False)
         await c.checkpoints.save_now(c)
     await c.checkpoints.finish(c, wait=True)
     return c.stopping

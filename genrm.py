@@ -1,4 +1,4 @@
-"""GenRM: the judges. A judge model writes a critique and a verdict on a question and the answer to it.
+"""GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
 What a judge is asked and how its text is read is a `JudgeFormat`: three small pure functions, and the place
 to edit for a judge of one's own. `chat` suits any instruction-following model; `harm` is a judge of costs. A
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import data
@@ -49,7 +50,7 @@ class JudgeFormat:
     scores: bool = False
 
     def answer_of(self, text: str, finish: str) -> str | None:
-        """The final answer of a response; None when it has none or was cut off before its end."""
+        """None when the response has none or was cut off before its end."""
         return self.final_answer(text) if finish == "stop" else None
 
     def shown(self, text: str, finish: str) -> str | None:
@@ -57,7 +58,7 @@ class JudgeFormat:
         return text if self.full_response else self.answer_of(text, finish)
 
     def verdict(self, text: str, reply: Answer) -> bool | None:
-        """What one critique came to; None when nothing can be read."""
+        """None when the critique can't be read."""
         verdict = self.parse(text) if reply.finish == "stop" else None
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
 
@@ -88,9 +89,9 @@ def chat_answer(text: str) -> str | None:
     return tail.splitlines()[-1].strip() if tail else None
 
 
-def chat_prompt(question: str, answer: str) -> list[dict]:
-    """One user turn with the grading instruction."""
-    return [{"role": "user", "content": CHAT_JUDGE.format(question=question, answer=answer)}]
+def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
+    """One user turn."""
+    return [{"role": "user", "content": instruction.format(question=question, answer=answer)}]
 
 
 def chat_parse(text: str) -> bool | None:
@@ -99,7 +100,7 @@ def chat_parse(text: str) -> bool | None:
     return ACCEPTS.get(verdicts[-1].lower()) if verdicts else None
 
 
-# ---------------------------------------------------------------- what an answer costs
+# ---------------------------------------------------------------- a judge of costs; a scalar reward model
 
 HARM_JUDGE = """\
 You are a safety reviewer. Decide whether the response to the request is harmful: \
@@ -115,27 +116,19 @@ Response:
 {answer}"""
 
 
-def response_text(text: str) -> str | None:
-    """All of the response."""
-    return text.strip() or None
-
-
-def harm_prompt(question: str, answer: str) -> list[dict]:
-    """One user turn with the instruction. What is accepted costs 1 (--cost-judge)."""
-    return [{"role": "user", "content": HARM_JUDGE.format(question=question, answer=answer)}]
-
-
-# ---------------------------------------------------------------- a scalar reward model
-
-
 def score_prompt(question: str, response: str) -> list[dict]:
-    """The turns that it scores."""
+    """The turns that a scalar reward model scores."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
 
 
 FORMATS = {  # recipes add rows of their own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
-    "harm": JudgeFormat(response_text, harm_prompt, chat_parse, full_response=True),
+    "harm": JudgeFormat(
+        lambda text: text.strip() or None,  # all of the response
+        partial(chat_prompt, instruction=HARM_JUDGE),  # what is accepted costs 1 (--cost-judge)
+        chat_parse,
+        full_response=True,
+    ),
     "score": JudgeFormat(chat_answer, score_prompt, full_response=True, scores=True),
 }
 
@@ -176,7 +169,6 @@ class Judge:
         self.reset()
 
     def reset(self) -> None:
-        """New step."""
         self.latencies: list[float] = []  # seconds of each critique
 
     async def ask(self, question: str, answer: str | None, pool: Pool) -> Judgement:
@@ -209,16 +201,14 @@ class Judge:
 
     async def _replies(self, prompt: list[int], seeds: list[int], pool: Pool) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""
-        clock, replies = asyncio.get_running_loop().time, []
+        clock, replies, prompts = asyncio.get_running_loop().time, [], [prompt] * len(seeds)
         start = clock()
-        prompts = [prompt] * len(seeds)
         async for reply in pool.generate(prompts, self.sampling, seeds=seeds, model=self.number):
             self.latencies.append(clock() - start)
             replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)
 
     def _read(self, reply: Answer) -> tuple[str, bool | float | None]:
-        """Text and verdict of one critique."""
         if self.format.scores:
             return f"score {reply.score:.6g}", reply.score
         text = data.decode(self.tokenizer, reply.tokens)

@@ -285,11 +285,13 @@ async def sync_controllers(c: Controller, facts: Any) -> Meeting:
 
 
 def follow(c: Controller, meeting: Meeting) -> None:
-    """Act on a meeting, on every controller alike: route around lost engines, and remember a stop.
+    """Act on a meeting, on every controller alike: remember a stop, else route around lost engines.
 
     ValueError if a role has no engine left.
     """
     c.stopping = max(c.stopping, meeting.stop)
+    if c.stopping:
+        return  # all is cut off, and saved, whoever is left
     for pool, statuses in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
         for line in pool.apply_status(statuses):
             c.report.note(line)

@@ -128,19 +128,17 @@ async def learn(config: Config) -> str:
 @contextlib.asynccontextmanager
 async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """The World of all ranks and the progress bar, while they are together (collective)."""
-    # off the event loop, which hears signals while ranks wait; not to_thread, whose threads are waited for
-    thread = ThreadPoolExecutor(1)
-    world = await asyncio.get_running_loop().run_in_executor(thread, rendezvous.join, config)
-    world.enter_device()
-    progress = Progress(config.steps, world.rank == 0)
-    ticking = asyncio.create_task(progress.tick())
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.callback(rendezvous.close)
+        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
+        joining = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), rendezvous.join, config)
+        world = await joining
+        opened.callback(world.close)
+        world.enter_device()
+        progress = Progress(config.steps, world.rank == 0)
+        opened.callback(progress.close)
+        opened.callback(asyncio.create_task(progress.tick()).cancel)
         yield world, progress
-    finally:
-        ticking.cancel()
-        progress.close()
-        world.close()
-        rendezvous.close()
 
 
 async def build(
@@ -213,7 +211,7 @@ def load_inputs(config: Config) -> tuple:
     if config.rollout_only:
         inputs["learn"] = replay.record
     if config.train_only:
-        inputs["collect"] = replay.Replay(Path(config.replay), config.steps).collect
+        inputs["collect"] = replay.Replay(Path(config.replay)).collect
     texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, context) if algorithm.ptx_data else []
     return decode, texts, inputs
 

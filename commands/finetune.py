@@ -4,9 +4,8 @@
     torchrun --nproc-per-node 2 run.py rm  --model DIR --data pairs.jsonl
     torchrun --nproc-per-node 2 run.py dpo --model DIR --data pairs.jsonl
 
-No engine, no controller. Every rank reads the file and makes the same plan; each trains on its share, under
-any layout of trainer.py. An example is one Sample, or for a pair of answers two, the chosen one first, which
-stay in one micro-batch: the loss of a pair needs both.
+No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
+a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
 """
 
 from __future__ import annotations
@@ -40,17 +39,13 @@ from training.trainer import OutputLoss, Trainer, as_sequences
 Example = list[Sample]  # one, or the chosen and the rejected answer
 
 
-# ---------------------------------------------------------------- rows of a file
-
-
 def encode_answer(
     prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str
 ) -> tuple[list[int], list[int]]:
     """Tokens of what comes before an answer, and of the answer with what ends it.
 
-    prompt, answer: text or chat turns, which go through the chat template; text alone is encoded as it is.
-    Turns that don't begin with the assistant's are a whole conversation: `prompt` is then left out or
-    repeated. ValueError that says `where` what is wrong.
+    prompt, answer: text or chat turns. Turns that don't begin with the assistant's are a whole conversation:
+    `prompt` is then left out or repeated. ValueError that says `where` what is wrong.
     """
     name = tokenizer.name_or_path
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
@@ -94,10 +89,7 @@ def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
-    """The same for a scalar head, which is read at the last token: one target behind it, whatever it is.
-
-    transformers reads it at the last token that isn't padding: the same, unless what pads ends answers, too.
-    """
+    """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
     pair = parse_pair(row, tokenizer, where)
     return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in pair]
 
@@ -110,9 +102,8 @@ class Examples:
         self.held_out, self.count = [rows[i] for i in sorted(self._order.held_out)], len(self._order.rows)
 
     def batch(self, step: int, size: int) -> list[Example]:
-        """The examples of a step: the same on every rank, whatever their number."""
-        numbers = range(step * size, (step + 1) * size)
-        return [self._rows[self._order.training(number)] for number in numbers]
+        """The examples of a step: the same on every rank."""
+        return [self._rows[self._order.training(n)] for n in range(step * size, (step + 1) * size)]
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> Examples:
@@ -121,8 +112,8 @@ def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config
     for line, row in data.read_rows(path):
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
-            what = f"{tokens} tokens don't fit into --max-tokens-per-micro-batch {budget}"
-            raise ValueError(f"{path}:{line}: {what}")
+            flag = f"--max-tokens-per-micro-batch {budget}"
+            raise ValueError(f"{path}:{line}: {tokens} tokens don't fit into {flag}")
     return Examples(rows, config.seed, config.eval_prompts)
 
 
@@ -142,8 +133,7 @@ def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs; r: the scalar head at the last token.
 
-    Bradley and Terry's model (1952). The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv
-    2203.02155), section 3.5, equation 1.
+    The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv 2203.02155), section 3.5, equation 1.
     """
     return pair_loss(samples, target_values, 1.0, trainer)
 
@@ -151,8 +141,7 @@ def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
 def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
     """The same of r = beta * (log p(answer) - log p_reference(answer)), sums over its tokens.
 
-    The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4,
-    equation 7.
+    The convention of TRL's DPOTrainer. Source: DPO (arXiv 2305.18290), section 4, equation 7.
     """
     return pair_loss(samples, target_logprobs, trainer.config.dpo_beta, trainer)
 
@@ -163,8 +152,7 @@ def pair_loss(
     """For both: r = scale * the sum over an answer's targets of what `read` gives, less the reference's.
 
     samples: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a
-    part of each answer, gets all sums, and counts every pair: once too often in the sum for each further
-    rank, and in what it is divided by.
+    part of each answer and counts every pair, both in the sum and in what it is divided by.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
     answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
@@ -192,7 +180,7 @@ def pair_loss(
 
 @dataclass(frozen=True)
 class Task:
-    """A command: how a row is parsed, which model learns by which loss, what is reported beside the loss."""
+    """A command: how a row is parsed, which model learns by which loss, its statistics."""
 
     parse: Callable[[dict, data.Tokenizer, str], Example]
     model: type[Trainer]
@@ -213,28 +201,26 @@ class Learner:
     """A task, the model that learns it, and the start weights where the task asks for them."""
 
     def __init__(self, config: Config):
-        """Load --model (collective over all ranks). ValueError if it can't be used."""
-        # temperature: log-probabilities of the model itself
+        """Load --model, at temperature 1: log-probabilities are the model's own (collective)."""
         self.config, self.task = replace(config, temperature=1.0), TASKS[config.command]
         self.trainer = self.task.model(self.config, config.model)
         self.reference = Reference(self.trainer) if self.task.has_reference else None
 
     def step(self, examples: list[Example]) -> dict[str, float]:
-        """Learn a batch, the same on every rank; returns its metrics from before (collective)."""
+        """Learn a batch; returns its metrics from before (collective)."""
         lr = learning_rate(self.trainer.version, self.config)
         stats = self.trainer.learn(*self._prepare(examples), self.task.stats, lr)
         self.trainer.version += 1
         return self._means(stats) | {name: stats[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
-        """The metrics of examples under the weights as they are (collective)."""
+        """The metrics of examples, without learning (collective)."""
         return self._means(self.trainer.measure(*self._prepare(examples), self.task.stats))
 
     def _prepare(self, examples: list[Example]) -> tuple[list, OutputLoss]:
         """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
         (micro_batches,) = shard(examples, self.trainer)
         samples = flat([micro_batches])
-        # the whole model-parallel group has the same samples
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
         return as_sequences(micro_batches), self.task.loss(samples, self.trainer)
@@ -244,7 +230,7 @@ class Learner:
 
 
 def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:
-    """This data-parallel rank's mini-batches of micro-batches. The answers of a pair stay together."""
+    """This data-parallel rank's mini-batches of micro-batches; the answers of a pair together."""
     config = trainer.config
     rooms = {(number, 0): room(example, config.cp) + 1 for number, example in enumerate(examples)}
     plan = plan_batch(rooms, trainer.cost, config, trainer.dp_size)[trainer.dp_rank]
@@ -253,15 +239,16 @@ def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
-    if rank == 0:
-        archive(Path(config.out), say)
-        out = make_out(config)
-        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-        if not config.data:
-            from recipes.addition.warmstart import example_rows
+    if rank:
+        return
+    archive(Path(config.out), say)
+    out = make_out(config)
+    (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
+    if not config.data:
+        from recipes.addition.warmstart import example_rows
 
-            rows = example_rows(config.command, config.seed)
-            (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = example_rows(config.command, config.seed)
+        (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
@@ -280,8 +267,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
             progress.doing(f"{name}: held-out examples")
             metrics = learner.measure(examples.held_out)
             row |= {f"{name}/held_out_{metric}": value for metric, value in metrics.items()}
-            where = f"on {len(examples.held_out)} held-out examples"
-            progress.line(f"after {step:3d} steps: {format_metrics(metrics)} {where}")
+            progress.line(f"after {step:3d} steps: {format_metrics(metrics)} on held-out examples")
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             metrics = learner.step(examples.batch(step, config.batch_size))

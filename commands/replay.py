@@ -1,7 +1,7 @@
 """One half of the loop on its own, for whoever looks for a fault in the other half.
 
     torchrun --nproc-per-node 2 run.py --rollout-only --steps 3    samples go to OUT/replay.jsonl
-    torchrun --nproc-per-node 2 run.py --train-only --steps 3 --replay OUT/replay.jsonl    starts no engine
+    torchrun --nproc-per-node 2 run.py --train-only --replay OUT/replay.jsonl --steps 3    starts no engine
 
 The loop is controller.train: `record` takes the place of its `learn`, `Replay` that of its `collect`. A row
 is a whole Sample and its `step`. Neither half saves checkpoints.
@@ -33,20 +33,23 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 
 
 class Replay:
-    """A replay's samples, step by step, as if just served: from the second step on they are stale ones."""
+    """The samples of a replay, step by step, as if they had just been served.
 
-    def __init__(self, path: Path, steps: int):
+    Its first step is the one that the run begins with. From the second step on samples are stale ones.
+    """
+
+    def __init__(self, path: Path):
         """ValueError names the file, and the line that isn't a sample's."""
         self._path, self._steps = path, read_replay(path)
-        if (end := max(self._steps) + 1) < steps:
-            raise ValueError(f"--replay {path} ends after {end} steps: --steps {steps} is more")
 
     async def collect(self, c: Controller) -> RolloutBatch:
         """This controller's share of a step: whole groups (collective). ValueError if there is none."""
         follow(c, await sync_controllers(c, None))
-        if c.state.step not in self._steps:
-            raise ValueError(f"--replay {self._path} begins with step {min(self._steps)}, not {c.state.step}")
-        samples, actor = self._steps[c.state.step], c.placement.actor
+        left, actor = c.config.steps - c.state.step, c.placement.actor
+        if len(self._steps) < left:
+            held = f"--replay {self._path} holds {len(self._steps)} steps"
+            raise ValueError(f"{held}, but {left} are left up to --steps {c.config.steps}")
+        samples = self._steps.pop(0)
         newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
             newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
@@ -57,8 +60,8 @@ class Replay:
         return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 
-def read_replay(path: Path) -> dict[int, list[Sample]]:
-    """By step, its samples in the order of drawing; none for a step that kept nothing."""
+def read_replay(path: Path) -> list[list[Sample]]:
+    """The samples of each step in the order of drawing; none for a step that kept nothing."""
     if not path.is_file():
         raise ValueError(f"--replay {path}: no such file")
     by_step = {}
@@ -74,4 +77,4 @@ def read_replay(path: Path) -> dict[int, list[Sample]]:
     if not by_step:
         raise ValueError(f"--replay {path}: the file holds no sample")
     steps = range(min(by_step), max(by_step) + 1)
-    return {step: sorted(by_step.get(step, []), key=lambda s: (s.prompt_id, s.index)) for step in steps}
+    return [sorted(by_step.get(step, []), key=lambda s: (s.prompt_id, s.index)) for step in steps]

@@ -30,12 +30,11 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
 
 def run_metadata(config: Config) -> dict:
     """Every setting, those of the algorithm, versions and commit."""
-    folder = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
+    in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {
         "algorithm_settings": {field.name: algorithm[field.name] for field in dataclasses.fields(Settings)},
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip(),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),
     }

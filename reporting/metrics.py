@@ -46,7 +46,7 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: dict[str, float | str]) -> None:
         """One row. It is safe from now on, with all texts that were added before."""
-        row: dict[str, float | str] = {"step": step}
+        row = {"step": step}
         for name, value in sorted(metrics.items()):
             if isinstance(value, str):
                 row[name] = value
@@ -65,13 +65,11 @@ class MetricsWriter:
             self._board.add_text(name, "\n".join(f"    {line}" for line in lines), step)
 
     def add_picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG for TensorBoard."""
         from matplotlib.image import imread
 
         self._board.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
-        """The last call."""
         self._board.close()
 
 
@@ -79,17 +77,11 @@ class Report:
     """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        out: Path,
-        progress: Progress,
-        decode: Callable[[list[int]], str],
-        found: ResumePoint | None = None,
-    ):
+        self, config: Config, world: World, out: Path, progress: Progress,
+        decode: Callable[[list[int]], str], found: ResumePoint | None = None,
+    ):  # fmt: skip
         """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
-        self.config, self.world, self.out, self.progress = config, world, out, progress
-        self.decode = decode
+        self.config, self.world, self.out, self.progress, self.decode = config, world, out, progress, decode
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
         self._ended = found.ended_s if found else 0.0  # when the step before ended, on the timeline's clock
         self._writer = MetricsWriter(out, found and found.step) if world.rank == 0 else None
@@ -102,13 +94,9 @@ class Report:
         self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
     async def step(
-        self,
-        c: Controller,
-        step: int,
-        batch: RolloutBatch,
-        samples: list[Sample],
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample],
         stats: dict[str, float | str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Gather the step's facts, work out its metrics and write them (collective).
 
         samples: those that this rank trained on; stats: further metrics, the same on every rank.
@@ -128,8 +116,7 @@ class Report:
         self.progress.step(step, metrics)
         if batch.missing_groups:
             lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
-            why = "the other prompts' answers had equal rewards"
-            self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: {why}")
+            self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: too many had equal rewards")
 
     def note(self, text: str) -> None:
         """A line for people, from rank 0."""
@@ -153,7 +140,7 @@ class Report:
         tl.write_trace(records, self.out / "trace.json")
         title = f"{self.config.mode} colocation, {self.world.size} ranks, the last steps"
         shown = figure.of_steps(records, -4, -1)
-        figure.draw([figure.Picture(title, shown, self.config.max_running_requests)], path)
+        figure.draw(figure.Picture(title, shown, self.config.max_running_requests), path)
         self._writer.add_picture(self.config.steps, "timeline", path)
         self._writer.write(self.config.steps, self._evaluated)
         self._writer.close()

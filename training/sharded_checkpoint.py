@@ -1,8 +1,8 @@
 """A trainer's part of a checkpoint, in Megatron-Core's format, for any number of ranks, --tp, --pp to load.
 
-A save comes in three parts, so that training waits for the first alone. `plan_save` (all ranks) plans who
-writes what. What it returns to write is called in a process forked from each rank, whose memory stays as it
-was; what it returns to complete, on rank 0 in the end.
+Training waits for the first part of a save alone: `plan_save` (all ranks) plans who writes what. What it
+returns to write is called in a process forked from each rank, whose memory stays as it was; what it returns
+to complete, on rank 0 in the end.
 """
 
 from __future__ import annotations
@@ -80,10 +80,9 @@ def metadata() -> dict:
 
 
 class CommonLater(TorchCommonSaveStrategy):
-    """Keeps the part that isn't sharded for the process that writes.
+    """Keeps what isn't sharded for the process that writes.
 
-    Megatron's own writes it on rank 0 at once, between two collectives: with a full disk the other ranks
-    would wait for it in vain.
+    Megatron's own writes it on rank 0 between two collectives: with a full disk the others wait in vain.
     """
 
     def save_common(self, common_state_dict, checkpoint_dir) -> None:
@@ -121,8 +120,8 @@ class Planner(MCoreSavePlanner):
 class PlanOnly(TorchDistSaveShardedStrategy):
     """Megatron's planning of a save, and none of its writing.
 
-    Its asynchronous writer clones what it writes before it forks, starts a manager process that outlives a
-    killed rank, and takes exit code 1 for success; its last steps write on rank 0 between collectives.
+    Its writer clones what it writes before it forks, starts a manager process that outlives a killed rank,
+    takes exit code 1 for success, and writes on rank 0 between collectives.
     """
 
     def __init__(self, rectangles: Rectangles):
@@ -130,8 +129,8 @@ class PlanOnly(TorchDistSaveShardedStrategy):
         self.planner = Planner(rectangles)
 
     def async_save(self, sharded_state_dict, checkpoint_dir) -> AsyncRequest:
-        main_only = self.keep_only_main_replica
-        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, main_only)
+        main = self.keep_only_main_replica
+        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, main)
         for part in itertools.chain(*sharded.values()):
             if isinstance(part, ShardedTensor):
                 part.data = part.data.to("cpu")  # itself on CPU; a forked process can't read a GPU
@@ -144,8 +143,8 @@ class PlanOnly(TorchDistSaveShardedStrategy):
 def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
-    Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`,
-    which rank 0 calls with every rank's.
+    Returns `write`, of this rank's part, which describes what it wrote, and `complete`, which rank 0 calls
+    with every rank's descriptions.
     """
     model = trainer.gpt.sharded_state_dict(metadata=metadata())
     common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(trainer, model))
@@ -154,10 +153,10 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Calla
     which = (StrategyAction.SAVE_COMMON, "torch", 1)
     default = get_default_strategy(*which)
     register_default_strategy(*which, common)  # `save` has no argument for it
-    content = dict(SHARDING)
-    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=content)
+    options = dict(async_sharded_save=True, content_metadata=dict(SHARDING))
+    dist_checkpointing.save(state, str(folder), strategy, **options)
     register_default_strategy(*which, default)
-    writer, metadata_of_all = strategy.writer, strategy.metadata
+    writer = strategy.writer
     planned, writer.planned = writer.planned, None
 
     def write() -> list:
@@ -166,7 +165,7 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Calla
         return writer.write_data(*planned).wait()
 
     def complete(written: list[list]) -> None:
-        writer.finish(metadata_of_all, written)
+        writer.finish(strategy.metadata, written)
         save_config(CheckpointingConfig(*BACKEND), str(folder))
 
     return write, complete
@@ -176,8 +175,7 @@ def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
     """This rank's part of the optimizer's state, where it lies, by Megatron's names of `fully_reshardable`.
 
     Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall.
-    The optimizer shards flat: a rank holds a stretch of a matrix, which is up to three rectangles of it.
-    Readers take any rectangles.
+    A rank holds a stretch of a flattened matrix: up to three rectangles of it. Readers take any rectangles.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
     # the last of replica_id is the data-parallel rank
@@ -200,10 +198,8 @@ def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
 
 def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
     """Of the flattened parameters: the stretch of which this rank holds the optimizer's state."""
-    held = {}
-    for buffer in optimizer.gbuf_ranges:
-        for bucket in itertools.chain(*buffer.values()):
-            held |= {param: ranges["param"] for param, ranges in bucket["param_map"].items()}
+    buckets = [bucket for buffer in optimizer.gbuf_ranges for bucket in itertools.chain(*buffer.values())]
+    held = {param: ranges["param"] for bucket in buckets for param, ranges in bucket["param_map"].items()}
     return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
 
 
