@@ -6,7 +6,7 @@
 
 A seed draws a run (mode, ranks, settings) and its lives: engines die, hang, get slow or lose a reply; the
 checkpoint's writers are late or fail; the run is asked to stop, or crashes at a moment or between two changes
-of a file; a byte of what it left is flipped. Each next life is started as a user would, maybe on more or fewer
+of a file; a byte of what it left is flipped. Each next life is started as a user would, maybe on other
 ranks, until the steps are done. What must hold is in `check_moment`, asked whenever the clock moves, in
 `check_files`, before each life, and in `check_history`, at the end. The real twin is chaos.py.
 """
@@ -176,7 +176,7 @@ def facts_of(sample):
 
 
 def check_moment(servers, controllers):
-    """No rank in two roles, no engine asleep at work, none that writes with other weights than the actor's."""
+    """No rank in two roles, no engine asleep at work, none that writes with weights other than the actor's."""
     actors = [c.placement.actor for c in controllers]
     newest = max(actor.version for actor in actors)
     for server in servers:
@@ -283,7 +283,7 @@ class Fault:
 
 
 def draw_end(rng, disk):
-    """(seconds, event) that ends a life: a stop asked of one rank or all, or a crash, at a time or a change."""
+    """(seconds, event) that ends a life: a stop asked of one rank or all, or a crash; or sets a crash."""
     kind, rank = rng.choice(["stop", "stop", "crash", "disk", "disk"]), rng.choice([None, 0, 1])
     seconds = rng.random() * LIFE_S
 
@@ -513,7 +513,12 @@ def twice():
 
 def lost():
     """An engine that is down is asked for ever."""
-    return patch.object(Pool, "_is_up", lambda self, engine: True)
+
+    def route(self, model=0):
+        tokens = self._outstanding + self._elsewhere
+        return min((e for e in self.engines if e.model == model), key=lambda e: tokens[e.rank])
+
+    return patch.object(Pool, "route", route)
 
 
 def awake():
