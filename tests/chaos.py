@@ -7,11 +7,12 @@
 
 A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a
 stopped launcher or a stopped command goes on after a while), replies of engines that are lost or late
-(broken_replies.py), a full disk under the checkpoints, a flipped byte in a checkpoint, a signal to stop. It is
-started again with the same command until its steps are done. Then metrics.jsonl equals the unbroken run's in
-every column that doesn't depend on timing, and the final weights are bit-equal; or the run ended with a clear
-stop of docs/faults.md. No process may be left behind, and no start may take longer than DEADLINE_S. What the
-unbroken runs came to is kept under runs/chaos, by settings and source. Needs Linux and, for the full disk, root.
+(broken_replies.py), a full disk under the checkpoints, a flipped byte in a checkpoint, a signal to stop. It
+is started again with the same command until its steps are done. Then metrics.jsonl equals the unbroken run's
+in every column that doesn't depend on timing, and the final weights are bit-equal; or the run ended with a
+clear stop of docs/faults.md. No process may be left behind, and no start may take longer than DEADLINE_S.
+What the unbroken runs came to is kept under runs/chaos, by settings and source. Needs Linux and, for the full
+disk, root.
 """
 
 import argparse
@@ -588,8 +589,8 @@ def counted(modes, steps, port):
 def account(name, out, steps, stops):
     """Print what became of a run's prompts and tokens; returns whether any is missing or used twice.
 
-    A stop may leave answers of the step that it ended in the checkpoint: so many tokens come on top, in as many
-    steps as stops.
+    A stop may leave answers of the step that it ended in the checkpoint: so many tokens come on top, in as
+    many steps as stops.
     """
     rows = rows_of(out)
     curve = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
