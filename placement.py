@@ -43,7 +43,7 @@ class Plan:
     genrm_tp: int = 1
 
     def leads(self, role: str) -> tuple[int, ...]:
-        """The ranks that own a server of `role`, one an engine."""
+        """The ranks that own a server of `role`."""
         return {"rollout": self.rollout[:: self.rollout_tp], "genrm": self.genrm[:: self.genrm_tp]}[role]
 
     @property
@@ -121,8 +121,8 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; without splits the only plan."""
-    splits = [len(plan.rollout) for plan in plans if len(plan.rollout) < world_size]
+    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; else the only plan."""
+    splits = [len(plan.rollout) for plan in plans if plan.rollout != plan.genrm]
     half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
     wanted = config.rollout_ranks or half
     for plan in plans:
@@ -185,11 +185,15 @@ class Placement:
         self.rollout.assign(plan.leads("rollout"))
         self.genrm.assign(plan.leads("genrm"))
 
-    async def to_training(self) -> None:
-        """Engines sleep, lost ones are started again; then the actor and the critics wake (collective)."""
+    async def to_training(self, go_on: bool = True) -> None:
+        """Engines sleep; then the actor and the critics wake (collective).
+
+        If the run goes on, lost engines are started again between the two.
+        """
         await self.rollout.sleep()
         await self.genrm.sleep()
-        self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
+        if go_on:
+            self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
         for trainer in (self.actor, *self.critics):
             with self._timeline.span("switch"):
                 await self._world.run(trainer.wake)

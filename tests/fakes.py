@@ -32,7 +32,10 @@ LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are 
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while anything can run, and jumps when nothing can. `look` is called before each jump."""
+    """An event loop whose time stands still while anything can run, and jumps when nothing can.
+
+    `look` is called before each jump.
+    """
 
     def __init__(self, look=lambda: None):
         self.now, self.look = 0.0, look
@@ -68,7 +71,9 @@ class FakeWorld:
         return await result if asyncio.iscoroutine(result) else result
 
     async def gather(self, value):
-        future, values = self._meetings.setdefault(self._calls, (asyncio.get_running_loop().create_future(), {}))
+        future, values = self._meetings.setdefault(
+            self._calls, (asyncio.get_running_loop().create_future(), {})
+        )
         assert self.rank not in values, "a rank came twice to one meeting"
         self._calls += 1
         values[self.rank] = value
@@ -86,15 +91,25 @@ class FakeWorld:
         """What goes to others is a copy."""
         sent = await self.gather(outgoing)
         incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
-        return {sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel)) for sender, parcel in incoming.items()}
+        return {
+            sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel))
+            for sender, parcel in incoming.items()
+        }
 
 
-MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})
+MAY_SHARE = (
+    {"rollout weights", "actor"},
+    {"rollout weights", "rollout cache"},
+    {"genrm weights", "genrm cache"},
+)
 MAY_SHARE += ({"actor", "reward critic"}, {"actor", "cost critic"}, {"reward critic", "cost critic"})
 
 
 class Device:
-    """One rank's memory: who holds it. Allowed beside the actor: the critic to train, and rollout weights for the push."""
+    """One rank's memory: who holds it.
+
+    Allowed beside the actor: the critic to train, and rollout weights for the push.
+    """
 
     def __init__(self, rank, log):
         self.rank, self.log, self.holders = rank, log, set()
@@ -103,7 +118,9 @@ class Device:
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            assert {holder, other} in MAY_SHARE, f"rank {self.rank}: {holder} came while {other} held the device"
+            assert {holder, other} in MAY_SHARE, (
+                f"rank {self.rank}: {holder} came while {other} held the device"
+            )
 
     def give(self, *holders):
         for holder in holders:
@@ -114,14 +131,14 @@ class Device:
 class FakeServer:
     """What all handles on one engine share: the server, and those that take its place.
 
-    version: of the weights that it was pushed. pace: seconds a token. swap_s: to sleep or wake. is_deaf: it
-    hears no abort. starts: how many more times it can be started. drops: replies that will be lost on their
-    way.
+    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
+    swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many more times it can be started.
+    drops: replies that will be lost on their way.
     """
 
     def __init__(self, device, role, rank):
         self.device, self.role, self.rank, self.version, self.awake = device, role, rank, None, True
-        self.pace, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 0.1, False
+        self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
         self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
@@ -165,14 +182,14 @@ class FakeEngine:
         return other
 
     async def generate(self, requests):
-        """Each answer in one part after `server.pace` seconds a token, or what there is of it when it is
-        aborted.
+        """Each answer in parts of `server.part` tokens, `server.pace` seconds a token, or as far as it is
+        when it is aborted.
 
         A prompt that ends in the beginning of its answer is continued.
         """
         server, clock = self.server, asyncio.get_running_loop().time
         if not server.runs:
-            raise EngineLost("the connection was refused")
+            raise EngineLost("refused the connection")
         assert server.awake, f"a request came to the {self.name} while it slept"
         assert self.role == "genrm" or server.version is not None, "asked before it was pushed weights"
         start, version, aborted = clock(), server.version, asyncio.get_running_loop().create_future()
@@ -180,19 +197,24 @@ class FakeEngine:
         server.asked.append((start, version))
         server.seeds += [request.seed for request in requests]
         server.aborts.append(aborted)
-        answers = [self._answer_to(request, index) for index, request in enumerate(requests)]
+        answers, came = [self._answer_to(request, index) for index, request in enumerate(requests)], {}
+        parts = [(end, a.index) for a in answers for end in part_ends(len(a.tokens), server.part)]
         try:
-            for answer in sorted(answers, key=lambda answer: len(answer.tokens)):
-                await self._until(start + server.pace * len(answer.tokens), aborted)
+            for end, index in sorted(parts):
+                await self._until(start + server.pace * end, aborted)
+                answer, begin = answers[index], came.get(index, 0)
+                if begin == "aborted":
+                    continue
                 if server.drops:
                     server.drops -= 1
-                    raise EngineLost("the connection broke")
-                tokens, finish = answer.tokens, answer.finish
-                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < len(tokens):
-                    tokens, finish = tokens[:so_far], "abort"
-                logprobs, versions = answer.logprobs[: len(tokens)], [version] * len(tokens)
-                times = dict(sent=start, first_token=start, end=clock())
-                yield Answer(answer.index, tokens, logprobs, finish, versions, **times, rank=self.rank)
+                    raise EngineLost("broke the connection")
+                finish = answer.finish if end == len(answer.tokens) else ""
+                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < end:
+                    end, finish = max(begin, so_far), "abort"
+                came[index] = "aborted" if finish == "abort" else end
+                tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
+                times = dict(sent=start, first_token=start, end=clock(), rank=self.rank)
+                yield Answer(index, tokens, logprobs, finish, [version] * len(tokens), **times)
         finally:
             server.aborts.remove(aborted)
 
@@ -202,7 +224,10 @@ class FakeEngine:
         return replace(within(answer, request.limit), index=index)
 
     async def _until(self, due, aborted):
-        """Wait until an answer is due, or aborted. Nothing comes of a server that hangs; one that dies breaks off."""
+        """Wait until an answer is due, or aborted.
+
+        Nothing comes of a server that hangs; one that dies breaks off.
+        """
         clock, server = asyncio.get_running_loop().time, self.server
         while True:
             changed = asyncio.ensure_future(server.changed.wait())
@@ -213,7 +238,7 @@ class FakeEngine:
             finally:
                 changed.cancel()
             if not server.runs:
-                raise EngineLost("the connection broke")
+                raise EngineLost("broke the connection")
             if not server.hangs and changed not in done:
                 return
 
@@ -269,6 +294,11 @@ class FakeEngine:
     async def kill(self):
         self.awake = False
         self.server.die()
+
+
+def part_ends(length, part):
+    """After how many tokens the parts of an answer end."""
+    return [*range(part, length, part), length]
 
 
 def number_of(prompt, seed, index):
@@ -341,8 +371,12 @@ class FakeActor(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, "a token without its facts"
-            assert sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version, "written by weights to come"
+            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, (
+                "a token without its facts"
+            )
+            assert sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version, (
+                "written by weights to come"
+            )
             assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
         await asyncio.sleep(0.5)
         self.batches.append(samples)
@@ -368,7 +402,9 @@ class FakeCritic(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), "a token without its facts"
+            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), (
+                "a token without its facts"
+            )
         self.log.append("update")
         self.batches.append(samples)
         self.version += 1
@@ -413,7 +449,9 @@ class FakeCheckpoints:
 
 
 class LateWriter:
-    """Runs the work at once, as a forked process would see it, and has a result when it was asked `self.patience` times."""
+    """Runs the work at once, as a forked process would see it, and has a result when it was asked
+    `self.patience` times.
+    """
 
     patience = 3
 
@@ -429,7 +467,10 @@ class LateWriter:
 
 
 class AwaitedWriter(BackgroundWriter):
-    """A real process. The virtual clock stands still while it writes, or a busy machine's would be late by hours."""
+    """A real process.
+
+    The virtual clock stands still while it writes, or a busy machine's would be late by hours.
+    """
 
     def result(self):
         if self._result is None:
@@ -438,7 +479,8 @@ class AwaitedWriter(BackgroundWriter):
 
 
 class FakeReport:
-    """Keeps what each step came to; `carried` and `requeued` as they were at its end, for they change later."""
+    """Keeps what each step came to; `carried` and `requeued` as they were at its end, for they change later.
+    """
 
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
@@ -466,7 +508,9 @@ class FakeReport:
 
 
 class FakeSource:
-    """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all right or all wrong."""
+    """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all
+    right or all wrong.
+    """
 
     held_out = tuple(Prompt([ord(c) for c in f"{i}+0="], f"{i}+0=", str(i)) for i in range(10))
 
@@ -475,7 +519,9 @@ class FakeSource:
 
 
 def write_answer(prompt, index, sampling):
-    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is to be continued."""
+    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is
+    to be continued.
+    """
     question, begun = "".join(map(chr, prompt)).split("=")
     rng = random.Random(question)
     skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {begun or index}")
@@ -565,12 +611,16 @@ def simulate(
 
 def fake_engines(config, plans, devices, write, verdict):
     """One for each role and lead of any plan."""
-    hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
+    hosts = sorted(
+        {(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)}
+    )
     engines = []
     for role, rank in hosts:
         judges = max(1, len(config.judge_models))
         model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
-        engines.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
+        engines.append(
+            FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model)
+        )
     return engines
 
 

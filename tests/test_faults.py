@@ -1,5 +1,7 @@
-"""Faults in a run: engines that die or hang, stops, updates that aren't finite. On a virtual clock, then on real servers."""
+"""Faults in a run: engines that die or hang, stops, updates that aren't finite.
 
+On a virtual clock, then on real servers.
+"""
 
 import asyncio
 import functools
@@ -31,7 +33,11 @@ def strike(verb, role, rank):
 
 def trained(controllers, step):
     """What a step trained on: prompts, answers, rewards."""
-    return sorted((s.prompt_id, s.index, to_text(s.response), s.reward) for each in served_by(controllers, step) for s in each.kept)
+    return sorted(
+        (s.prompt_id, s.index, to_text(s.response), s.reward)
+        for each in served_by(controllers, step)
+        for s in each.kept
+    )
 
 
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
@@ -44,12 +50,16 @@ def without_faults(mode, size):
 
 
 def check_as_unbroken(controllers):
-    """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token is accounted for."""
+    """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token
+    is accounted for.
+    """
     check_prompts(controllers)
     check_tokens(controllers)
     unbroken = without_faults("full", 1)
     for step in range(UNBROKEN["steps"]):
-        assert trained(controllers, step) == trained(unbroken, step) and len(trained(controllers, step)) == 8 * 4
+        assert (
+            trained(controllers, step) == trained(unbroken, step) and len(trained(controllers, step)) == 8 * 4
+        )
     assert all(c.report.accuracies == unbroken[0].report.accuracies for c in controllers)
     assert all(c.report.restarts == controllers[0].report.restarts for c in controllers)
 
@@ -62,14 +72,18 @@ def seconds_of(controllers, step, name="serve"):
 # ---------------------------------------------------------------- engines
 
 FAULTS = st.tuples(
-    st.floats(0.1, 30), st.sampled_from(["die", "hang"]), st.sampled_from(["rollout", "genrm"]), st.sampled_from([None, 0, 1, 2, 3])
+    st.floats(0.1, 30),
+    st.sampled_from(["die", "hang"]),
+    st.sampled_from(["rollout", "genrm"]),
+    st.sampled_from([None, 0, 1, 2, 3]),
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2))
 def test_a_run_with_faults_trains_on_the_same_samples(layout, faults):
-    """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts."""
+    """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts.
+    """
     mode, size = layout
     events = [(seconds, strike(verb, role, rank)) for seconds, verb, role, rank in faults]
     controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
@@ -85,18 +99,26 @@ def middle_of_serving(mode, size, step):
 @pytest.mark.parametrize("mode,size", LAYOUTS)
 @pytest.mark.parametrize("verb,after_s", [("die", 0), ("hang", PROBE_S)])
 def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s):
-    """What it owed is written by others, if there are any; it is started again and asked again in the next step."""
+    """What it owed is written by others, if there are any; it is started again and asked again in the next
+    step.
+    """
     moment = middle_of_serving(mode, size, 1)
     controllers, _ = simulate(mode, size, events=[(moment, strike(verb, "rollout", 0))], **UNBROKEN)
     check_as_unbroken(controllers)
     assert sum(controllers[0].report.restarts) == 1
     (note,) = [note for note in controllers[0].report.notes if "is started again" in note]
-    assert note == f"the rollout engine of rank 0 {'died' if verb == 'die' else 'gave no sign of life'}: it is started again"
+    assert (
+        note
+        == f"the rollout engine of rank 0 {'died' if verb == 'die' else 'gave no sign of life'}: it is started again"
+    )
     (engine,) = [engine for engine in controllers[0].rollout.all_engines if engine.rank == 0]
     back = moment + after_s + RESTART_S
     asked = [(sent, version) for sent, version in engine.server.asked if sent > moment + after_s]
     assert asked and asked[0][0] >= back and {version for _, version in asked} == {*range(asked[0][1], 5)}
-    if [mode, size] not in (["full", 1], ["partial", 2]):  # others were there: it sat out until all were pushed weights
+    if [mode, size] not in (
+        ["full", 1],
+        ["partial", 2],
+    ):  # others were there: it sat out until all were pushed weights
         assert asked[0][1] > 1
 
 
@@ -124,7 +146,13 @@ def test_an_engine_lost_asleep(mode, size, role, verb):
     controllers, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
     check_as_unbroken(controllers)
     assert sum(controllers[0].report.restarts) == 1
-    assert sum(f"the {role} engine of rank {rank} didn't answer: it is started again" == note for note in controllers[0].report.notes) == 1
+    assert (
+        sum(
+            f"the {role} engine of rank {rank} didn't answer: it is started again" == note
+            for note in controllers[0].report.notes
+        )
+        == 1
+    )
 
 
 def test_a_judge_is_welcome_at_once():
@@ -137,7 +165,9 @@ def test_a_judge_is_welcome_at_once():
 
     unbroken, _ = simulate("partial", 4, **slow, prepare=slowly)
     start, end = seconds_of(unbroken, 0)
-    controllers, _ = simulate("partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))])
+    controllers, _ = simulate(
+        "partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))]
+    )
     assert trained(controllers, 0) == trained(unbroken, 0)
     (engine,) = [engine for engine in controllers[0].genrm.all_engines if engine.rank == 3]
     assert any(start + 5 + RESTART_S <= sent < end for sent, _ in engine.server.asked)
@@ -163,7 +193,9 @@ def test_an_engine_that_never_starts_again_stops_every_rank(mode, size, role):
 
 @pytest.mark.parametrize("deaths,stops", [(1, False), (2, False), (3, True)])
 def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
-    """The only rollout engine dies once, twice or three times in every step, each time just after it was pushed weights."""
+    """The only rollout engine dies once, twice or three times in every step, each time just after it was
+    pushed weights.
+    """
     left = []
 
     def die_again(c):
@@ -183,7 +215,9 @@ def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
             c.rollout.end_step, c.rollout.wake_kv_cache = again, wake_and_die
 
     if stops:
-        with pytest.raises(ValueError, match="rollout engine of rank 0 failed 3 times in a row: it died; the end of its log"):
+        with pytest.raises(
+            ValueError, match="rollout engine of rank 0 failed 3 times in a row: it died; the end of its log"
+        ):
             simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
     else:
         controllers, _ = simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
@@ -195,10 +229,14 @@ def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.booleans(), st.integers(0, 3))
+@given(
+    st.sampled_from(LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.booleans(), st.integers(0, 3)
+)
 @example(("partial", 2), 0.0, 1.0, False, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, partial_rollout, rank):
-    """Asked of any rank at any time: all end at the same step, save once, and the prompts to come are those of an unbroken run."""
+    """Asked of any rank at any time: all end at the same step, save once, and the prompts to come are those
+    of an unbroken run.
+    """
     mode, size = layout
     options = dict(UNBROKEN, over_dispatch=over_dispatch, partial_rollout=partial_rollout)
 
@@ -208,7 +246,9 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
     controllers, _ = simulate(mode, size, events=[(seconds, ask)], **options)
     unbroken, _ = simulate(mode, size, **options)
     (done,) = {c.state.step for c in controllers}
-    assert [c.stopping for c in controllers] == ([15] * size if done < 4 or controllers[0].stopping else [0] * size)
+    assert [c.stopping for c in controllers] == (
+        [15] * size if done < 4 or controllers[0].stopping else [0] * size
+    )
     if not controllers[0].stopping:
         return
     for c in controllers:
@@ -216,7 +256,11 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         assert step == done == c.placement.actor.version == len(c.report.steps)
         to_come = (buffer + list(range(cursor, 100)))[:50]
         report = c.report
-        before = report.buffers[done - 1] + list(range(report.cursors[done - 1], 100)) if done else list(range(100))
+        before = (
+            report.buffers[done - 1] + list(range(report.cursors[done - 1], 100))
+            if done
+            else list(range(100))
+        )
         assert to_come == before[:50]
     if over_dispatch == 1:
         assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
@@ -229,7 +273,9 @@ def test_a_stop_while_every_engine_is_down():
     def ask(servers, controllers):
         controllers[1].stop.asked = 2
 
-    controllers, _ = simulate("partial", 2, events=[(moment, strike("die", "rollout", None)), (moment + 2, ask)], **UNBROKEN)
+    controllers, _ = simulate(
+        "partial", 2, events=[(moment, strike("die", "rollout", None)), (moment + 2, ask)], **UNBROKEN
+    )
     assert [c.checkpoints.saved[0][0] for c in controllers] == [1, 1]
 
 
@@ -238,8 +284,12 @@ def test_a_stop_while_every_engine_is_down():
 
 @pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])
 @pytest.mark.parametrize("skipped,steps_done", [({1, 2}, 4), ({0, 2, 3}, 4), ({1, 2, 3}, 3)])
-def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped, steps_done, model, algorithm):
-    """Three of them, the actor's or a critic's, with the samples of the last one in a file; fewer only cost their update."""
+def test_updates_in_a_row_that_are_not_finite_stop_the_run(
+    monkeypatch, skipped, steps_done, model, algorithm
+):
+    """Three of them, the actor's or a critic's, with the samples of the last one in a file; fewer only cost
+    their update.
+    """
     update, settings = model.update, {**UNBROKEN, "algorithm": algorithm}
 
     async def sometimes(self, mini_batches):
@@ -259,7 +309,18 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(monkeypatch, skipped,
 
 # ---------------------------------------------------------------- real runs
 
-SHORT = ["--steps", "5", "--prompts-per-step", "6", "--eval-every", "3", "--engine-probe-s", "8", "--save-every", "2"]
+SHORT = [
+    "--steps",
+    "5",
+    "--prompts-per-step",
+    "6",
+    "--eval-every",
+    "3",
+    "--engine-probe-s",
+    "8",
+    "--save-every",
+    "2",
+]
 
 
 def real_run(folder, port, *arguments, launch=()):
@@ -302,20 +363,33 @@ def rows_done(count):
 def ranks_of(run):
     """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
     everything = list(run.processes())
-    (launcher,) = [process.pid for process, command in everything if "torchrun" in command and " run.py " in command]
-    return [process for process in psutil.Process(launcher).children() if " run.py " in " ".join(process.cmdline())]
+    (launcher,) = [
+        process.pid for process, command in everything if "torchrun" in command and " run.py " in command
+    ]
+    return [
+        process
+        for process in psutil.Process(launcher).children()
+        if " run.py " in " ".join(process.cmdline())
+    ]
 
 
 def engine_of(run, role, name):
     """The processes called `name` of the only server of a role."""
     everything = list(run.processes())
-    port = f"--port {run.port + 2 * (role == 'genrm') + (role == 'genrm')} "  # rollout on rank 0, genrm on rank 1
+    # rollout on rank 0, genrm on rank 1
+    port = f"--port {run.port + 2 * (role == 'genrm') + (role == 'genrm')} "
     (server,) = [process for process, command in everything if "cpu.sglang" in command and port in command]
-    return [process for process, command in everything if name in command and server.pid in (process.pid, process.ppid())]
+    return [
+        process
+        for process, command in everything
+        if name in command and server.pid in (process.pid, process.ppid())
+    ]
 
 
 def test_a_real_run_loses_both_its_engines(tmp_path, undisturbed):
-    """kill -9 of the rollout server's scheduler in one step, SIGSTOP of the genrm server in another: the same numbers in the end."""
+    """kill -9 of the rollout server's scheduler in one step, SIGSTOP of the genrm server in another: the same
+    numbers in the end.
+    """
     run = real_run(tmp_path / "run", 24020).start()
     try:
         run.wait_for(rows_done(1))
@@ -333,7 +407,8 @@ def test_a_real_run_loses_both_its_engines(tmp_path, undisturbed):
 
 
 def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
-    """SIGTERM to one rank: what is done is saved, all end well, and the command in the last line goes on to the same numbers.
+    """SIGTERM to one rank: what is done is saved, all end well, and the command in the last line goes on to
+    the same numbers.
 
     Ctrl-C is test_command.py's.
     """

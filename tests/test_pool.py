@@ -50,14 +50,14 @@ def test_route(outstanding, others, rank, asked):
     pool = pool_of(*outstanding, rank=rank)
     controllers = [{}] * 6
     controllers[(rank + 1) % 6] = others
-    pool.apply_status([EngineStatus(outstanding) for outstanding in controllers])
+    pool.apply_status([EngineStatus(outstanding, {}) for outstanding in controllers])
     assert pool.route().rank == asked
 
 
 def test_its_own_tokens_are_not_counted_twice():
     """What this controller told the others is in its own count already."""
     pool = pool_of(4, 6, rank=1)
-    pool.apply_status([EngineStatus({0: 1}), EngineStatus({0: 4, 1: 6})])
+    pool.apply_status([EngineStatus({0: 1}, {}), EngineStatus({0: 4, 1: 6}, {})])
     assert pool.route().rank == 0 and pool.status().outstanding == {0: 4, 1: 6}
 
 
@@ -238,7 +238,7 @@ def test_an_answer_that_queues_is_not_late_while_others_are_written(writes):
     async def meet(pool):
         for minute in range(20):
             await asyncio.sleep(60)
-            pool.apply_status([pool.status(), EngineStatus({}, parts={0: minute if writes else 0})])
+            pool.apply_status([pool.status(), EngineStatus({}, {0: minute if writes else 0})])
 
     async def work(pool):
         meeting = asyncio.create_task(meet(pool))
@@ -289,6 +289,24 @@ def test_an_aborted_answer_is_not_asked_again():
     assert len(first.asked) == len(second.asked) == 1
 
 
+@pytest.mark.parametrize("breaks,tokens", [(0, 0), (2, 20)])
+def test_what_waits_for_an_engine_is_given_up_when_all_is_aborted(breaks, tokens):
+    """The only engine was lost: what came of the answer comes back, and nobody waits for the rest."""
+
+    async def work(pool):
+        asked = asyncio.create_task(ask_with(pool, [[5, 6]], Sampling(1.0, 1000), seeds=[1]))
+        await asyncio.sleep(10 * breaks + 1)
+        pool._lost = {1: "died"}
+        await asyncio.sleep(100)
+        assert not asked.done()
+        await pool.abort()
+        return await asked
+
+    answers, seconds = run_alone([Writer(1, {1: 100}, breaks=breaks)], work)
+    expected = [("abort", answer_to([5, 6], 1, tokens))] * bool(tokens)
+    assert [(answer.finish, answer.tokens) for answer in answers] == expected and seconds < 122
+
+
 def test_what_is_asked_of_each_prompt():
     """Limits, seeds and which are greedy; by default sampling's limit, no seed, none."""
     engine, prompts, sampling = Writer(0, {None: 9, 7: 9, 8: 9}), [[5], [6]], Sampling(0.7, 50, (1,))
@@ -325,7 +343,8 @@ def test_requests_wait_while_no_engine_of_the_model_is_up():
 
 def statuses_of(size, lost):
     return [
-        EngineStatus({}, rank not in lost, "died (signal 9)" if rank in lost else "") for rank in range(size)
+        EngineStatus({}, {}, rank not in lost, "died (signal 9)" if rank in lost else "")
+        for rank in range(size)
     ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import controller
 from commands import replay
-from commands.replay import Replay
+from commands.replay import Replay, read_replay
 from sample import Sample
 
 LAYOUTS = [
@@ -38,16 +38,11 @@ def train_only(path, mode="full", size=1, steps=3, **more):
     prepare = more.pop("prepare_controller", lambda c: None)
 
     def serve_from_file(c):
-        c.collect = Replay(path, steps).collect
+        c.collect = Replay(path).collect
         prepare(c)
 
     more |= dict(train_only=True, replay=str(path), prepare_controller=serve_from_file, steps=steps)
     return simulate(mode, size, **more)[0]
-
-
-def read_replay(path):
-    """The samples of each step."""
-    return list(replay.read_replay(path).values())
 
 
 def keys(samples):
@@ -118,17 +113,22 @@ def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size,
 
 
 def test_train_only_stops_at_steps(tmp_path):
-    """Fewer steps when fewer are asked for; more than the file has are refused before anything is started."""
+    """Fewer steps when fewer are asked for; more than the file has are refused."""
     rollout_only(tmp_path, steps=3)
     path = tmp_path / "replay.jsonl"
     (c,) = train_only(path, steps=2)
     assert c.placement.actor.version == 2 and not c.report.notes
-    with pytest.raises(ValueError, match=r"--replay .*replay.jsonl ends after 3 steps: --steps 9 is more"):
-        Replay(path, 9)
+    with pytest.raises(
+        ValueError, match=r"--replay .*replay\.jsonl holds 3 steps, but 9 are left up to --steps 9"
+    ):
+        train_only(path, steps=9)
 
 
 def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path):
-    """What a run that was resumed after two steps served is trained on after those two steps."""
+    """What a run that was resumed after two steps served is trained on after those two steps.
+
+    With other weights it is refused.
+    """
 
     def resumed(c):
         c.state.step = c.placement.actor.version = 2
@@ -139,12 +139,14 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
 
     rollout_only(tmp_path, steps=4, prepare_controller=serve)
     path = tmp_path / "replay.jsonl"
-    written = replay.read_replay(path)
-    assert list(written) == [2, 3] and {v for s in written[2] for v in s.versions} == {2}
+    written = read_replay(path)
+    assert len(written) == 2 and {version for sample in written[0] for version in sample.versions} == {2}
     (c,) = train_only(path, steps=4, prepare_controller=resumed)
-    assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written.values()]
-    with pytest.raises(ValueError, match=r"replay\.jsonl begins with step 2, not 0"):
-        train_only(path, steps=4)
+    assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written]
+    with pytest.raises(
+        ValueError, match=r"replay\.jsonl: step 0 is of weights v2, newer than the actor's v0"
+    ):
+        train_only(path, steps=2)
 
 
 def test_train_only_ends_when_it_is_asked_to(tmp_path):

@@ -317,19 +317,25 @@ def test_a_meeting_by_itself_changes_nothing():
     assert all(status.up for status in seen[0].genrm)
 
 
-def test_whoever_follows_a_meeting_routes_around_lost_engines_and_stops():
-    """On every controller alike, with a line for people that names the engine."""
+def test_whoever_follows_a_meeting_routes_around_lost_engines():
+    """On every controller alike, with a line for people that names the engine, once."""
     asked = []
 
     async def act(c):
-        rollout.follow(c, await rollout.sync_controllers(c, None))
+        for _ in range(2):
+            rollout.follow(c, await rollout.sync_controllers(c, None))
         asked.append(c.placement.rollout.route().rank)
 
-    controllers = in_a_meeting(4, act, hit)
-    assert asked == [1] * 4 and [c.stopping for c in controllers] == [15] * 4
+    controllers = in_a_meeting(4, act, lambda c: c.world.rank == 0 and c.placement.rollout.own.server.die())
+    assert asked == [1] * 4 and [c.stopping for c in controllers] == [0] * 4
     for c in controllers:
         (note,) = c.report.notes
         assert note.startswith("the rollout engine of rank 0 died")
+
+
+def all_rollout_engines_die(c):
+    if c.placement.rollout.own:
+        c.placement.rollout.own.server.die()
 
 
 def test_a_role_without_engines_ends_the_run():
@@ -340,11 +346,40 @@ def test_a_role_without_engines_ends_the_run():
         with pytest.raises(ValueError, match=r"no rollout engine .*: the rollout engine of rank 0 died"):
             rollout.follow(c, meeting)
 
-    def strike(c):
-        if c.placement.rollout.own:
-            c.placement.rollout.own.server.die()
+    in_a_meeting(4, act, all_rollout_engines_die)
 
-    in_a_meeting(4, act, strike)
+
+def test_a_stop_comes_before_lost_engines():
+    """All controllers that follow the meeting know of it; nobody needs an engine to save what there is."""
+
+    async def act(c):
+        rollout.follow(c, await rollout.sync_controllers(c, None))
+
+    def strike(c):
+        all_rollout_engines_die(c)
+        c.stop.asked = 15 * (c.world.rank == 1)
+
+    assert [c.stopping for c in in_a_meeting(4, act, strike)] == [15] * 4
+
+
+def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
+    """What was cut off comes again in the next step, for which they have been started again."""
+    cut_off, struck = rollout.cut_off, []
+
+    async def cut_off_and_die(c, tasks):
+        if c.placement.rollout.status().outstanding and not struck:
+            struck.append(c.timeline.step)
+            for engine in c.placement.rollout.all_engines:
+                engine.server.die()
+        await cut_off(c, tasks)
+
+    options = dict(write=one_in_ten, verdict=parity, over_dispatch=1.25, steps=3, eval_every=100)
+    with mock.patch.object(rollout, "cut_off", cut_off_and_die):
+        controllers, _ = simulate("partial", 2, **options)
+    assert struck == [0] and controllers[0].report.restarts == [1, 0, 0]
+    assert 7 in controllers[0].report.requeued[0]
+    check_prompts(controllers)
+    check_tokens(controllers)
 
 
 # ---------------------------------------------------------------- bad engines
