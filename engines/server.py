@@ -104,10 +104,16 @@ def ranks_of_an_engine(role: str, config: Config) -> int:
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
     path = Path(model_dir, "config.json")
-    own = json.loads(path.read_text()).get("max_position_embeddings", 0) if path.is_file() else 0
-    if not (length := config.max_model_len or own):
-        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len")
-    return length
+    if config.max_model_len:
+        return config.max_model_len
+    if not path.is_file():
+        raise ValueError(f"{model_dir}: not a Hugging Face model directory, it has no config.json")
+    try:
+        return json.loads(path.read_text())["max_position_embeddings"]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    except KeyError:
+        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len") from None
 
 
 def kv_tokens(context: int) -> int:
