@@ -43,7 +43,7 @@ class Plan:
     genrm_tp: int = 1
 
     def leads(self, role: str) -> tuple[int, ...]:
-        """The ranks that own a server of `role`, one an engine."""
+        """The ranks that own a server of `role`."""
         return {"rollout": self.rollout[:: self.rollout_tp], "genrm": self.genrm[:: self.genrm_tp]}[role]
 
     @property
