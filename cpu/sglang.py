@@ -138,7 +138,7 @@ def unavailable_kernel(name):
 
 
 def murmur_hash32(seed, positions, columns):
-    """MurmurHash3, bit-equal to the GPU's: seed [n] int64, positions [n], columns [vocab] -> uint32 [n, vocab]"""
+    """MurmurHash3, bits as on a GPU: int64 seed [n], positions [n], columns [vocab] -> uint32 [n, vocab]."""
     low32 = 0xFFFFFFFF  # torch has no uint32 product
 
     def rotate(x, bits):

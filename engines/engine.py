@@ -105,7 +105,7 @@ class Engine:
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
     ) -> Self:
-        """Starts a server, which dies with this thread; then `await ready()`. ValueError: the port is taken."""
+        """Starts a server, which dies with this thread; `await ready()` next. ValueError: its port is taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._tp, engine._silence_s = server.ranks_of_an_engine(role, config), config.engine_silence_s
@@ -132,7 +132,7 @@ class Engine:
     async def until_down(self) -> str:
         """Waits until the server, which is awake, is dead or hangs; says which.
 
-        It hangs if no stream brings anything and /health doesn't say yes, which a busy one does every batch.
+        It hangs if no stream brings anything and /health doesn't say yes, as a busy server does every batch.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2
         while silent_s < self._silence_s:
