@@ -105,7 +105,7 @@ class Engine:
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
     ) -> Self:
-        """Starts a server, which dies with this thread; `await ready()` next. ValueError: its port is taken."""
+        """Starts a server, which dies with this thread. Then `await ready()`. ValueError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._tp, engine._silence_s = server.ranks_of_an_engine(role, config), config.engine_silence_s
