@@ -1,7 +1,4 @@
-"""Engine: a handle on one SGLang server. Tokens in, tokens out: the server never sees text.
-
-The rank that launches it owns the server's process; any controller may use a handle over HTTP.
-"""
+"""Engine: a handle on one SGLang server, which never sees text. Whoever launches it owns its process."""
 
 from __future__ import annotations
 
@@ -104,16 +101,11 @@ class Engine:
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
-    # ---- the server's life
-
     @classmethod
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
     ) -> Self:
-        """Starts a server on this machine and returns at once; `await ready()` before use.
-
-        It dies with the thread that calls this, even if that is killed hard. ValueError if the port is taken.
-        """
+        """Starts a server, which dies with this thread. Then `await ready()`. ValueError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._tp, engine._silence_s = server.ranks_of_an_engine(role, config), config.engine_silence_s
@@ -140,8 +132,7 @@ class Engine:
     async def until_down(self) -> str:
         """Waits until the server, which is awake, is dead or hangs; says which.
 
-        It hangs if no stream brings anything and /health doesn't say yes, which a busy server does with every
-        batch.
+        It hangs if no stream brings anything and /health doesn't say yes, as a busy server does every batch.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2
         while silent_s < self._silence_s:
@@ -171,8 +162,6 @@ class Engine:
             await self.kill()
             self._process.remove_folder()
 
-    # ---- memory
-
     async def sleep(self) -> None:
         """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
         if self._has_aborted:
@@ -190,8 +179,6 @@ class Engine:
         """Room for the KV cache, once the actor is out; requests are welcome again."""
         await self._post("/resume_memory_occupation", tags=["kv_cache"])
         await self._post("/continue_generation")
-
-    # ---- weights
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights by full tensors under Hugging Face names; `version` marks what they write.
@@ -226,8 +213,6 @@ class Engine:
         finally:
             await self._post("/end_weight_update")
 
-    # ---- generation
-
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.
 
@@ -256,8 +241,6 @@ class Engine:
         """Aborts every answer that the server writes, whoever asked; they come back with finish "abort"."""
         self._has_aborted = True
         await self._post("/abort_request", abort_all=True)
-
-    # ---- HTTP
 
     @asynccontextmanager
     async def _open(

@@ -1,7 +1,4 @@
-"""The process of an SGLang server: its command line, environment, life and end; what goes over the wire.
-
-Nothing of sglang is imported: that takes 10 s.
-"""
+"""The process of an SGLang server: command line, life, end, wire. sglang isn't imported: that takes 10 s."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # least size of an engine's KV cache without CUDA
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 END_S = 10.0  # for a killed server to be gone
-
-# ---- command line and environment
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
@@ -144,9 +139,6 @@ def check_port(host: str, port: int, name: str) -> None:
             raise ValueError(f"port {port}, wanted by the {name}, is in use: choose another --port")
 
 
-# ---- the process
-
-
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a .pid file beside that, a private folder."""
 
@@ -198,9 +190,6 @@ class ServerProcess:
         return "\n".join((f"; the end of {self._log}:", *lines))
 
 
-# ---- servers that an earlier run left: a kernel didn't pass the signal on, or a rank was frozen
-
-
 def write_pid_file(path: Path, pid: int) -> None:
     """Which process serves, which owns it (this one), and since when: an id may be another's by tomorrow."""
     server, owner = psutil.Process(pid), psutil.Process()
@@ -211,10 +200,7 @@ def write_pid_file(path: Path, pid: int) -> None:
 
 
 def end_stale_servers(out: Path) -> list[str]:
-    """End the servers of an earlier run in `out`, which hold ports and devices; returns a line for each.
-
-    ValueError if the process that owns one is alive: that run isn't over, and nothing of it may be touched.
-    """
+    """End servers that an earlier run left in `out`; a line for each. ValueError if that run isn't over."""
     facts = {path: json.loads(path.read_text()) for path in sorted((out / "logs").glob("*.pid"))}
     for row in facts.values():
         if same_process(row["owner"], row["owner_born"]):
@@ -245,9 +231,6 @@ def same_process(pid: int, born: float) -> psutil.Process | None:
         return None
 
 
-# ---- what goes over the wire
-
-
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
     """The JSON objects of a stream of `data: ...` events."""
     unread = b""
@@ -272,10 +255,7 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]]) -> str:
-    """A bucket in SGLang's format "flattened_bucket": one flat tensor, as a handle, and what lies where.
-
-    Written by hand: SGLang's own FlattenedTensorBucket would have to be imported.
-    """
+    """A bucket as SGLang's "flattened_bucket": one flat tensor, as a handle, and what lies where in it."""
     from multiprocessing.reduction import ForkingPickler
 
     import torch
