@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -144,7 +143,7 @@ class ServerProcess:
 
     def __init__(self, command: list[str], key: str, log: Path):
         self._command, self._key, self._log, self._pid_file = command, key, log, log.with_suffix(".pid")
-        self._folder = tempfile.mkdtemp(prefix="nanoyatt-")
+        self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
@@ -152,7 +151,7 @@ class ServerProcess:
     def start(self) -> None:
         """What an earlier server said stays in the log."""
         assert self._process is None, f"{self._log.stem} still runs"
-        environment, root = server_environment(self._key, self._folder), Path(__file__).parents[1]
+        environment, root = server_environment(self._key, self.folder.name), Path(__file__).parents[1]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -179,10 +178,6 @@ class ServerProcess:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-    def remove_folder(self) -> None:
-        """It will not be started again."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def log_tail(self) -> str:
         """The end of the log, to be added to a message."""
