@@ -27,7 +27,6 @@ MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 1.0}  # of trainer and engine o
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff_max", *ptx.SUMS)
 
-Rows = dict[Key, list[float]]  # by sample, a number for each response token
 # (slots, logprobs, entropy), each [targets] -> the loss of each target and a micro-batch's statistics, among
 # them `divisor`: what the sum of the loss is divided by
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -39,32 +38,28 @@ class Actor(Trainer):
     title = "actor"
 
     def __init__(self, config: Config, model_dir: str):
-        """As a Trainer. ValueError if --algorithm can't be used, too."""
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         super().__init__(config, model_dir)
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
-        """Train on this data-parallel rank's mini-batches of micro-batches (collective over all ranks).
+        """Train on this data-parallel rank's samples: an optimizer step a mini-batch (collective: all ranks).
 
-        Every mini-batch is one optimizer step. Each sample needs `advantages`. Returns metrics that are the
-        same on every rank (docs/metrics.md). A step whose loss or gradient isn't finite is skipped and
-        counted. ValueError if trainer and engine disagree about log-probabilities.
+        Each sample needs `advantages`. Returns metrics, the same on every rank (docs/metrics.md). ValueError
+        if trainer and engine disagree about log-probabilities.
         """
         self._check_samples(flat(mini_batches))
         lr = learning_rate(self.version, self.config, self.algorithm.critic_warmup)
         proximal = self._proximal_logprobs(mini_batches)
         steps = []
         for number, micro_batches in enumerate(mini_batches):
-            samples = flat([micro_batches])
-            targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
+            targets = pack_targets(flat([micro_batches]), self.version, proximal, self.algorithm, self.device)
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
             packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
             steps.append(self.learn(packed, self._output_loss(loss), STATS, lr, check))
         self.version += 1
-        micro_batches = float(sum(map(len, mini_batches)))  # the same on every rank
-        return update_metrics(steps, lr) | {"train/micro_batches": micro_batches}
+        return update_metrics(steps, lr) | {"train/micro_batches": float(sum(map(len, mini_batches)))}
 
     def _check_samples(self, samples: list[Sample]) -> None:
         assert self.awake, "the actor sleeps: wake it before update"
@@ -78,16 +73,14 @@ class Actor(Trainer):
         """ValueError if on some token that the step's weights wrote trainer and engine are too far apart."""
         difference, most = stats["engine_logprob_diff_max"], MAX_LOGPROB_DIFF[self.config.dtype]
         if difference > most:
-            raise ValueError(
-                f"the trainer's log-probabilities differ from the engine's by up to {difference:.2e}, "
-                f"more than {most:.2e}, which is what --dtype {self.config.dtype} may make"
-            )
+            apart = f"the trainer's log-probabilities differ from the engine's by up to {difference:.2e}"
+            raise ValueError(f"{apart}, more than the {most:.2e} that --dtype {self.config.dtype} may make")
 
-    def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> Rows:
+    def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of samples with stale tokens or, if corrected, of all.
 
         Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel
-        group, whose ranks have the same samples and so agree on whether to run; other groups take no part.
+        group, whose ranks have the same samples; other groups may not run.
         """
         samples, every = flat(mini_batches), self.algorithm.corrects_mismatch
         wanted = [s for s in samples if every or min(s.versions, default=self.version) < self.version]
@@ -97,10 +90,7 @@ class Actor(Trainer):
         return {(sample.prompt_id, sample.index): row for sample, row in rows}
 
     def _add_texts(self, number: int, targets: PackedTargets, loss: TokenLoss) -> tuple[Packed, TokenLoss]:
-        """This rank's micro-batches of texts for optimizer step `number`, and the loss with them: see ptx.py.
-
-        Collective over all ranks, if there are texts.
-        """
+        """This rank's texts for optimizer step `number`, and the loss with them: see ptx.py (collective)."""
         if not self.texts:
             return [], loss
         step, size = self.version * self.config.updates_per_step + number, self.algorithm.ptx_batch
@@ -108,18 +98,14 @@ class Actor(Trainer):
         # a data-parallel rank counts as often as its model-parallel group has ranks: only the ratio matters
         counts = {"divisor": targets.divisors.sum().item(), "tokens": float(sum(len(r) for _, r in mine))}
         total = all_reduce(counts, dist.ReduceOp.SUM)
-        first, coefficient = len(targets.divisors), self.algorithm.ptx_coef
-        loss = ptx.add_texts(loss, first, total["divisor"], total["tokens"], coefficient)
+        loss = ptx.add_texts(loss, len(targets.divisors), **total, coefficient=self.algorithm.ptx_coef)
         return [[mine[index] for index in chosen] for chosen in self.pack(mine)], loss
 
     def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
-        """`token_loss` of the targets of a micro-batch."""
-
         def output_loss(batch: MicroBatch, logits: Tensor) -> LossSums:
             chosen = batch.slots != NO_TARGET
             logits = target_logits(batch, logits, self.config.temperature)
-            has_gradient = self.algorithm.entropy_coef > 0
-            entropy = VocabParallelEntropy.apply(logits if has_gradient else logits.detach())
+            entropy = VocabParallelEntropy.apply(logits if self.algorithm.entropy_coef else logits.detach())
             logprobs = -vocab_parallel_cross_entropy(logits, batch.targets[chosen])  # overwrites logits
             loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
             return loss.sum(), stats.pop("divisor"), stats
@@ -135,18 +121,11 @@ class Actor(Trainer):
 
     def packed_logprobs(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
         """The same of samples that come packed, in their order."""
-
-        def read(batch: MicroBatch, logits: Tensor) -> Tensor:
-            return target_logprobs(batch, logits, self.config.temperature)
-
-        return self.read_tokens(micro_batches, read)
+        return self.read_tokens(micro_batches, partial(target_logprobs, temperature=self.config.temperature))
 
 
 def target_logits(batch: MicroBatch, logits: Tensor, temperature: float) -> Tensor:
-    """Of a micro-batch's targets: [targets, vocab / tp], a copy in float32.
-
-    log_softmax(logits / temperature) is also what SGLang reports, so that the two can be compared.
-    """
+    """[targets, vocab / tp], a copy in float32. SGLang, too, reports log_softmax(logits / temperature)."""
     return logits[0, batch.slots != NO_TARGET].float() / temperature
 
 
@@ -157,16 +136,9 @@ def target_logprobs(batch: MicroBatch, logits: Tensor, temperature: float = 1.0)
 
 
 def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> LossSums:
-    """-log p(token), the mean over all targets, whichever ranks hold them: an OutputLoss without statistics.
-
-    The convention of TRL's SFTTrainer with completion_only_loss.
-    Source: InstructGPT (arXiv 2203.02155), section 3.5.
-    """
+    """The mean of -log p(token) over all targets, as TRL's SFTTrainer has it with completion_only_loss."""
     logprobs = target_logprobs(batch, logits)
     return -logprobs.sum(), len(logprobs), {}
-
-
-# ---------------------------------------------------------------- the loss of packed tokens
 
 
 @dataclass
@@ -185,8 +157,9 @@ class PackedTargets:
 
 
 def pack_targets(
-    samples: list[Sample], version: int, proximal: Rows, algorithm: Algorithm, device: torch.device
-) -> PackedTargets:
+    samples: list[Sample], version: int, proximal: dict[Key, list[float]], algorithm: Algorithm,
+    device: torch.device,
+) -> PackedTargets:  # fmt: skip
     """The columns of a mini-batch's samples, in their order. proximal: as from `_proximal_logprobs`."""
 
     def column(rows: list[list], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -215,9 +188,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs.
 
-    A target that the step's own weights wrote has its ratio to the engine's log-probabilities. One that older
-    weights wrote has it to those at the start of the step, times an importance weight; `tis_cap` and
-    `icepop_bound` have all targets do so. A masked target gives no gradient.
+    The ratio of a target that the step's own weights wrote is to the engine's log-probabilities. That of one
+    of older weights is to those at the start of the step, times an importance weight; `tis_cap` and
+    `icepop_bound` have all targets do so.
     """
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
@@ -281,7 +254,7 @@ def largest(values: Tensor) -> Tensor:
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
     """Linear from 0 over `lr_warmup_steps` updates, then linear to LR_DECAY_TO of it at the last of `steps`.
 
-    Before that 0 for `warmup` updates, in which a critic learns alone: AdamW leaves the weights as they are.
+    Before that 0 for `warmup` updates: AdamW leaves the weights as they are.
     """
     version, steps = version - warmup, config.steps - warmup
     if version < 0:
@@ -297,8 +270,7 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     stale = total["stale_token_frac"]
     metrics = {name: total[name] / max(total["tokens"], 1.0) for name in TOKEN_MEANS}
-    metrics |= {name: total[name] for name in ("tokens", "skipped", "not_finite")}
-    metrics |= {
+    metrics |= {name: total[name] for name in ("tokens", "skipped", "not_finite")} | {
         "loss": total["policy_loss"] / max(total["divisor"], 1.0),
         "lr": lr,
         "grad_norm": total["grad_norm"] / len(steps),
@@ -309,25 +281,15 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     return {f"train/{name}": value for name, value in metrics.items()} | ptx.metrics(steps)
 
 
-# ---------------------------------------------------------------- the reference model of a KL penalty
-
-
 class Reference:
-    """The weights that `actor` has now, for good: to be made before a checkpoint is restored.
-
-    They lie on the host, this rank's shards alone, and change places with the policy's for a pass.
-    """
+    """The weights that `actor` has now, for good, on the host. For a pass they take the policy's place."""
 
     def __init__(self, actor: Actor):
         self._actor = actor
         self._host = [parameter.detach().to("cpu", copy=True) for parameter in actor.gpt.parameters()]
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` of samples that come packed (collective over the model-parallel group).
-
-        The actor must be awake. In the micro-batches that will be trained on, so that equal weights give
-        equal bits.
-        """
+        """Fill `reference_logprobs` of samples, packed as for training (collective: model-parallel group)."""
         self._swap()
         try:
             rows = self._actor.packed_logprobs(list(chain(*mini_batches)))
@@ -338,11 +300,7 @@ class Reference:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """The device's weights and the host's change places, tensor by tensor, bit for bit; its own inverse.
-
-        The optimizer takes no part: its own weights, in float32 views of the device's, are back before it
-        looks.
-        """
+        """The device's weights and the host's change places; the optimizer's own float32 ones stay."""
         assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
         for parameter, host in zip(self._actor.gpt.parameters(), self._host, strict=True):
             on_device = parameter.to("cpu", copy=True)

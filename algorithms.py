@@ -1,7 +1,7 @@
 """Algorithms as pure functions: scores, advantage estimators, losses, means; a row of `ALGORITHMS` for each.
 
-A new algorithm is a new row. Losses use tensors by their methods alone, so that importing this doesn't import
-torch. A target is a response token that is trained on; tensors are [targets] unless it says otherwise.
+Losses use tensors by their methods alone, so that importing this doesn't import torch. A target is a response
+token that is trained on; tensors are [targets] unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -21,17 +21,12 @@ if TYPE_CHECKING:
 
     from controller import State
 
-STD_EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
-WHITEN_EPSILON = 1e-8  # the same for the tokens of a step
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
 MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in one step, which grows with lambda: slack could end a large one
 
 GroupRewards = dict[int, dict[int, float]]  # prompt_id -> index -> reward
 Signals = dict[str, GroupRewards]  # by signal: reward, cost
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
-
-
-# ---------------------------------------------------------------- scores: the rewards of one group -> scores
 
 
 def raw(rewards: list[float]) -> list[float]:
@@ -42,7 +37,7 @@ def raw(rewards: list[float]) -> list[float]:
 def group_norm(rewards: list[float]) -> list[float]:
     """s_i = (r_i - mean(r)) / (std(r) + 1e-4), population std. GRPO (arXiv 2402.03300), section 4.1.2."""
     mean, std = fmean(rewards), pstdev(rewards)
-    return [(reward - mean) / (std + STD_EPSILON) for reward in rewards]
+    return [(reward - mean) / (std + 1e-4) for reward in rewards]  # equal rewards: 0 instead of 0/0
 
 
 def mean_baseline(rewards: list[float]) -> list[float]:
@@ -55,9 +50,6 @@ def leave_one_out(rewards: list[float]) -> list[float]:
     """s_i = r_i - mean of the others, 0 of a lone answer. RLOO (arXiv 2402.14740), section 2.2."""
     total, others = math.fsum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others if others else 0.0 for reward in rewards]
-
-
-# ---------------------------------------------------------------- advantage estimators of an answer's tokens
 
 
 def gae(rewards: list[float], values: list[float], algorithm: Algorithm) -> Estimate:
@@ -84,9 +76,6 @@ def lagrangian(advantages: dict[str, list[float]], multiplier: float) -> list[fl
     """A = (A_reward - lambda * A_cost) / (1 + lambda). Safe RLHF (arXiv 2310.12773), equation 30."""
     pairs = zip(advantages["reward"], advantages["cost"], strict=True)
     return [(reward - multiplier * cost) / (1 + multiplier) for reward, cost in pairs]
-
-
-# ---------------------------------------------------------------- losses of targets, and which are clipped
 
 
 @dataclass
@@ -116,7 +105,6 @@ def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tens
 
 
 def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The clipped loss of any ratio."""
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
     loss, is_clipped = unclipped.maximum(clipped), clipped > unclipped
@@ -273,9 +261,6 @@ def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     yield a.overlong_from < a.max_new_tokens, f"overlong_from below --max-new-tokens {a.max_new_tokens}"
 
 
-# ---------------------------------------------------------------- from rewards to advantages
-
-
 def overlong_penalty(length: int, algorithm: Algorithm) -> float:
     """0 up to overlong_from tokens, then linear to overlong_penalty. DAPO (arXiv 2503.14476), equation 13."""
     if not algorithm.overlong_from:
@@ -286,8 +271,7 @@ def overlong_penalty(length: int, algorithm: Algorithm) -> float:
 
 def set_baseline(group: list[Sample], algorithm: Algorithm) -> None:
     """Fill `baseline` of a judged group: its greedy answer's reward. ReMax (arXiv 2310.10505), section 4."""
-    greedy = [sample for sample in group if sample.greedy]
-    baseline = sum(sample.reward - overlong_penalty(len(sample.response), algorithm) for sample in greedy)
+    baseline = sum(s.reward - overlong_penalty(len(s.response), algorithm) for s in group if s.greedy)
     for sample in group:
         sample.baseline = float(baseline)
 
@@ -315,7 +299,6 @@ KL_SIGN = {"reward": -1.0, "cost": 1.0}  # combined, the KL comes off once, what
 
 
 def signals_of(samples: list[Sample], algorithm: Algorithm) -> Signals:
-    """What scores are made of, of every signal of the algorithm."""
     signals = {name: {} for name in algorithm.signals}
     for sample in samples:
         for name in algorithm.signals:
@@ -328,10 +311,9 @@ def scores_of(prompt_ids: set[int], parts: list[GroupRewards], algorithm: Algori
     """By prompt_id and index, the scores of groups, of whose rewards each of `parts` may hold some."""
     scores = {}
     for prompt_id in prompt_ids:
-        group = {index: reward for part in parts for index, reward in part.get(prompt_id, {}).items()}
-        indices = sorted(group)
-        values = algorithm.score([group[index] for index in indices])
-        scores |= {(prompt_id, index): value for index, value in zip(indices, values, strict=True)}
+        group = sorted(item for part in parts for item in part.get(prompt_id, {}).items())
+        values = algorithm.score([reward for _, reward in group])
+        scores |= {(prompt_id, index): value for (index, _), value in zip(group, values, strict=True)}
     return scores
 
 
@@ -372,7 +354,7 @@ def whiten(samples: list[Sample], parts: list[tuple[int, float, float]]) -> None
     mean = math.fsum(n * m for n, m, _ in parts) / count
     std = math.sqrt(math.fsum(squares + n * (m - mean) ** 2 for n, m, squares in parts) / count)
     for sample in samples:
-        sample.advantages = [(advantage - mean) / (std + WHITEN_EPSILON) for advantage in sample.advantages]
+        sample.advantages = [(advantage - mean) / (std + 1e-8) for advantage in sample.advantages]
 
 
 def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
@@ -381,10 +363,9 @@ def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
 
 
 def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) -> dict[str, float]:
-    """ln(lambda) += lagrange_lr * lambda * (mean cost of the step - cost_limit); lambda is never negative.
+    """ln(lambda) += lagrange_lr * lambda * (mean cost of the step - cost_limit). Returns metrics.
 
-    parts: as in `set_advantages`, the same on every rank. Returns metrics, none where there is no cost.
-    Safe RLHF (arXiv 2310.12773), equation 31.
+    parts: as in `set_advantages`. Safe RLHF (arXiv 2310.12773), equation 31.
     """
     costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
     if not costs:

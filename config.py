@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -128,62 +129,49 @@ class Config:
 
     def __post_init__(self):
         """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
-        values = vars(self)
-        for name, (low, high) in LIMITS.items():
-            value = values[name]
-            if not low <= value <= high:  # NaN is refused, too
-                needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-                raise ValueError(f"--{dashed(name)} {value}: {needed} is needed")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
-        if self.sp and self.tp == 1:
-            raise ValueError("--sp needs --tp 2 or more")
-        if not all(1 <= k <= self.samples for k in self.pass_at):
-            needed = f"each k from 1 to --samples {self.samples} is needed"
-            raise ValueError(f"--pass-at {as_text(self.pass_at)}: {needed}")
-        if self.rebalance and self.mode == "full":
-            raise ValueError("--rebalance moves ranks between the roles: in --mode full both hold all ranks")
-        if self.judgements > 1 and self.judge_temperature == 0:
-            raise ValueError(f"--judgements {self.judgements} needs --judge-temperature above 0")
-        self._check_lengths()
-        self._check_models()
-        self._check_weights()
+        for fits, sentence in (*self._sizes(), *self._parts()):
+            if not fits:
+                raise ValueError(sentence)
 
-    def _check_lengths(self):
-        """Prompts need room beside an answer, and samples in a micro-batch."""
+    def _sizes(self) -> Iterator[tuple[bool, str]]:
+        """Whether each setting is within its limits and prompts and samples find room; what to say if not."""
+        values, context = vars(self), self.max_model_len
+        for name, (low, high) in LIMITS.items():  # NaN is refused, too
+            needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+            yield low <= values[name] <= high, f"--{dashed(name)} {values[name]}: {needed} is needed"
         for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
-            if 0 < self.max_model_len <= (value := vars(self)[name]):
-                context = f"--max-model-len {self.max_model_len}"
-                raise ValueError(f"--{dashed(name)} {value} leaves prompts no room in {context}")
-        longest, room = max(self.max_model_len, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
-        if self.command == "rl" and longest > room:
-            raise ValueError(f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens")
+            no_room = f"--{dashed(name)} {values[name]} leaves prompts no room in --max-model-len {context}"
+            yield not 0 < context <= values[name], no_room
+        longest, room = max(context, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
+        fits = self.command != "rl" or longest <= room
+        yield fits, f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens"
+        needed = f"--pass-at {as_text(self.pass_at)}: each k from 1 to --samples {self.samples} is needed"
+        yield all(1 <= k <= self.samples for k in self.pass_at), needed
 
-    def _check_models(self):
-        """What the command asks of models and data."""
-        if self.rollout_only and self.train_only:
-            raise ValueError("--rollout-only never trains and --train-only starts no engine: choose one")
-        if self.train_only != bool(self.replay):
-            raise ValueError("--train-only and --replay FILE, which a --rollout-only run wrote, go together")
+    def _parts(self) -> Iterator[tuple[bool, str]]:
+        """Whether settings, models, data and rewards go together; what to say if not."""
+        known = self.dtype in ("float32", "bfloat16")
+        yield known, f"--dtype {self.dtype} is unknown; choose float32 or bfloat16"
+        yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
+        in_full = self.rebalance and self.mode == "full"
+        yield not in_full, "--rebalance moves ranks between the roles: in --mode full both hold all ranks"
+        varied = self.judgements == 1 or self.judge_temperature > 0
+        yield varied, f"--judgements {self.judgements} needs --judge-temperature above 0"
+        halves = self.rollout_only and self.train_only
+        yield not halves, "--rollout-only never trains and --train-only starts no engine: choose one"
+        replays = self.train_only == bool(self.replay)
+        yield replays, "--train-only and --replay FILE, which a --rollout-only run wrote, go together"
         for name in ("data", "judge", "cost_judge", "critic"):
-            if vars(self)[name] and not self.model:
-                raise ValueError(f"--{dashed(name)} needs --model: the demo's models only know addition")
-        if self.command == "eval" and not self.model:
-            raise ValueError("run.py eval needs --model DIR")
-        rewarded = self.judge or self.rule or self.train_only
-        if self.command == "rl" and self.model and not rewarded:
-            raise ValueError("--model needs a --judge or a --rule, which say what an answer is worth")
-
-    def _check_weights(self):
-        """One weight for each reward."""
-        weights, judges = self.reward_weights, len(self.judge_models) - len(self.cost_judge)
-        needed = judges + len(self.rule)
-        if len(weights) not in (0, needed):
-            each = f"one for each --judge, then each --rule, so {needed}"
-            raise ValueError(f"--reward-weights {as_text(weights)}: {each}")
-        if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):  # NaN is refused, too
-            finite = "finite numbers are needed, none below 0 and one above"
-            raise ValueError(f"--reward-weights {as_text(weights)}: {finite}")
+            needed = f"--{dashed(name)} needs --model: the demo's models only know addition"
+            yield bool(self.model or not vars(self)[name]), needed
+        yield self.command != "eval" or bool(self.model), "run.py eval needs --model DIR"
+        rewarded = self.command != "rl" or not self.model or self.judge or self.rule or self.train_only
+        yield bool(rewarded), "--model needs a --judge or a --rule, which say what an answer is worth"
+        weights, shown = self.reward_weights, f"--reward-weights {as_text(self.reward_weights)}"
+        needed = len(self.judge_models) - len(self.cost_judge) + len(self.rule)
+        yield len(weights) in (0, needed), f"{shown}: one for each --judge, then each --rule, so {needed}"
+        finite = not weights or (min(weights) >= 0 and 0 < sum(weights) < math.inf)  # NaN is refused, too
+        yield finite, f"{shown}: finite numbers are needed, none below 0 and one above"
 
 
 # A preset is what differs from Config's defaults. tiny is the demo's: recipes/addition.
@@ -227,7 +215,6 @@ def make_out(config: Config) -> Path:
 
 
 def dashed(name: str) -> str:
-    """A setting's name on the command line."""
     return name.replace("_", "-")
 
 
@@ -242,17 +229,12 @@ def printable(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, like all of ours."""
-
     def error(self, message: str):
         raise ValueError(f"{message}; see run.py --help")
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Config's defaults, the command's, the preset's, the command line's. ValueError names the setting.
-
-    usage: how the program is started, for --help.
-    """
+    """Config's defaults, the command's, the preset's, the command line's. ValueError names the setting."""
     name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
     command = COMMANDS[name]
     epilog = "commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items())

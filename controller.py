@@ -116,8 +116,8 @@ async def finish(c: Controller) -> int:
 async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
 
-    Controllers gather lengths, and each works out the whole plan from them (scheduling/balance.py). The
-    samples then move point to point, never through one rank; all of a model-parallel group get the same.
+    Each works out the whole plan from gathered lengths (scheduling/balance.py). Samples then move point to
+    point, never through one rank; all of a model-parallel group get the same.
     """
     actor, mine = c.placement.actor, {(sample.prompt_id, sample.index): sample for sample in samples}
     lengths = {key: len(sample.prompt) + len(sample.response) for key, sample in mine.items()}
@@ -144,8 +144,7 @@ async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Give every sample its advantages (collective). Returns the metrics of the constraint, if there is one.
 
-    They need the rewards of the whole group, whose answers may be trained on elsewhere: a number for each
-    answer is gathered. The weight of a cost follows from the same numbers.
+    They need the rewards of whole groups, whose answers may be trained on elsewhere: those are gathered.
     """
     samples = flat(mini_batches)
     for reference in c.references:
@@ -187,10 +186,7 @@ async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
 
 
 def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:
-    """ValueError after MAX_SKIPS skipped updates in a row; leaves this controller's samples in a file.
-
-    The actor's or a critic's: it is the same samples that they can't learn.
-    """
+    """ValueError after MAX_SKIPS skipped updates in a row, any trainer's; leaves the samples in a file."""
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:

@@ -29,11 +29,7 @@ STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")
 
 
 class ValueHead(torch.nn.Module):
-    """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank.
-
-    Under sequence parallelism a rank comes with its part of the tokens and gets all values. Their gradients
-    are the same on all ranks, so each takes its part back and nothing is summed.
-    """
+    """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -43,7 +39,7 @@ class ValueHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
         """As Megatron calls an output layer, which may also return a bias."""
-        if self.config.sequence_parallel:
+        if self.config.sequence_parallel:  # a part of the tokens -> all values, of equal gradients
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return F.linear(hidden, self.weight), None
 
@@ -52,7 +48,7 @@ class Critic(Trainer):
     """One rank's part of a value model. `name`: of the reward or the cost. `version` counts its updates."""
 
     def __init__(self, config: Config, model_dir: str, name: str = "reward"):
-        """As a Trainer, from a value model's directory, or from a policy's: then the head begins at zero."""
+        """As a Trainer. From a policy's directory the head begins at zero."""
         self.name, self.title = name, f"{name} critic"
         self.prefix = "critic" if name == "reward" else f"{name}_critic"  # of the metrics
         self.algorithm = algorithm_of(config)
@@ -75,28 +71,19 @@ class Critic(Trainer):
             sample.values[self.name] = row
 
     def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
-        """Learn the `returns[name]` of this data-parallel rank's samples (collective over all ranks).
-
-        An optimizer step a mini-batch, in each of `critic_epochs` passes. Each sample needs its
-        `values[name]` from before, from which values are clipped in all of them. Returns metrics that are the
-        same on every rank. A step whose loss or gradient isn't finite is skipped and counted.
-        """
+        """Learn `returns[name]` of this data-parallel rank's samples. Returns metrics (collective)."""
         lr = self.config.critic_lr * min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
         steps = []
         for micro_batches in mini_batches * self.algorithm.critic_epochs:
             samples = flat([micro_batches])
-            returns = self._column([sample.returns[self.name] for sample in samples])
-            old_values = self._column([sample.values[self.name] for sample in samples])
-            loss = returns_loss(returns, old_values, self.algorithm.value_clip)
+            rows = [s.returns[self.name] for s in samples], [s.values[self.name] for s in samples]
+            columns = (torch.tensor([*chain(*c)], dtype=torch.float32, device=self.device) for c in rows)
+            loss = returns_loss(*columns, self.algorithm.value_clip)
             steps.append(self.learn(as_sequences(micro_batches), loss, STATS, lr))
         self.version += 1
         return {f"{self.prefix}/{name}": value for name, value in value_metrics(steps, lr).items()}
 
-    def _column(self, rows: list[list[float]]) -> Tensor:
-        return torch.tensor(list(chain(*rows)), dtype=torch.float32, device=self.device)
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As a Trainer's. The head has its own name."""
         named = super().named_weights()
         return ((HEAD if name == "lm_head.weight" else name, tensor) for name, tensor in named)
 
@@ -107,18 +94,18 @@ class Critic(Trainer):
 
 
 def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
-    """The value head [1, hidden] of a directory, zeros if it has none. ValueError for one of more numbers."""
+    """[1, hidden]: a directory's value head, zeros if it has none. ValueError for one of more numbers."""
     if HEAD not in weights.file_of:
         return torch.zeros(1, hidden_size)
     head = weights[HEAD]
     if list(head.shape) != [1, hidden_size] or "score.bias" in weights.file_of:
-        needed = f"the head of a value model, [1, {hidden_size}] without a bias"
-        raise ValueError(f"{weights.where}: {HEAD} isn't {needed}")
+        value_head = f"the head of a value model, [1, {hidden_size}] without a bias"
+        raise ValueError(f"{weights.where}: {HEAD} isn't {value_head}")
     return head
 
 
 def target_values(batch: MicroBatch, output: Tensor) -> Tensor:
-    """[1, T, 1] -> those of the micro-batch's targets, [targets] in float32."""
+    """[1, T, 1] -> [targets] in float32."""
     return output[0, batch.slots != NO_TARGET, 0].float()
 
 
@@ -126,8 +113,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     """The clipped squared error of each token, and whether the clip cut its gradient. All tensors: [tokens].
 
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
-    than `clip` towards its return since before the step isn't pulled on. Source: PPO's own code
-    (baselines/ppo2), not its paper; without: clip = infinity.
+    than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2), not its paper.
     """
     clipped_values = values.clamp(old_values - clip, old_values + clip)  # bit for bit `values` inside
     plain, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
@@ -142,9 +128,8 @@ def returns_loss(returns: Tensor, old_values: Tensor, clip: float) -> OutputLoss
         loss, clipped = value_loss(target_values(batch, output), old_values[slots], returns[slots], clip)
         known = returns[slots].double()
         errors = known - old_values[slots].double()
-        stats = {"clipped": clipped, "returns": known, "returns_squared": known**2}
-        stats |= {"errors": errors, "errors_squared": errors**2}
-        return loss.sum(), len(slots), {name: stat.sum() for name, stat in stats.items()}
+        stats = zip(STATS, (clipped, known, known**2, errors, errors**2), strict=True)
+        return loss.sum(), len(slots), {name: stat.sum() for name, stat in stats}
 
     return output_loss
 
@@ -162,6 +147,4 @@ def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
         "clip_frac": mean["clipped"],
         "grad_norm": total["grad_norm"] / len(steps),
         "lr": lr,
-        "skipped": total["skipped"],
-        "not_finite": total["not_finite"],
-    }
+    } | {name: total[name] for name in ("skipped", "not_finite")}

@@ -1,7 +1,7 @@
 """Prompts and tokens: rows of a file and their order, the cursor over prompts, text and chat turns as tokens.
 
-Every controller holds the same `Prompts` and decides the same, so a prompt_id alone says which prompt is
-meant: no text travels between controllers, and a step's prompts don't depend on the number of ranks.
+Every controller holds the same `Prompts` and decides the same: no text travels between controllers, and a
+step's prompts don't depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Prompt:
 
 
 class Source(Protocol):
-    """Where prompts come from: `training` for prompt_id 0, 1, 2, ... without end, and others held out."""
+    """Where prompts come from: `training` without end, and others held out."""
 
     held_out: list[Prompt]
 
@@ -40,9 +40,9 @@ class Source(Protocol):
 
 
 class Prompts:
-    """The global cursor over a source; prompts that come first next time, and what was generated for them.
+    """The cursor over a source, prompts that come first next time, what was generated for them (`groups`).
 
-    The same on every controller but for `groups`. Unfinished groups stay with the controller that has them.
+    The same on every controller but for `groups`, which stay with the controller that has them.
     """
 
     def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):
@@ -55,7 +55,7 @@ class Prompts:
         self.owners: dict[int, int] = {}  # requeued prompt_id -> data-parallel rank that has its group
 
     def draw(self, count: int) -> list[int]:
-        """The next `count` prompt_ids: first those that were requeued, then new ones."""
+        """The next prompt_ids: first those that were requeued, then new ones."""
         again, self.requeued = self.requeued[:count], self.requeued[count:]
         fresh = range(self.cursor, self.cursor + count - len(again))
         self.cursor = fresh.stop
@@ -65,8 +65,7 @@ class Prompts:
         """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
         owners = {prompt_id: self.owners[prompt_id] for prompt_id in prompt_ids if prompt_id in self.owners}
         counts = Counter(self.owners.values())
-        heap = [(counts[rank], rank) for rank in range(controllers)]
-        heapq.heapify(heap)
+        heap = sorted((counts[rank], rank) for rank in range(controllers))
         for prompt_id in prompt_ids:
             if prompt_id not in owners:
                 count, owners[prompt_id] = heap[0]
@@ -79,16 +78,13 @@ class Prompts:
         if prompt_id in self.groups:
             return self.groups.pop(prompt_id)
         prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-        return [
-            Sample(prompt_id, i, prompt.tokens, prompt.question, prompt.answer_key, greedy=i == self._answers)
-            for i in range(count)
-        ]
+        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key)
+        return [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
 
     def requeue(self, prompt_ids: list[int], groups: list[list[Sample]]) -> None:
         """Prompts that weren't used come first in the next step; `groups` are this controller's of them."""
         self.requeued[:0] = prompt_ids
-        waiting = set(self.requeued) if self._keeps_groups else set()
-        self.owners = {prompt_id: owner for prompt_id, owner in self.owners.items() if prompt_id in waiting}
+        self.owners = {i: self.owners[i] for i in self.requeued if self._keeps_groups and i in self.owners}
         if self._keeps_groups:
             self.groups |= {group[0].prompt_id: group for group in groups}
 
@@ -97,10 +93,7 @@ class Prompts:
         return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": list(self.owners.items())}
 
     def load_state(self, state: dict, groups: list[list[Sample]], controllers: int, rank: int) -> None:
-        """Continue where `state` was taken, on any number of controllers, with the groups of all of them.
-
-        rank: this controller's data-parallel rank; -1 of one that asks no engine.
-        """
+        """groups: of all controllers. rank: this one's data-parallel rank; -1 of one that asks no engine."""
         self.cursor, self.requeued = state["cursor"], list(state["requeued"])
         if self._keeps_groups:
             self.owners = {prompt_id: owner % controllers for prompt_id, owner in state["owners"]}
@@ -119,11 +112,10 @@ class Shuffled(Generic[Row]):
         self._name, self._orders = f"{name} {seed}", {}
 
     def training(self, number: int) -> Row:
-        """Row `number`, counted through the epochs."""
         epoch, position = divmod(number, len(self.rows))
-        if epoch not in self._orders:  # a requeued prompt may be of the epoch before
-            kept = {other: order for other, order in self._orders.items() if other == epoch - 1}
-            self._orders = kept | {epoch: _shuffled(len(self.rows), f"{self._name} {epoch}")}
+        if epoch not in self._orders:
+            self._orders[epoch] = _shuffled(len(self.rows), f"{self._name} {epoch}")
+            self._orders.pop(epoch - 2, None)  # a requeued prompt may be of the epoch before
         return self.rows[self._orders[epoch][position]]
 
 
@@ -198,9 +190,9 @@ def _json_rows(path: Path) -> list[tuple[int, dict]]:
 
 
 def is_chat(turns: Any) -> bool:
-    """Whether it is a list of chat turns."""
+    """Whether it is a list of {"role": text, "content": text}."""
     return isinstance(turns, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
         for turn in turns
     )
 
@@ -278,7 +270,7 @@ def encode_exchange(tokenizer: Tokenizer, turns: list[dict]) -> list[int]:
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Text of token ids, without special tokens."""
+    """Text without special tokens."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 

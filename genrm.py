@@ -1,4 +1,4 @@
-"""GenRM: the judges. A judge model writes a critique and a verdict on a question and the answer to it.
+"""GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
 What a judge is asked and how its text is read is a `JudgeFormat`: three small pure functions, and the place
 to edit for a judge of one's own. `chat` suits any instruction-following model; `harm` is a judge of costs. A
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import data
@@ -30,26 +31,17 @@ MAX_JUDGE_FAILURES = 64  # answers without a verdict, of a judge that never gave
 
 @dataclass(frozen=True)
 class JudgeFormat:
-    """How one kind of judge is spoken to.
+    """How one kind of judge is spoken to."""
 
-    final_answer(response)    the answer in a text, None when it has none: reward 0 without asking
-    prompt(question, answer)  plain text, or chat messages for the judge's own chat template
-    parse(critique)           True (accept), False (reject), or None when there is no verdict to be read
-    min_logprob               an accept with a less likely token (natural log) in its critique is a reject
-    full_response             the judge is shown all of a response, even of one that was cut off; final_answer
-                              is for the accuracy alone
-    scores                    a scalar reward model: it writes nothing, its number is the reward
-    """
-
-    final_answer: Callable[[str], str | None]
-    prompt: Callable[[str, str], str | list[dict]]
-    parse: Callable[[str], bool | None] = lambda text: None
-    min_logprob: float = -math.inf
-    full_response: bool = False
-    scores: bool = False
+    final_answer: Callable[[str], str | None]  # in a response; None: it has none, and reward 0 without asking
+    prompt: Callable[[str, str], str | list[dict]]  # of question and answer: text, or chat turns
+    parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict to be read
+    min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
+    full_response: bool = False  # the judge sees all of a response; final_answer is for the accuracy alone
+    scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
 
     def answer_of(self, text: str, finish: str) -> str | None:
-        """The final answer of a response; None when it has none or was cut off before its end."""
+        """None when the response has none or was cut off before its end."""
         return self.final_answer(text) if finish == "stop" else None
 
     def shown(self, text: str, finish: str) -> str | None:
@@ -57,12 +49,10 @@ class JudgeFormat:
         return text if self.full_response else self.answer_of(text, finish)
 
     def verdict(self, text: str, reply: Answer) -> bool | None:
-        """What one critique came to; None when nothing can be read."""
+        """None when the critique can't be read."""
         verdict = self.parse(text) if reply.finish == "stop" else None
         return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
 
-
-# ---------------------------------------------------------------- any chat model
 
 CHAT_JUDGE = """\
 You are a strict grader. Decide whether the final answer to the question is correct.
@@ -88,9 +78,9 @@ def chat_answer(text: str) -> str | None:
     return tail.splitlines()[-1].strip() if tail else None
 
 
-def chat_prompt(question: str, answer: str) -> list[dict]:
-    """One user turn with the grading instruction."""
-    return [{"role": "user", "content": CHAT_JUDGE.format(question=question, answer=answer)}]
+def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
+    """One user turn."""
+    return [{"role": "user", "content": instruction.format(question=question, answer=answer)}]
 
 
 def chat_parse(text: str) -> bool | None:
@@ -98,8 +88,6 @@ def chat_parse(text: str) -> bool | None:
     verdicts = VERDICT.findall(text)
     return ACCEPTS.get(verdicts[-1].lower()) if verdicts else None
 
-
-# ---------------------------------------------------------------- what an answer costs
 
 HARM_JUDGE = """\
 You are a safety reviewer. Decide whether the response to the request is harmful: \
@@ -115,27 +103,19 @@ Response:
 {answer}"""
 
 
-def response_text(text: str) -> str | None:
-    """All of the response."""
-    return text.strip() or None
-
-
-def harm_prompt(question: str, answer: str) -> list[dict]:
-    """One user turn with the instruction. What is accepted costs 1 (--cost-judge)."""
-    return [{"role": "user", "content": HARM_JUDGE.format(question=question, answer=answer)}]
-
-
-# ---------------------------------------------------------------- a scalar reward model
-
-
 def score_prompt(question: str, response: str) -> list[dict]:
-    """The turns that it scores."""
+    """The turns that a scalar reward model scores."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
 
 
 FORMATS = {  # recipes add rows of their own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
-    "harm": JudgeFormat(response_text, harm_prompt, chat_parse, full_response=True),
+    "harm": JudgeFormat(
+        lambda text: text.strip() or None,  # all of the response
+        partial(chat_prompt, instruction=HARM_JUDGE),  # what is accepted costs 1 (--cost-judge)
+        chat_parse,
+        full_response=True,
+    ),
     "score": JudgeFormat(chat_answer, score_prompt, full_response=True, scores=True),
 }
 
@@ -148,9 +128,6 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
         wrong = f"{unknown[0]} is unknown" if unknown else f"one is needed, or one for each of {count} judges"
         raise ValueError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
     return tuple(FORMATS[name] for name in names * (count // len(names)))
-
-
-# ---------------------------------------------------------------- a judge
 
 
 class Judgement(NamedTuple):
@@ -176,7 +153,6 @@ class Judge:
         self.reset()
 
     def reset(self) -> None:
-        """New step."""
         self.latencies: list[float] = []  # seconds of each critique
 
     async def ask(self, question: str, answer: str | None, pool: Pool) -> Judgement:
@@ -186,7 +162,10 @@ class Judge:
         """
         if answer is None:  # at no cost it would be the cheapest of answers
             return Judgement("no final answer", 0.0 if self.key == "reward" else None)
-        prompt = self._prompt(question, answer)
+        # a special token that they spell out is text: it can't end the turn
+        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
+        encode = data.encode_exchange if self.format.scores else data.encode
+        prompt = encode(self.tokenizer, self.format.prompt(*plain))
         texts, verdicts, missing = [], [], list(range(self.judgements))
         calls = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES
         for attempt in range(calls if len(prompt) <= self.max_prompt_tokens else 0):
@@ -201,24 +180,16 @@ class Judge:
         self.failed += not verdicts
         return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
 
-    def _prompt(self, question: str, answer: str) -> list[int]:
-        """Token ids. A special token that question or answer spell out is text: it can't end the turn."""
-        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
-        encode = data.encode_exchange if self.format.scores else data.encode
-        return encode(self.tokenizer, self.format.prompt(*plain))
-
     async def _replies(self, prompt: list[int], seeds: list[int], pool: Pool) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""
-        clock, replies = asyncio.get_running_loop().time, []
+        clock, replies, prompts = asyncio.get_running_loop().time, [], [prompt] * len(seeds)
         start = clock()
-        prompts = [prompt] * len(seeds)
         async for reply in pool.generate(prompts, self.sampling, seeds=seeds, model=self.number):
             self.latencies.append(clock() - start)
             replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)
 
     def _read(self, reply: Answer) -> tuple[str, bool | float | None]:
-        """Text and verdict of one critique."""
         if self.format.scores:
             return f"score {reply.score:.6g}", reply.score
         text = data.decode(self.tokenizer, reply.tokens)

@@ -43,7 +43,7 @@ class Plan:
     genrm_tp: int = 1
 
     def leads(self, role: str) -> tuple[int, ...]:
-        """The ranks that own a server of `role`, one an engine."""
+        """The ranks that own a server of `role`."""
         return {"rollout": self.rollout[:: self.rollout_tp], "genrm": self.genrm[:: self.genrm_tp]}[role]
 
     @property
@@ -121,10 +121,7 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """The split that --rollout-ranks asks for, by default half the ranks, rounded up.
-
-    The only plan, if the roles have the same ranks.
-    """
+    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; else the only plan."""
     splits = [len(plan.rollout) for plan in plans if plan.rollout != plan.genrm]
     half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
     wanted = config.rollout_ranks or half

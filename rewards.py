@@ -1,8 +1,7 @@
 """Every reward and cost of an answer: by judges, and by rules, which are Python functions of one answer.
 
 A rule is `reward(sample) -> float`: a row of `RULES`, or a function in the user's own file, which runs
-because the user named it. It may be `async`, to ask a server of its own: other answers are written and judged
-meanwhile. How long it waits and how often it asks again is its own affair.
+because the user named it. It may be `async`, to ask a server of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -32,19 +32,15 @@ if TYPE_CHECKING:
 
     from engines.pool import Pool
 
-
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it. To be read only: its lists are the run's own. It has no reward yet."""
+    """A Sample as a rule sees it, to be read only."""
 
     text: str = ""  # of the response
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
-
-
-# ---------------------------------------------------------------- rules
 
 
 def exact_match(sample: TextSample) -> float:
@@ -60,7 +56,7 @@ def length(sample: TextSample, tokens: str) -> float:
 
 
 def forbidden(sample: TextSample, text: str) -> float:
-    """`forbidden:7`: 1 if the answer's text has a 7 (any text will do), else 0."""
+    """`forbidden:7`: 1 if the answer's text has a 7, else 0."""
     return float(text in sample.text)
 
 
@@ -69,17 +65,14 @@ RULES = {  # how a rule is spelled -> its function, which takes the groups of th
     r"length:(?P<tokens>[1-9]\d*)": length,
     r"forbidden:(?P<text>.+)": forbidden,
 }
-OPTIONS = {"reward": "--rule", "cost": "--cost-rule"}
 
 
-class UserCode(NamedTuple):
-    """A context for the user's code: an error in it becomes one line that names the rule, file and line."""
+@dataclass(frozen=True)
+class UserCode(AbstractContextManager):
+    """For the user's code: an error in it becomes one line that names the rule, file and line."""
 
     title: str  # of the rule, as it was named: --rule my.py:score
     file: str = ""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
         if isinstance(error, Exception):
@@ -110,9 +103,9 @@ class Rule(NamedTuple):
 def load(key: str, spec: str) -> Rule:
     """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
 
-    Runs the file. Raises ValueError in one line for what can't be used.
+    Runs the file. ValueError in one line for what can't be used.
     """
-    title = f"{OPTIONS[key]} {spec}"
+    title = f"{'--rule' if key == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
             return Rule(key, partial(function, **match.groupdict()), UserCode(title))
@@ -127,9 +120,6 @@ def load(key: str, spec: str) -> Rule:
     if not callable(function := vars(module).get(name)):
         raise ValueError(f"{title}: {path} has no function {name}(sample)")
     return Rule(key, function, code)
-
-
-# ---------------------------------------------------------------- the list
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -148,7 +138,7 @@ class Rewards:
         self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}  # of this step, by what is asked of whom
 
     def reset(self) -> None:
-        """New step: engines may have changed, so all is asked for anew."""
+        """Of a new step: engines may have changed, so all is asked for anew."""
         assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
         self._tasks.clear()
         for judge in self.judges:
@@ -158,11 +148,14 @@ class Rewards:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
         The reward is the weighted mean, the cost the sum; the verdict says if the judges' mean is above 0.5.
-        A sample that one of them has no number for keeps None: the mean of the rest has another scale.
+        If one of them has no number, all stay None: the mean of the rest has another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
-        sample.critique = self._joined([judgement.critique for judgement in judgements])
+        critiques = [judgement.critique for judgement in judgements]
+        if (count := len(self.judges)) > 1:
+            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
+        sample.critique = "\n".join(filter(None, critiques))
         if any(judgement.value is None for judgement in judgements):
             return
         values = [(key, judgement.value) for key, judgement in zip(self._keys, judgements, strict=True)]
@@ -173,10 +166,7 @@ class Rewards:
         sample.cost = math.fsum(costs) if costs else None
 
     async def cancel(self) -> None:
-        """Cancel all that isn't finished, and return when none runs. Who waits for it gets CancelledError.
-
-        For groups that are given up. What was cancelled isn't a failure, and who asks for it later asks anew.
-        """
+        """Cancel what isn't finished, and return when none runs. Who asks for it later asks anew."""
         running = {key: task for key, task in self._tasks.items() if not task.done()}
         for key, task in running.items():
             del self._tasks[key]
@@ -184,7 +174,7 @@ class Rewards:
         await asyncio.gather(*running.values(), return_exceptions=True)
 
     def final_answer(self, sample: Sample) -> str | None:
-        """The answer in a response, as the first judge reads it; None when it has none or was cut off."""
+        """As the first judge reads it; None when the response has none or was cut off."""
         return self._format.answer_of(self._decode(sample.response), sample.finish)
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
@@ -197,22 +187,12 @@ class Rewards:
             asks[judge, *pair] = partial(judge.ask, *pair, pool)
         for rule in self.rules:
             asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
-        for key, ask in asks.items():
-            if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(ask())
-        return [self._tasks[key] for key in asks]
-
-    def _joined(self, critiques: list[str]) -> str:
-        """One text, in which several judges are told apart by their numbers."""
-        if (count := len(self.judges)) > 1:
-            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
-        return "\n".join(filter(None, critiques))
-
-    # ---- facts
+        asked = self._tasks
+        asked |= {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in asked}
+        return [asked[key] for key in asks]
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each critique of this step."""
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
     def counts(self) -> tuple[list[int], list[int]]:
@@ -220,18 +200,17 @@ class Rewards:
         return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]
 
     def state(self) -> dict[str, list[int]]:
-        """What a checkpoint keeps."""
         return dict(zip(("failed", "parsed"), self.counts(), strict=True))
 
     def load_state(self, states: list[dict[str, list[int]]]) -> None:
-        """Continue where `states` of several controllers were taken: only their sum counts."""
+        """From `states` of several controllers: only their sum counts."""
         for number, judge in enumerate(self.judges):
             judge.failed = sum(state["failed"][number] for state in states)
             judge.parsed = sum(state["parsed"][number] for state in states)
 
 
 def build(config: Config, judge_tokenizers: list[Tokenizer], decode: Decode) -> Rewards:
-    """The judges and rules that the settings name. ValueError as from `load` and `formats_of`."""
+    """ValueError as from `load` and `formats_of`."""
     judges = [Judge(config, number, tokenizer) for number, tokenizer in enumerate(judge_tokenizers)]
     rules = [load("reward", spec) for spec in config.rule] + [load("cost", spec) for spec in config.cost_rule]
     return Rewards(config, judges, rules, decode)

@@ -275,10 +275,7 @@ class Meeting(NamedTuple):
 
 
 async def sync_controllers(c: Controller, facts: Any) -> Meeting:
-    """All controllers tell each other their facts, how their engines are, and whether to stop (collective).
-
-    Nothing changes by this: `follow` acts.
-    """
+    """All tell each other their facts, how their engines are, whether to stop (collective); `follow` acts."""
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
     facts, rollout, genrm, asked = zip(*await c.world.gather((facts, *statuses, c.stop.asked)), strict=True)
     return Meeting(list(facts), list(rollout), list(genrm), max(asked))
@@ -323,11 +320,7 @@ async def wait_for_all(c: Controller, tasks: Tasks) -> None:
 
 
 async def wait_for_enough(step: RolloutStep) -> None:
-    """Wait until as many groups are generated as the step should need, then cut off the others (collective).
-
-    By experience, because another round would cost a swap. Where the order of drawing decides, all are
-    needed.
-    """
+    """Wait for as many groups as should do by experience, then cut off the others (collective)."""
     c, sampler = step.c, step.sampler
     if c.config.over_dispatch == 1:
         return await wait_for_all(c, step.tasks)

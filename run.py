@@ -1,7 +1,6 @@
 """nanoYATT: RLHF with parallel controllers, Megatron-Core and SGLang, on a laptop's CPU or on GPUs.
 
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
-    torchrun --nproc-per-node 2 run.py --mode full --seed 1           every setting is --name value
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
     torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
@@ -52,10 +51,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """One rank. Exit status 0: the asked steps are done, or a stop was asked for. 2: a user's error.
-
-    130, 143: Ctrl-C or SIGTERM before training, or a second one.
-    """
+    """One rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
     shutdown.prepare()
     stop = shutdown.Stop()
     try:
@@ -90,15 +86,12 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
 
 def check_settings(config: Config, ranks: int) -> list[Plan]:
     """What only tables and the number of ranks tell: ValueError, or the plans of the loop."""
-    sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp}"
     if ranks % (model_parallel := config.tp * config.pp * config.cp):
-        raise ValueError(f"{sizes} = {model_parallel} doesn't divide {ranks} ranks")
+        sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
+        raise ValueError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
     return make_plans(config, ranks) if config.command == "rl" else []
-
-
-# ---------------------------------------------------------------- from the parts to the end
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
@@ -117,9 +110,6 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
-        if config.rollout_only:
-            path = f"{config.out}/replay.jsonl"
-            progress.line(f"to train on what was served: --train-only --replay {path} --steps {config.steps}")
         return ""
 
 
@@ -138,22 +128,17 @@ async def learn(config: Config) -> str:
 @contextlib.asynccontextmanager
 async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """The World of all ranks and the progress bar, while they are together (collective)."""
-    # off the event loop, which hears signals while ranks wait; not to_thread, whose threads are waited for
-    thread = ThreadPoolExecutor(1)
-    world = await asyncio.get_running_loop().run_in_executor(thread, rendezvous.join, config)
-    world.enter_device()
-    progress = Progress(config.steps, world.rank == 0)
-    ticking = asyncio.create_task(progress.tick())
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.callback(rendezvous.close)
+        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
+        joining = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), rendezvous.join, config)
+        world = await joining
+        opened.callback(world.close)
+        world.enter_device()
+        progress = Progress(config.steps, world.rank == 0)
+        opened.callback(progress.close)
+        opened.callback(asyncio.create_task(progress.tick()).cancel)
         yield world, progress
-    finally:
-        ticking.cancel()
-        progress.close()
-        world.close()
-        rendezvous.close()
-
-
-# ---------------------------------------------------------------- the parts
 
 
 async def build(
@@ -178,16 +163,13 @@ async def build(
         progress.phase(name, step)
 
     timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", on_open)
+    parts = dict(config=config, algorithm=algorithm_of(config), world=world, timeline=timeline)
     c = Controller(
-        config=config,
-        algorithm=algorithm_of(config),
-        world=world,
         placement=Placement(plans, trainers, await fleet.connect(timeline), world, timeline),
-        timeline=timeline,
         report=Report(config, world, out, progress, decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
         references=references,
-        **inputs,
+        **parts | inputs,
     )
     if point:
         await restore(c, point.folder)
@@ -203,15 +185,11 @@ async def with_models(config: Config, world: World, progress: Progress) -> Confi
     from recipes.addition import warmstart
 
     model, judge = await warmstart.prepare(config, world, progress)
-    judges = (str(judge),) if config.command == "rl" else ()
-    return dataclasses.replace(config, model=str(model), judge=judges)
+    return dataclasses.replace(config, model=str(model), judge=(str(judge),) * (config.command == "rl"))
 
 
 def load_inputs(config: Config) -> tuple:
-    """What decodes the policy's tokens, the texts of the pretraining term, parts of a Controller by name.
-
-    ValueError for what can't be used.
-    """
+    """What decodes the policy's tokens, texts of the pretraining term, parts of a Controller by name."""
     from training import ptx
 
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
@@ -222,11 +200,10 @@ def load_inputs(config: Config) -> tuple:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
         rows = data.read_prompts(Path(config.data), partial(data.encode, tokenizer), room)
         source = data.Shuffled(rows, config.seed, config.eval_prompts)
-    stop = data.stop_tokens(config.model, tokenizer)
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
-    keeps = config.continues_answers
+    sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
+    group = config.answers_per_prompt, config.continues_answers, algorithm.greedy
     inputs = {
-        "prompts": data.Prompts(source, config.answers_per_prompt, keeps, algorithm.greedy),
+        "prompts": data.Prompts(source, *group),
         "rewards": rewards.build(config, judge_tokenizers, decode),
         "sampling": sampling,
         "greedy": dataclasses.replace(sampling, temperature=0.0),
@@ -252,10 +229,7 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
 
 
 def build_trainers(config: Config, texts: list) -> tuple[list[Trainer], list[Reference]]:
-    """The actor, then the critics; the reference model, if there is one (collective).
-
-    To be called before a checkpoint is restored: the reference has the start weights.
-    """
+    """The actor, the critics; the reference, which has the weights from before a restore (collective)."""
     from actor import Actor, Reference
     from critic import Critic
     from training.model import check_critic

@@ -78,7 +78,7 @@ def run_sides(sides: list[dict], ranks: int, out: Path, pace: str) -> list[dict]
         plan.write_text(json.dumps(sides))
         command = [TORCHRUN, "--nproc-per-node", ranks, "--master-port", 29660, "bench/served_load.py"]
         command += ["--sides", plan, "--measured", measured, "--mode", "auto", "--out", out, "--port", 32000]
-        run_to_its_end(command, environment={"NANOYATT_PACE_MS": pace} if pace else None)
+        run_to_its_end(command, environment={"BENCH_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
 
 

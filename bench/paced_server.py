@@ -1,9 +1,8 @@
-"""A server at the pace of a device: cpu.sglang, whose decode steps last at least as long as there.
+"""cpu/sglang.py with a pace: a step of the model lasts at least as long as on the device that is played.
 
-    NANOYATT_PACE_MS=20,0.1 python -m bench.paced_server ...      20 ms, and 0.1 ms for each sequence
-
-For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them to
-others.
+For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
+to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; with it, bench/served_load.py
+has servers run this module.
 """
 
 import os
@@ -13,7 +12,7 @@ from cpu import sglang
 
 
 def at_pace(forward, pace):
-    """`forward`, made to last at least as long as on a device with this pace."""
+    """`forward` of a model, made to last as long as `pace` says."""
     fixed_ms, each_ms = map(float, pace.split(","))
 
     def paced(self, input_ids, positions, forward_batch, *args, **kwargs):
@@ -25,9 +24,8 @@ def at_pace(forward, pace):
     return paced
 
 
-if __name__ in ("__main__", "__mp_main__"):
+if __name__ == "__main__":
     sglang.die_with_parent()
     library = sglang.install()
-    sglang.decoder_forward = at_pace(sglang.decoder_forward, os.environ["NANOYATT_PACE_MS"])
-if __name__ == "__main__":
+    sglang.decoder_forward = at_pace(sglang.decoder_forward, os.environ["BENCH_PACE_MS"])
     sglang.main()

@@ -247,7 +247,7 @@ def main() -> None:
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
     genrm.MAX_JUDGE_FAILURES = 10**9
-    if "NANOYATT_PACE_MS" in os.environ:
+    if "BENCH_PACE_MS" in os.environ:
         Engine.module = "bench.paced_server"
     # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side
     run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", *theirs])

@@ -1,7 +1,4 @@
-"""What can be said before a run. `--dry-run`: who would run where, in how much memory; `check`: what is here.
-
-Neither starts anything. Sizes come from the headers of safetensors files: they are exact but for "about".
-"""
+"""Before a run. `--dry-run`: who would run where, in how much memory; `check`: what is here, what is free."""
 
 from __future__ import annotations
 
@@ -28,12 +25,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its children
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
-HEAD = "score.weight"  # of a value model
 
 Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
-
-
-# ---------------------------------------------------------------- --dry-run
 
 
 def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
@@ -48,16 +41,14 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
-    """A line a rank: its part of the actor, and the servers that it owns."""
+    """A line a rank: its part of the actor, and the servers that it owns in any of the plans."""
     lines = [f"  may move to {', '.join(str(plan.split) for plan in plans[1:])}"] if len(plans) > 1 else []
     for rank in range(ranks):
         place = ", ".join(f"{kind} {number}" for kind, number in grid(rank, config, ranks).items())
         lines.append(f"  rank {rank}: actor {place}")
         for offset, role in enumerate(("rollout", "genrm")):
-            leading = [plan for plan in plans if rank in plan.leads(role)]
-            some = f" in {len(leading)} of {len(plans)} plans" if len(plans) > 1 else ""
-            if leading:
-                lines[-1] += f"; {role} at {config.host}:{config.port + 2 * rank + offset}{some}"
+            if any(rank in plan.leads(role) for plan in plans):
+                lines[-1] += f"; {role} at {config.host}:{config.port + 2 * rank + offset}"
     return lines
 
 
@@ -70,26 +61,26 @@ def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
 
 
 def memory(config: Config, ranks: int) -> list[str]:
-    """What the trainers take on the rank with most of them, and an engine on each of its ranks."""
+    """About what each rank has of the trainers, and an engine on each of its ranks."""
     algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
     model, _ = read_model(config.model, config)
-    rows = {"actor": trainer_bytes(model, config, dp)}
+    vocabulary, tokens = model["model.embed_tokens.weight"][0], config.max_tokens_per_micro_batch
+    logits = 4 * tokens * vocabulary // (config.cp * config.tp)
+    rows = {"actor": trainer_bytes(model, config, dp) | {"logits": logits}}
     if not config.rollout_only:
-        critic = critic_shapes(read_model(config.critic, config)[0] if config.critic else model)
-        rows |= {f"{name} critic": trainer_bytes(critic, config, dp) for name in algorithm.critics}
+        critic = trainer_bytes(read_model(config.critic, config)[0] if config.critic else model, config, dp)
+        rows |= {f"{name} critic": critic for name in algorithm.critics}
         if algorithm.kl_coef:
-            size = parameters(model, config) * BYTES[config.dtype]
-            rows["reference, in the host's memory"] = {"weights": size}
+            rows["reference, in the host's memory"] = {"weights": rows["actor"]["weights"]}
     engines = [("rollout", config.model, config.rollout_tp)]
     engines += [("genrm", path, config.genrm_tp) for path in config.judge_models]
     for role, path, tp in [] if config.train_only else engines:
         rows[f"{role} {path}".strip()] = engine_bytes(*read_model(path, config), config, tp)
-    lines = ["  memory in MB, of a rank's part or an engine on each of its ranks; activations come on top:"]
+    lines = ["  about MB of memory, activations aside, of a rank's part or an engine on each of its ranks:"]
     for name, parts in rows.items():
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
         lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
-    cuda = f"with CUDA a KV cache takes what --mem-fraction {config.mem_fraction} leaves"
-    return [*lines, f"    libraries: about {PROCESS_MB} for each rank and each server; {cuda}"]
+    return [*lines, f"    libraries: {PROCESS_MB} for each rank and each server"]
 
 
 def read_model(path: str, config: Config) -> tuple[Shapes, int]:
@@ -118,47 +109,20 @@ def check_models(config: Config) -> None:
         model.check_critic(config)
 
 
-def critic_shapes(shapes: Shapes) -> Shapes:
-    """The tensors of a value model: a policy's, with one row in place of the output layer."""
-    body = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
-    return body | {HEAD: [1, *shapes["model.norm.weight"]]}
-
-
-def parameters(shapes: Shapes, config: Config) -> int:
-    """Of a rank in the fullest pipeline stage. Norms and value heads aren't cut by tensor parallelism."""
-    sizes = {name: prod(shape) // config.tp for name, shape in shapes.items()}
-    sizes |= {name: prod(shape) for name, shape in shapes.items() if len(shape) == 1 or name == HEAD}
-    layers, whole = sum(size for name, size in sizes.items() if ".layers." in name), sum(sizes.values())
-    first, last = sizes["model.embed_tokens.weight"], whole - layers
-    if {"lm_head.weight", HEAD} & shapes.keys():  # else the last stage has a copy of the embedding
-        last -= first
-    return layers // config.pp + max(first, last) if config.pp > 1 else whole
-
-
 def trainer_bytes(shapes: Shapes, config: Config, dp: int) -> dict[str, int]:
-    """Bytes of one rank in the fullest pipeline stage: a copy of the logits, too, if it isn't a critic.
-
-    AdamW's states are fp32, shared out over data- and context-parallel ranks; so are bfloat16's weights.
-    """
-    count = parameters(shapes, config)
+    """Of one rank, as if tensor and pipeline parallelism cut all tensors evenly."""
+    count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
+    # in float32 and sharded: AdamW's states, and the weights if the model's own are bfloat16
     states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
-    parts = {"weights": count * BYTES[config.dtype], "gradients": 4 * count, "optimizer": states}
-    if HEAD not in shapes:
-        tokens = config.max_tokens_per_micro_batch // config.cp
-        parts["logits"] = 4 * tokens * shapes["model.embed_tokens.weight"][0] // config.tp
-    return parts
+    return {"weights": count * BYTES[config.dtype], "gradients": 4 * count, "optimizer": states}
 
 
 def engine_bytes(shapes: Shapes, context: int, config: Config, tp: int) -> dict[str, int]:
     """Of an engine on each of its ranks. A token's keys and values: a number for each row of the weights."""
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    size = BYTES[config.dtype]
-    weights = sum(map(prod, shapes.values())) * size // tp
-    return {"weights": weights, "KV cache": server.kv_tokens(context) * rows * size // tp}
-
-
-# ---------------------------------------------------------------- run.py check
+    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": server.kv_tokens(context) * rows}
+    return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 
 def check(config: Config) -> int:

@@ -1,7 +1,5 @@
 """How good a model is: greedy accuracy and pass@k, by answers of a real engine, compared with their keys.
 
-    python run.py eval --model DIR --data problems.jsonl --samples 8 --pass-at 1 4 8
-
 Rows are those of --data in training, each with its `answer`; without --data the demo's held-out problems.
 What in a response is its answer is said by --judge-format (genrm.FORMATS); no judge is asked.
 """
@@ -29,30 +27,18 @@ from recipes.addition.task import Addition
 from reporting.timeline import Timeline
 from runtime import rendezvous
 
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of k answers is right, drawn without putting back from `samples`.
-
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of pass@k. Source: Codex (arXiv 2107.03374), equation 1.
-    """
-    assert 0 <= right <= samples and 1 <= k <= samples, "k of so many answers, and no more right ones"
+    """Unbiased, 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
     return 1 - comb(samples - right, k) / comb(samples, k)
-
-
-def summarize(greedy: list[bool], right: list[int], samples: int, ks: tuple[int, ...]) -> dict[str, float]:
-    """Means over prompts: is the greedy answer right, and pass@k from how many of the sampled ones are."""
-    passed = {f"eval/pass@{k}": fmean(pass_at_k(samples, count, k) for count in right) for k in ks}
-    return {"eval/accuracy": fmean(greedy)} | passed
 
 
 def read_problems(config: Config, encode: partial) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. ValueError if there are none."""
     if not config.data:
         return Addition(config.seed, encode).held_out
-    room = context_length(config.model, config) - config.max_new_tokens
-    rows = data.read_prompts(Path(config.data), encode, room)
+    longest = context_length(config.model, config) - config.max_new_tokens
+    rows = data.read_prompts(Path(config.data), encode, longest)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise ValueError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
@@ -60,7 +46,7 @@ def read_problems(config: Config, encode: partial) -> list[data.Prompt]:
 
 async def generate(config: Config, prompts: list[list[int]], sampling: Sampling) -> list[list[Answer]]:
     """For each prompt `samples` sampled answers and a greedy one, the last, by an engine started for it."""
-    os.environ |= ALONE
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     world = rendezvous.join(config)
     try:
         async with Fleet(config, world) as fleet:
@@ -69,8 +55,8 @@ async def generate(config: Config, prompts: list[list[int]], sampling: Sampling)
             pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
             # the operating system allows few connections: as many at once as keep the engine busy
             at_once = asyncio.Semaphore(-(-config.max_running_requests // (config.samples + 1)))
-            how = (pools["rollout"], sampling, config, at_once)
-            return await asyncio.gather(*(ask(n, prompt, *how) for n, prompt in enumerate(prompts)))
+            asked = (ask(n, p, pools["rollout"], sampling, config, at_once) for n, p in enumerate(prompts))
+            return await asyncio.gather(*asked)
     finally:
         world.close()
         rendezvous.close()
@@ -101,8 +87,10 @@ async def run(config: Config) -> str:
         right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]
         asked = {"question": problem.question, "answer": problem.answer_key}
         rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right})
-    greedy, counts = [row["right"][-1] for row in rows], [sum(row["right"][:-1]) for row in rows]
-    figures = summarize(greedy, counts, config.samples, config.pass_at)
+    figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
+    for k in config.pass_at:
+        passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)
+        figures[f"eval/pass@{k}"] = fmean(passed)
     facts = figures | {"prompts": len(problems), "config": dataclasses.asdict(config)}
     (out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
     (out / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -4,9 +4,8 @@
     torchrun --nproc-per-node 2 run.py rm  --model DIR --data pairs.jsonl
     torchrun --nproc-per-node 2 run.py dpo --model DIR --data pairs.jsonl
 
-No engine, no controller. Every rank reads the file and makes the same plan; each trains on its share, under
-any layout of trainer.py. An example is one Sample, or for a pair of answers two, the chosen one first, which
-stay in one micro-batch: the loss of a pair needs both.
+No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
+a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ from training.parallel import over_context_parallel
 from training.trainer import OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-
-
-# ---------------------------------------------------------------- rows of a file
+Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target from the output
 
 
 def encode_answer(
@@ -48,9 +45,8 @@ def encode_answer(
 ) -> tuple[list[int], list[int]]:
     """Tokens of what comes before an answer, and of the answer with what ends it.
 
-    prompt, answer: text or chat turns, which go through the chat template; text alone is encoded as it is.
-    Turns that don't begin with the assistant's are a whole conversation: `prompt` is then left out or
-    repeated. ValueError that says `where` what is wrong.
+    prompt, answer: text or chat turns. Turns that don't begin with the assistant's are a whole conversation:
+    `prompt` is then left out or repeated. ValueError that says `where` what is wrong.
     """
     name = tokenizer.name_or_path
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
@@ -86,18 +82,13 @@ def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise ValueError(f"{where}: needs `prompt`, `chosen` and `rejected`")
-    example = []
-    for index, name in enumerate(("chosen", "rejected")):
-        prompt, response = encode_answer(row.get("prompt"), row[name], tokenizer, where)
-        example.append(Sample(0, index, prompt, response=response))
-    return example
+    names = ("chosen", "rejected")
+    encoded = [encode_answer(row.get("prompt"), row[name], tokenizer, where) for name in names]
+    return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(encoded)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
-    """The same for a scalar head, which is read at the last token: one target behind it, whatever it is.
-
-    transformers reads it at the last token that isn't padding: the same, unless what pads ends answers, too.
-    """
+    """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
     pair = parse_pair(row, tokenizer, where)
     return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in pair]
 
@@ -110,9 +101,8 @@ class Examples:
         self.held_out, self.count = [rows[i] for i in sorted(self._order.held_out)], len(self._order.rows)
 
     def batch(self, step: int, size: int) -> list[Example]:
-        """The examples of a step: the same on every rank, whatever their number."""
-        numbers = range(step * size, (step + 1) * size)
-        return [self._rows[self._order.training(number)] for number in numbers]
+        """The examples of a step: the same on every rank."""
+        return [self._rows[self._order.training(n)] for n in range(step * size, (step + 1) * size)]
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> Examples:
@@ -121,55 +111,27 @@ def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config
     for line, row in data.read_rows(path):
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
-            what = f"{tokens} tokens don't fit into --max-tokens-per-micro-batch {budget}"
-            raise ValueError(f"{path}:{line}: {what}")
+            flag = f"--max-tokens-per-micro-batch {budget}"
+            raise ValueError(f"{path}:{line}: {tokens} tokens don't fit into {flag}")
     return Examples(rows, config.seed, config.eval_prompts)
 
 
 def room(example: Example, cp: int) -> int:
-    """Tokens that an example takes in a micro-batch."""
+    """In a micro-batch, in tokens."""
     return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
 
 
-# ---------------------------------------------------------------- losses
+def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.device) -> OutputLoss:
+    """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs, by the conventions of TRL.
 
-
-def token_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """The mean over the answers' tokens of the whole batch."""
-    return cross_entropy_loss
-
-
-def ranking_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs; r: the scalar head at the last token.
-
-    Bradley and Terry's model (1952). The convention of TRL's RewardTrainer. Source: InstructGPT (arXiv
-    2203.02155), section 3.5, equation 1.
-    """
-    return pair_loss(samples, target_values, 1.0, trainer)
-
-
-def preference_loss(samples: list[Sample], trainer: Trainer) -> OutputLoss:
-    """The same of r = beta * (log p(answer) - log p_reference(answer)), sums over its tokens.
-
-    The convention of TRL's DPOTrainer with the sigmoid loss. Source: DPO (arXiv 2305.18290), section 4,
-    equation 7.
-    """
-    return pair_loss(samples, target_logprobs, trainer.config.dpo_beta, trainer)
-
-
-def pair_loss(
-    samples: list[Sample], read: Callable[[MicroBatch, Tensor], Tensor], scale: float, trainer: Trainer
-) -> OutputLoss:
-    """For both: r = scale * the sum over an answer's targets of what `read` gives, less the reference's.
-
-    samples: those of all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a
-    part of each answer, gets all sums, and counts every pair: once too often in the sum for each further
-    rank, and in what it is divided by.
+    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. samples: those of
+    all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a part of each answer
+    and counts every pair, both in the sum and in what it is divided by.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
-    answer_of = torch.tensor(owners, dtype=torch.int64, device=trainer.device)  # [slots]
+    answer_of = torch.tensor(owners, dtype=torch.int64, device=device)  # [slots]
     rows = [sample.reference_logprobs or [0.0] * len(sample.response) for sample in samples]
-    reference = torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=trainer.device)
+    reference = torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=device)
 
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
@@ -187,25 +149,27 @@ def pair_loss(
     return loss
 
 
-# ---------------------------------------------------------------- the commands
-
-
 @dataclass(frozen=True)
 class Task:
-    """A command: how a row is parsed, which model learns by which loss, what is reported beside the loss."""
+    """A command: how a row is parsed, and which model learns. read: of pairs, see `pair_loss`."""
 
     parse: Callable[[dict, data.Tokenizer, str], Example]
     model: type[Trainer]
-    loss: Callable[[list[Sample], Trainer], OutputLoss]
-    stats: tuple[str, ...] = ()
+    read: Read | None = None
     has_reference: bool = False
 
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """Beside the loss."""
+        return ("accuracy", "margin", "chosen", "rejected") if self.read else ()
 
-OF_PAIRS = ("accuracy", "margin", "chosen", "rejected")
+
 TASKS = {
-    "sft": Task(parse_sft, Actor, token_loss),
-    "rm": Task(parse_rm, Critic, ranking_loss, OF_PAIRS),
-    "dpo": Task(parse_pair, Actor, preference_loss, OF_PAIRS, has_reference=True),
+    "sft": Task(parse_sft, Actor),
+    # InstructGPT (arXiv 2203.02155), section 3.5, equation 1; r: the scalar head at the last token
+    "rm": Task(parse_rm, Critic, target_values),
+    # DPO (arXiv 2305.18290), section 4, equation 7; r: the log-probability of the answer, scale: beta
+    "dpo": Task(parse_pair, Actor, target_logprobs, has_reference=True),
 }
 
 
@@ -213,55 +177,53 @@ class Learner:
     """A task, the model that learns it, and the start weights where the task asks for them."""
 
     def __init__(self, config: Config):
-        """Load --model (collective over all ranks). ValueError if it can't be used."""
-        # temperature: log-probabilities of the model itself
+        """Load --model, at temperature 1: log-probabilities are the model's own (collective)."""
         self.config, self.task = replace(config, temperature=1.0), TASKS[config.command]
         self.trainer = self.task.model(self.config, config.model)
         self.reference = Reference(self.trainer) if self.task.has_reference else None
 
     def step(self, examples: list[Example]) -> dict[str, float]:
-        """Learn a batch, the same on every rank; returns its metrics from before (collective)."""
+        """Learn a batch; returns its metrics from before (collective)."""
         lr = learning_rate(self.trainer.version, self.config)
         stats = self.trainer.learn(*self._prepare(examples), self.task.stats, lr)
         self.trainer.version += 1
         return self._means(stats) | {name: stats[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
-        """The metrics of examples under the weights as they are (collective)."""
+        """The metrics of examples, without learning (collective)."""
         return self._means(self.trainer.measure(*self._prepare(examples), self.task.stats))
 
     def _prepare(self, examples: list[Example]) -> tuple[list, OutputLoss]:
         """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
-        (micro_batches,) = shard(examples, self.trainer)
+        rooms = {(number, 0): room(example, self.config.cp) + 1 for number, example in enumerate(examples)}
+        plans = plan_batch(rooms, self.trainer.cost, self.config, self.trainer.dp_size)
+        (plan,) = plans[self.trainer.dp_rank]
+        micro_batches = [[sample for number, _ in keys for sample in examples[number]] for keys in plan]
         samples = flat([micro_batches])
-        # the whole model-parallel group has the same samples
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
-        return as_sequences(micro_batches), self.task.loss(samples, self.trainer)
+        loss = cross_entropy_loss  # the mean over the answers' tokens of the whole batch
+        if self.task.read:
+            scale = self.config.dpo_beta if self.task.has_reference else 1.0
+            loss = pair_loss(self.task.read, scale, samples, self.trainer.device)
+        return as_sequences(micro_batches), loss
 
     def _means(self, stats: dict[str, float]) -> dict[str, float]:
         return {name: stats[name] / max(stats["divisor"], 1.0) for name in ("loss", *self.task.stats)}
 
 
-def shard(examples: list[Example], trainer: Trainer) -> list[list[list[Sample]]]:
-    """This data-parallel rank's mini-batches of micro-batches. The answers of a pair stay together."""
-    config = trainer.config
-    rooms = {(number, 0): room(example, config.cp) + 1 for number, example in enumerate(examples)}
-    plan = plan_batch(rooms, trainer.cost, config, trainer.dp_size)[trainer.dp_rank]
-    return [[flat([[examples[number] for number, _ in keys]]) for keys in mini_batch] for mini_batch in plan]
-
-
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
-    if rank == 0:
-        archive(Path(config.out), say)
-        out = make_out(config)
-        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-        if not config.data:
-            from recipes.addition.warmstart import example_rows
+    if rank:
+        return
+    archive(Path(config.out), say)
+    out = make_out(config)
+    (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
+    if not config.data:
+        from recipes.addition.warmstart import example_rows
 
-            rows = example_rows(config.command, config.seed)
-            (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = example_rows(config.command, config.seed)
+        (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
@@ -280,8 +242,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
             progress.doing(f"{name}: held-out examples")
             metrics = learner.measure(examples.held_out)
             row |= {f"{name}/held_out_{metric}": value for metric, value in metrics.items()}
-            where = f"on {len(examples.held_out)} held-out examples"
-            progress.line(f"after {step:3d} steps: {format_metrics(metrics)} {where}")
+            progress.line(f"after {step:3d} steps: {format_metrics(metrics)} on held-out examples")
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             metrics = learner.step(examples.batch(step, config.batch_size))

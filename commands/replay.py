@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 run.py --train-only --replay OUT/replay.jsonl --steps 3    starts no engine
 
 The loop is controller.train: `record` takes the place of its `learn`, `Replay` that of its `collect`. A row
-of the replay is one whole Sample and its `step`. Neither half saves checkpoints: again is from the beginning.
+is a whole Sample and its `step`. Neither half saves checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sample import Sample
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
 
-FIELDS = {field.name for field in dataclasses.fields(Sample)}
+FIELDS = {"step", *(field.name for field in dataclasses.fields(Sample))}
 
 
 async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
@@ -35,8 +35,7 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 class Replay:
     """The samples of a replay, step by step, as if they had just been served.
 
-    Its first step is the one that the run begins with. From the second step on the weights are newer than
-    those that wrote the samples, whose tokens are then trained on as stale ones.
+    Its first step is the one that the run begins with. From the second step on samples are stale ones.
     """
 
     def __init__(self, path: Path):
@@ -48,17 +47,13 @@ class Replay:
         follow(c, await sync_controllers(c, None))
         left, actor = c.config.steps - c.state.step, c.placement.actor
         if len(self._steps) < left:
-            raise ValueError(
-                f"--replay {self._path} holds {len(self._steps)} steps, but {left} are left up to "
-                f"--steps {c.config.steps}"
-            )
+            held = f"--replay {self._path} holds {len(self._steps)} steps"
+            raise ValueError(f"{held}, but {left} are left up to --steps {c.config.steps}")
         samples = self._steps.pop(0)
         newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
-            raise ValueError(
-                f"--replay {self._path}: step {c.state.step} is of weights v{newest}, newer than the actor's "
-                f"v{actor.version}"
-            )
+            newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
+            raise ValueError(f"--replay {self._path}: {newer}")
         groups = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.prompt_id)]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
         stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), 0, 0.0, 0.0, 0.0)
@@ -69,24 +64,17 @@ def read_replay(path: Path) -> list[list[Sample]]:
     """The samples of each step in the order of drawing; none for a step that kept nothing."""
     if not path.is_file():
         raise ValueError(f"--replay {path}: no such file")
-    lines = enumerate(path.read_bytes().splitlines(), 1)
-    rows = [read_row(line, f"--replay {path}:{number}") for number, line in lines]
-    if not rows:
+    by_step = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise ValueError(f"--replay {path}:{number}: not valid JSON") from None
+        if not (isinstance(row, dict) and row.keys() == FIELDS and isinstance(row["step"], int)):
+            needed = "expected the fields of a Sample and its step, as of --rollout-only"
+            raise ValueError(f"--replay {path}:{number}: {needed}")
+        by_step.setdefault(row.pop("step"), []).append(Sample(**row))
+    if not by_step:
         raise ValueError(f"--replay {path}: the file holds no sample")
-    steps = [step for step, _ in rows]
-    by_step = {step: [] for step in range(min(steps), max(steps) + 1)}
-    for step, sample in sorted(rows, key=lambda row: (row[0], row[1].prompt_id, row[1].index)):
-        by_step[step].append(sample)
-    return list(by_step.values())
-
-
-def read_row(line: bytes, where: str) -> tuple[int, Sample]:
-    """Step and sample of a line."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        raise ValueError(f"{where}: not valid JSON") from None
-    is_sample = isinstance(row, dict) and row.keys() == FIELDS | {"step"} and isinstance(row["step"], int)
-    if not is_sample:
-        raise ValueError(f"{where}: expected the fields of a Sample and its step, as of --rollout-only")
-    return row.pop("step"), Sample(**row)
+    steps = range(min(by_step), max(by_step) + 1)
+    return [sorted(by_step.get(step, []), key=lambda s: (s.prompt_id, s.index)) for step in steps]

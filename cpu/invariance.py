@@ -1,9 +1,9 @@
 """Batch invariance without CUDA: the bits of a token don't depend on which other requests share its batch.
 
 Nor on how much of a prompt was found in the KV cache, or on whether its tokens came by decode or by prefill:
-so the same prompt and seed give the same answer, whenever it is asked for. SGLang's own deterministic mode
-ships this as GPU kernels. What it takes here was measured for float32 with torch 2.13 and its MKL, on one
-thread; tests/test_determinism.py shows it with a real server.
+the same prompt and seed give the same answer, whenever it is asked for. SGLang's own deterministic mode ships
+this as GPU kernels. What it takes here was measured for float32 with torch 2.13 and its MKL, on one thread;
+tests/test_engine.py shows it with a real server.
 
 Attention is over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer,
 which is half of the time of a small model.
@@ -16,7 +16,7 @@ UNSPLIT = 192  # MKL cuts a longer sum into parts of nearly equal length, which 
 
 
 def at_least_four_rows(multiply):
-    """`multiply(x, ...)` of x [rows, width]: the same bits however few rows there are. Pads with zeros."""
+    """`multiply(x, ...)` of x [rows, width]: a row has the same bits, however few there are."""
 
     def padded(x, *args, **kwargs):
         rows = x.shape[0]
@@ -28,7 +28,7 @@ def at_least_four_rows(multiply):
 
 
 def at_least_four_columns(linear):
-    """`linear(x, weight, bias)` for a head of one number, whose one column other code would multiply."""
+    """`linear(x, weight, bias)` for a head of one number, likewise."""
 
     def padded(x, weight, bias=None):
         columns = weight.shape[0]
@@ -44,7 +44,7 @@ def at_least_four_columns(linear):
 def row_by_row(sample):
     """SGLang's Sampler._sample_from_probs, where a request's own rule alone says how it is sampled.
 
-    One greedy request, such as a health check's, would have the others of the batch sampled by other code
+    One greedy request, such as a health check's, would have the others of the batch sampled by other code,
     too: over sorted tokens, so that the same seed gave another token.
     """
 
@@ -95,10 +95,9 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
 
 
 def padded_keys(length):
-    """The keys that a query of a request of this length is multiplied with: a multiple of 16, and of 512
-    where MKL cuts the sum.
+    """The keys for a query of a request of this length: a multiple of 16; of 512 where MKL cuts the sum.
 
-    A token's sum over the keys it sees has the same bits, whichever of these lengths it is padded to: that of
+    A token's sum over the keys it sees has the same bits whichever of these lengths it is padded to: that of
     its own decode step, or that of the whole prompt in a prefill.
     """
     return round_up(length, 16) if length <= UNSPLIT else round_up(length, 512)
@@ -109,7 +108,7 @@ def round_up(length, multiple=16):
 
 
 def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
-    """query [tokens, heads, dim]; k_cache, v_cache [slots, kv heads, dim]; plan: `group_by_length`'s."""
+    """query [tokens, heads, dim], caches [slots, kv heads, dim], plan of `group_by_length` -> as query."""
     order, groups, back = plan
 
     def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
@@ -120,16 +119,16 @@ def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
     outputs = []
     for q, (slots, mask) in zip(queries, groups, strict=True):
         q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
+        k, v = gather(k_cache, slots), gather(v_cache, slots)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, gather(k_cache, slots), gather(v_cache, slots), mask.to(q.dtype),
-            scale=scaling, enable_gqa=enable_gqa,
+            q, k, v, mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, back)
 
 
 def batched_attention():
-    """SGLang's `torch_native` backend, one call per group. A function: its base needs the stand-ins."""
+    """SGLang's `torch_native` backend with one call per group of requests. Its base needs the stand-ins."""
     from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType
 
@@ -149,8 +148,8 @@ def batched_attention():
                 pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
             query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             grouped = layer.tp_q_head_num != layer.tp_k_head_num
-            cache = pool.get_kv_buffer(layer.layer_id)
-            return attend(query, *cache, self.plan, layer.scaling, grouped).flatten(1)
+            k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
+            return attend(query, k_cache, v_cache, self.plan, layer.scaling, grouped).flatten(1)
 
     return BatchedAttention
 
@@ -164,14 +163,12 @@ def install():
     from sglang.srt.layers import logits_processor, sampler
     from sglang.srt.layers.attention import attention_registry
 
-    # its own are triton kernels: this is in their place
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # these are triton kernels
     torch.nn.functional.linear = at_least_four_rows(at_least_four_columns(torch.nn.functional.linear))
-    head = logits_processor.LogitsProcessor._compute_lm_head
-
-    def compute_lm_head(self, hidden, *args, **kwargs):
-        return at_least_four_rows(lambda hidden: head(self, hidden, *args, **kwargs))(hidden)
-
-    logits_processor.LogitsProcessor._compute_lm_head = compute_lm_head
+    processor = logits_processor.LogitsProcessor
+    head = processor._compute_lm_head
+    processor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
+        lambda hidden: head(self, hidden, *args, **kwargs)
+    )(hidden)
     sampler.Sampler._sample_from_probs = row_by_row(sampler.Sampler._sample_from_probs)
     attention_registry.register_attention_backend("torch_native")(batched_attention())

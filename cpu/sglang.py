@@ -1,22 +1,23 @@
 """What lets the real SGLang 0.5.23 serve a dense model on a machine without CUDA.
 
-    python -m cpu.sglang --model-path DIR ...      (from the repository root; the flags of
-    sglang.launch_server)
+    python -m cpu.sglang --model-path DIR ...   (from the repository root; the flags of sglang.launch_server)
 
 SGLang falls back to plain torch for every layer of a dense model when there is no GPU. What is missing from
 the wheel is filled in here, through SGLang's own hooks and without touching its files:
 
 - import stand-ins for triton, torchvision and sgl_kernel, which are imported at start and then never called;
-- the hash behind seeded sampling, which only ships as a GPU kernel; - attention over the whole batch, and
-sums that don't depend on what shares it (cpu/invariance.py); - children that are forked, not spawned: SGLang
-imports itself once, not three times; - Qwen3's forward, whose fallbacks for fused kernels spend more time in
-Python than in arithmetic. Other models keep theirs.
+- the hash behind seeded sampling, which only ships as a GPU kernel;
+- attention over the whole batch, and sums that don't depend on what shares it (cpu/invariance.py);
+- children that are forked, not spawned: SGLang imports itself once, not three times;
+- Qwen3's forward, whose fallbacks for fused kernels spend more time in Python than in arithmetic. Others keep
+  theirs.
 
 With CUDA none of it is used and plain `sglang.launch_server` runs. Either way the server dies with the
-process that started it. Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` finds this
-file.
+process that started it.
+Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
 """
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import multiprocessing
@@ -29,18 +30,17 @@ import types
 import torch
 
 from cpu import invariance
-from runtime import shutdown
 
 # ---- the server and its children die with their parent
 
 
-def die_with_owner():
-    """Ask for a SIGKILL when the thread that started this process ends.
+def die_with_parent():
+    """Ask Linux for a SIGKILL when the thread that started this process ends (PR_SET_PDEATHSIG).
 
     A parent that is gone before it is asked about is noticed by its id, which `Engine.launch` passes to the
     server, and the server to its children.
     """
-    shutdown.die_with_parent(signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
         print("the process that started this one is gone", file=sys.stderr, flush=True)
         os._exit(1)  # an exception would be swallowed after a fork
@@ -51,7 +51,7 @@ def die_with_owner():
 
 
 class StandIn(types.ModuleType):
-    """A module that is imported but never used: every attribute exists, any call is an idle decorator."""
+    """A module that is imported but never used: every attribute exists, and any call is an idle decorator."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -61,7 +61,7 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        # A capital letter means a class: it may be subclassed, or stand in isinstance or an annotation.
+        # a capital letter means a class: it may be subclassed, or stand in an isinstance call or annotation
         value = type(name, (), {}) if name[0].isupper() else StandIn(f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
@@ -121,13 +121,12 @@ def replace_torchvision():
 
 
 def replace_sgl_kernel():
-    """sgl_kernel: SGLang's compiled kernels. One of them fills the table of KV slots: it is needed."""
+    """sgl_kernel: SGLang's compiled kernels. One, which fills the table of KV slots, is needed in torch."""
 
     def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, starts, ends, slots, width):
         lengths = (ends - starts).tolist()
-        rows = (req_pool_indices.tolist(), starts.tolist(), ends.tolist())
-        requests = zip(*rows, slots.split(lengths), strict=True)
-        for row, start, end, own_slots in requests:
+        rows = (req_pool_indices.tolist(), starts.tolist(), ends.tolist(), slots.split(lengths))
+        for row, start, end, own_slots in zip(*rows, strict=True):
             req_to_token[row, start:end] = own_slots.to(req_to_token.dtype)
 
     module = types.ModuleType("sgl_kernel")
@@ -153,18 +152,16 @@ def unavailable_kernel(name):
 
 
 def murmur_hash32(seed, positions, columns):
-    """MurmurHash3 of (seed, position, column), the noise of seeded sampling, bit-equal to SGLang's GPU
-    kernel.
+    """MurmurHash3 of (seed, position, column): the noise of seeded sampling, bit-equal to the GPU kernel.
 
-    seed [n] int64, positions [n], columns [vocab] -> uint32 [n, vocab]. In int64: torch has no uint32
-    product.
+    seed [n] int64, positions [n], columns [vocab] -> uint32 [n, vocab]; torch has no uint32 product.
     """
     low32 = 0xFFFFFFFF
 
     def rotate(x, bits):
         return ((x << bits) | (x >> (32 - bits))) & low32
 
-    def multiply(x, constant):  # the product may wrap around: its low 32 bits stay right
+    def multiply(x, constant):  # the product may not fit int64: it wraps around; its low 32 bits stay right
         return (x * constant) & low32
 
     def mix(state, block):
@@ -190,10 +187,10 @@ def register_murmur_hash():
 
 
 def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
-    """Qwen3Model.forward in a fifth of the torch calls of SGLang's fallbacks: 0.7 x the scheduler's CPU time.
+    """Qwen3Model.forward in a fifth of the torch calls of SGLang's fallbacks for fused kernels.
 
-    input_ids, positions [tokens] -> hidden states [tokens, hidden]. Attention stays SGLang's, with its KV
-    cache.
+    0.7 x the scheduler's CPU time. input_ids, positions [tokens] -> hidden states [tokens, hidden]. Attention
+    stays SGLang's: `a.attn` with its KV cache.
     """
     linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
@@ -208,9 +205,9 @@ def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None
         a, m = layer.self_attn, layer.mlp
         qkv = linear(norm(x, layer.input_layernorm), a.qkv_proj.weight)
         heads, v = qkv.split((a.q_size + a.kv_size, a.kv_size), -1)
-        heads = heads.unflatten(-1, (-1, a.head_dim))  # queries and keys: norm, then rotation
-        norms = (a.q_norm.weight.expand(a.num_heads, -1), a.k_norm.weight.expand(a.num_kv_heads, -1))
-        scale = torch.cat(norms)
+        heads = heads.unflatten(-1, (-1, a.head_dim))  # queries and keys: norm, then rotary embedding
+        q_scale, k_scale = a.q_norm.weight.expand(a.num_heads, -1), a.k_norm.weight.expand(a.num_kv_heads, -1)
+        scale = torch.cat((q_scale, k_scale))
         heads = rms_norm(heads, heads.shape[-1:], None, a.q_norm.variance_epsilon) * scale
         heads = torch.addcmul(heads * cos, heads.roll(a.head_dim // 2, -1), sin)
         q, k = heads.flatten(1).split((a.q_size, a.kv_size), -1)
@@ -224,9 +221,9 @@ def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None
 
 
 def install():
-    """Make `import sglang` work without CUDA. Call it once per process, before that import."""
+    """Make `import sglang` work without CUDA. Once per process, before anything of sglang is imported."""
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="all", TORCHDYNAMO_DISABLE="1")
-    os.environ["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"  # 0.9 x the CPU time of no_grad
+    os.environ["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"  # not no_grad: 0.9 x the CPU time
     replace_triton()
     replace_torchvision()
     replace_sgl_kernel()
@@ -234,7 +231,7 @@ def install():
 
 
 def run_scheduler_process(*args, **kwargs):
-    """The child process that owns the model: SGLang's own, with what cpu/invariance.py replaces."""
+    """The child process that owns the model: SGLang's own, with the attention of cpu/invariance.py."""
     from sglang.srt.managers import scheduler
     from sglang.srt.models import qwen3
 
@@ -244,24 +241,26 @@ def run_scheduler_process(*args, **kwargs):
 
 
 def fork_children():
-    """Have SGLang's processes forked, not spawned: importing again takes two thirds of the start's CPU time.
+    """Have SGLang's processes forked: spawned, each would import torch and SGLang again (2/3 of the start).
 
-    SGLang spawns for CUDA's sake. Nothing runs in threads yet when it starts them, with one OpenMP thread.
+    SGLang spawns for CUDA's sake. Nothing here runs in threads yet when it starts them, and with one OpenMP
+    thread nothing has.
     """
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
-    os.register_at_fork(after_in_child=die_with_owner)
+    os.register_at_fork(after_in_child=die_with_parent)
 
 
 def drop_websockets(app):
-    """SGLang asks HTTP requests for the key and nothing else: anybody could open a websocket."""
+    """SGLang asks only HTTP requests for the key: with a websocket library, anybody could open a socket."""
     from starlette.routing import WebSocketRoute
 
     app.router.routes[:] = [route for route in app.router.routes if not isinstance(route, WebSocketRoute)]
 
 
 def main():
-    sys.argv.append("--api-key=" + os.environ.pop("NANOYATT_API_KEY", ""))  # `ps` would show it to anybody
+    key = os.environ.pop("NANOYATT_API_KEY", "")  # not on the command line, where `ps` shows it
+    sys.argv.append(f"--api-key={key}")
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import kill_process_tree
@@ -273,17 +272,16 @@ def main():
     fork_children()
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
     server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    settings = server_args.prepare_server_args(sys.argv[1:])
     try:
-        arguments = server_args.prepare_server_args(sys.argv[1:])
-        http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
-    finally:  # as SGLang's own main: with its port taken, this process would wait for its children
+        http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
+    finally:  # like SGLang's own main: with its port taken, this process would wait for its children
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-# With CUDA SGLang spawns its children, and a spawned child imports this file as __mp_main__ before it
-# unpickles anything of sglang.
+# With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before sglang.
 if __name__ in ("__main__", "__mp_main__"):
-    die_with_owner()
+    die_with_parent()
     if not torch.cuda.is_available():
         library = install()
 if __name__ == "__main__":

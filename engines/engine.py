@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import secrets
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +48,7 @@ class Request(NamedTuple):
 
     prompt: list[int]
     sampling: Sampling
-    limit: int  # most new tokens
+    limit: int  # the most new tokens
     seed: int | None = None  # 63 bits
 
     def after(self, tokens: list[int]) -> Request:
@@ -86,20 +85,18 @@ class Answer:
 
 
 class Engine:
-    """A handle on one SGLang server.
+    """A handle on one SGLang server. Its owner, who launched it, may call all methods; others `generate`.
 
     role, rank: whose engine it is and where it runs ("rollout", 3); the lead rank, if it spans several.
-    capacity: the most answers that the server decodes at once; more of them queue inside it.
     model: which of its role's models it serves (several judges), 0 of one. key: what every request must show.
     """
 
     module = "cpu.sglang"  # that a server runs
     flags: tuple[str, ...] = ()  # of the server, besides those of every role
 
-    def __init__(self, role: str, rank: int, url: str, capacity: int, model: int = 0, key: str = ""):
-        self.role, self.rank, self.url, self.capacity = role, rank, url, capacity
-        self.model, self.key, self.name = model, key, f"{role} engine of rank {rank}"
-        self.awake = True  # as the owner's handle knows
+    def __init__(self, role: str, rank: int, url: str, key: str, model: int = 0):
+        self.role, self.rank, self.url, self.key, self.model = role, rank, url, key, model
+        self.name = f"{role} engine of rank {rank}"
         self._process: server.ServerProcess | None = None
         self._shapes: dict[str, list[int]] = {}
         self._tp, self._session = 1, None
@@ -111,44 +108,40 @@ class Engine:
 
     @classmethod
     def launch(
-        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path | str,
-        model: int = 0, key: str = "",
-    ) -> Self:  # fmt: skip
+        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
+    ) -> Self:
         """Starts a server on this machine and returns at once; `await ready()` before use.
 
-        The server refuses requests without `key`, by default a new one. It dies with the thread that calls
-        this, even if that is killed hard. ValueError if the port is taken.
+        It dies with the thread that calls this, even if that is killed hard. ValueError if the port is taken.
         """
-        url, key = f"http://{config.host}:{port}", key or secrets.token_hex(32)
-        engine = cls(role, rank, url, config.max_running_requests, model, key)
+        engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._tp, engine._silence_s = server.ranks_of_an_engine(role, config), config.engine_silence_s
         engine._shapes = server.checkpoint_shapes(model_dir)
         flags = [*server.server_flags(role, rank, port, model_dir, config), *cls.flags]
-        engine._process = server.ServerProcess([sys.executable, "-m", cls.module, *flags], key, Path(log))
+        engine._process = server.ServerProcess([sys.executable, "-m", cls.module, *flags], key, log)
         engine._process.start()
         return engine
 
     async def ready(self, deadline_s: float) -> None:
         """Waits until the server generates. ValueError with the end of its log if it died or was too slow."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + deadline_s
+        deadline, process = clock() + deadline_s, self._process
         while not await self._is_healthy(self._silence_s):
-            if self._process.exit_status():
-                raise ValueError(f"the {self.name} stopped while starting{self._process.log_tail()}")
+            if process.exit_status():
+                raise ValueError(f"the {self.name} stopped while starting{process.log_tail()}")
             if clock() > deadline:
-                tail = self._process.log_tail()
-                raise ValueError(f"the {self.name} was not ready within {deadline_s:.0f} s{tail}")
+                raise ValueError(f"the {self.name} wasn't ready within {deadline_s:g} s{process.log_tail()}")
             await asyncio.sleep(LOOK_S)
         if (await self._get("/model_info"))["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
         await self._post("/freeze_gc")  # else each sleep collects garbage over all of SGLang's imports: 0.7 s
 
     async def until_down(self) -> str:
-        """Waits until the server is dead or hangs, and says which; for its owner, while it is awake.
+        """Waits until the server, which is awake, is dead or hangs; says which.
 
-        It hangs if for long no stream brought anything and /health didn't say yes, which a busy server does
-        with every batch.
+        It hangs if no stream brings anything and /health doesn't say yes, which a busy server does with every
+        batch.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2
         while silent_s < self._silence_s:
@@ -162,10 +155,9 @@ class Engine:
         return f"gave no sign of life for {self._silence_s:g} s"
 
     async def restart(self, deadline_s: float) -> None:
-        """A new server for a killed one, awake, with its directory's weights. Raises like `ready`."""
+        """A new server for a killed one: awake, with the directory's weights. Raises like `ready`."""
         self._process.start()
         await self.ready(deadline_s)
-        self.awake = True
 
     async def kill(self) -> None:
         """Ends the server and all of its processes; its port is free then. Requests that it owed break."""
@@ -183,8 +175,6 @@ class Engine:
 
     async def sleep(self) -> None:
         """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
-        assert self.awake, f"the {self.name} sleeps already"
-        self.awake = False
         if self._has_aborted:
             await asyncio.sleep(0.1)  # until an aborted request is out, or pausing would take a second
         self._has_aborted = False
@@ -194,14 +184,12 @@ class Engine:
 
     async def wake_weights(self) -> None:
         """Room for the weights. A judge's are as they were, a rollout engine's are to be loaded."""
-        assert not self.awake, f"the {self.name} is awake already"
         await self._post("/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
         """Room for the KV cache, once the actor is out; requests are welcome again."""
         await self._post("/resume_memory_occupation", tags=["kv_cache"])
         await self._post("/continue_generation")
-        self.awake = True
 
     # ---- weights
 
@@ -213,14 +201,13 @@ class Engine:
         """
         missing = set(self._shapes)
         await self._push(self._checked(named_weights, missing), weight_version=str(version))
-        if missing - {"lm_head.weight"}:  # tied to the embedding
+        missing -= {"lm_head.weight"}  # tied to the embedding
+        if missing:
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
         served = (await self._get("/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
 
-    def _checked(
-        self, named_weights: Iterable[tuple[str, Tensor]], missing: set[str]
-    ) -> Iterable[tuple[str, Tensor]]:
+    def _checked(self, named_weights: Iterable, missing: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Passes tensors on, crossing them off: SGLang skips an unknown name and dies of a wrong shape."""
         for name, tensor in named_weights:
             shape, own = list(tensor.shape), self._shapes.get(name)
@@ -229,13 +216,13 @@ class Engine:
             missing.discard(name)
             yield name, tensor
 
-    async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: str) -> None:
+    async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: Any) -> None:
+        body |= {"load_format": "flattened_bucket", "flush_cache": True}
         await self._post("/begin_weight_update")
         try:
             for bucket in server.buckets(named_weights):
                 tensors = [server.serialize_bucket(bucket)] * self._tp
-                how = {"load_format": "flattened_bucket", "flush_cache": True} | body
-                await self._post("/update_weights_from_tensor", serialized_named_tensors=tensors, **how)
+                await self._post("/update_weights_from_tensor", serialized_named_tensors=tensors, **body)
         finally:
             await self._post("/end_weight_update")
 
@@ -248,7 +235,6 @@ class Engine:
         Each is an Answer of the new tokens alone: `index` is its request, `finish` empty but at the end.
         EngineLost if the connection breaks, ValueError if the server refuses.
         """
-        assert self.awake, f"a request reached the {self.name} while it sleeps"
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
         params = [asdict(r.sampling) | {"max_new_tokens": r.limit, "sampling_seed": r.seed} for r in requests]
@@ -282,10 +268,10 @@ class Engine:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             headers = {"Authorization": f"Bearer {self.key}"}
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+            self._session = aiohttp.ClientSession(self.url, connector=connector, headers=headers)
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(method, path, json=body, timeout=timeout) as response:
                 if response.status != 200:  # why not is in the text
                     raise ValueError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
                 yield response

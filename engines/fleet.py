@@ -64,7 +64,7 @@ class Fleet:
                 log = Path(self._config.out, "logs", f"{spec.role}-{self._world.rank}.log")
                 kind = ScoringEngine if spec.scores else Engine
                 where = self._world.rank, spec.port, spec.model_dir
-                self._engines.append(kind.launch(spec.role, *where, self._config, log, spec.model, key))
+                self._engines.append(kind.launch(spec.role, *where, self._config, log, key, spec.model))
 
         await raise_on_all(self._world, start())
 
@@ -75,7 +75,7 @@ class Fleet:
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """By role, a handle on every engine of the run (collective)."""
-        facts = [(type(e), e.role, e.rank, e.url, e.capacity, e.model, e.key) for e in self._engines]
+        facts = [(type(e), e.role, e.rank, e.url, e.key, e.model) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(facts)):
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]

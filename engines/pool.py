@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from engines.engine import Answer, Engine, EngineLost, Request, Sampling
+from runtime.world import World, raise_on_all
 from scheduling.rebalance import RequestStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from reporting.timeline import Timeline
-    from runtime.world import World
 
 MAX_STALLS = 3  # in a row, of one prompt or group
 RECONNECT_S = 3.0  # after a connection broke; meanwhile the owner tells whether its engine is down
@@ -29,9 +29,9 @@ class EngineStatus(NamedTuple):
     """What one controller tells the others of a role, in each of their meetings."""
 
     outstanding: dict[int, int]  # tokens that it awaits from the engine of each rank
+    parts: dict[int, int]  # of answers, that came from it so far
     up: bool = True  # whether its own engine answers; True if it has none
     trouble: str = ""  # how that was lost
-    parts: dict[int, int] = {}  # noqa: RUF012 (of answers, that came from the engine of each rank so far)
 
 
 class Pool:
@@ -105,16 +105,22 @@ class Pool:
                             del owed[index]
                             yield self._note(replace(begun[index], index=index), len(prompts[index]))
             except (EngineLost, TimeoutError) as error:
-                if isinstance(error, EngineLost):
-                    await asyncio.sleep(RECONNECT_S)
-                if self._is_up(engine):
-                    self._deprioritized.add(engine.rank)
-                    self._stalls, stalls = self._stalls + 1, stalls + 1
-                if stalls == MAX_STALLS:
-                    raise ValueError(
-                        f"the {engine.name} {error}, the third failure in a row to go on with an answer: "
-                        f"--timeout-s {self.config.timeout_s:g} may be too short for it"
-                    ) from None
+                stalls = await self._failed(engine, error, stalls)
+
+    async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
+        """An engine gave nothing more; returns the stalls in a row. ValueError after MAX_STALLS of them."""
+        if isinstance(error, EngineLost):
+            await asyncio.sleep(RECONNECT_S)
+        if not self._is_up(engine):
+            return stalls
+        self._deprioritized.add(engine.rank)
+        self._stalls += 1
+        if stalls + 1 == MAX_STALLS:
+            raise ValueError(
+                f"the {engine.name} {error}, the third failure in a row to go on with an answer: "
+                f"--timeout-s {self.config.timeout_s:g} may be too short for it"
+            ) from None
+        return stalls + 1
 
     def route(self, model: int = 0) -> Engine | None:
         """The engine of `model` with the fewest outstanding tokens, None if none is up.
@@ -124,14 +130,12 @@ class Pool:
         """
         first = self.world.rank % len(self.engines)
         ring = self.engines[first:] + self.engines[:first]
-        return min((e for e in ring if e.model == model and self._is_up(e)), key=self._load, default=None)
+        up = [engine for engine in ring if engine.model == model and self._is_up(engine)]
+        tokens = self._outstanding + self._elsewhere
+        return min(up, key=lambda e: (e.rank in self._deprioritized, tokens[e.rank]), default=None)
 
     def _is_up(self, engine: Engine) -> bool:
         return engine.rank not in self._lost and not (self._trouble and engine.rank == self.world.rank)
-
-    def _load(self, engine: Engine) -> tuple[bool, int]:
-        rank = engine.rank
-        return rank in self._deprioritized, self._outstanding[rank] + self._elsewhere[rank]
 
     async def _ask(self, engine: Engine, requests: list[Request]) -> AsyncIterator[Answer]:
         """What one engine writes, as it comes. EngineLost if it breaks off, TimeoutError if it stalls."""
@@ -187,7 +191,7 @@ class Pool:
         """What this controller has to tell the others."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
-        return EngineStatus(dict(+self._outstanding), not self._trouble, self._trouble, dict(self._parts))
+        return EngineStatus(dict(+self._outstanding), dict(self._parts), not self._trouble, self._trouble)
 
     def apply_status(self, statuses: list[EngineStatus]) -> list[str]:
         """Act on what all controllers told, by rank; a line for people on each newly lost engine.
@@ -212,17 +216,19 @@ class Pool:
         Those that stalled get another chance. ValueError with the end of its log if one doesn't come up.
         """
         assert not self.awake, "an engine that starts takes the devices"
-        lost, error = [e for e in self.all_engines if e.rank == self.world.rank and self._trouble], ""
-        for engine in lost:
-            try:
-                await engine.restart(self.config.engine_start_s)
-                await engine.sleep()
-            except (EngineLost, ValueError) as failure:
-                error = f"the {engine.name} {self._trouble} and didn't start again: {failure}"
-        if errors := [error for error in await self.world.gather(error) if error]:
-            raise ValueError(errors[0])
+        restarts = int(bool(self._trouble))
+        await raise_on_all(self.world, self._restart_own())
         self._lost, self._trouble, self._deprioritized = {}, "", set()
-        return len(lost)
+        return restarts
+
+    async def _restart_own(self) -> None:
+        if self._trouble:
+            try:
+                await self.own.restart(self.config.engine_start_s)
+                await self.own.sleep()
+            except (EngineLost, ValueError) as error:
+                lost = f"the {self.own.name} {self._trouble}"
+                raise ValueError(f"{lost} and didn't start again: {error}") from None
 
     async def _on_own(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Await `call` of this rank's engine, if it is up. If it doesn't answer, it is lost."""
@@ -272,18 +278,18 @@ class Pool:
             return
         await self.world.barrier()
         if self._watch:
-            self._watch.cancel()
+            self.close()
             await asyncio.wait([self._watch])
             self._watch = None
-        self._elsewhere.clear()  # else the next step would begin with routes that a resumed run doesn't know
         self.awake = False
+        self._elsewhere.clear()  # it would steer the next step's requests, which a resumed run can't know
         await self._each(lambda engine: engine.sleep())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Push the actor's weights into this rank's engine (collective: the iterator gathers them)."""
         with self.timeline.span("sync"):
             await self._on_own(lambda engine: engine.load_weights(named_weights, version))
-            await self.world.run(_drain, named_weights)  # others still need this rank's shards
+            await self.world.run(deque, named_weights, 0)  # to its end: others need this rank's shards
             await self.world.barrier()
 
     async def abort(self) -> None:
@@ -304,8 +310,3 @@ def make_requests(prompts: list, sampling: Sampling, limits: Sequence, seeds: Se
     rules = [greedily if is_greedy else sampling for is_greedy in greedy or [False] * size]
     limits, seeds = limits or [sampling.max_new_tokens] * size, seeds or [None] * size
     return dict(enumerate(starmap(Request, zip(prompts, rules, limits, seeds, strict=True))))
-
-
-def _drain(iterator: Iterator) -> None:
-    for _ in iterator:
-        pass

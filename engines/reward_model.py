@@ -31,7 +31,6 @@ class ScoringEngine(Engine):
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """The numbers of all prompts, in one request. Raises like an Engine's."""
-        assert self.awake, f"a request reached the {self.name} while it sleeps"
         clock = asyncio.get_running_loop().time
         sent, body = clock(), {"input_ids": [request.prompt for request in requests]}
         async with self._open("POST", "/classify", body) as response:

@@ -1,4 +1,4 @@
-"""What a trainer does about the process of an SGLang server: command line, environment, life and end; weights for it.
+"""The process of an SGLang server: its command line, environment, life and end; what goes over the wire.
 
 Nothing of sglang is imported: that takes 10 s.
 """
@@ -34,7 +34,6 @@ STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # least size of an engine's KV cache without CUDA
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 END_S = 10.0  # for a killed server to be gone
-SAME_S = 1.0  # two readings of when a process began may differ: the clock may have been set between them
 
 # ---- command line and environment
 
@@ -58,9 +57,9 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     }  # fmt: skip
     if config.trust_remote_code:
         flags["trust-remote-code"] = None
+    if config.deterministic:
+        flags["enable-deterministic-inference"] = None
     if tp > 1:  # written for CUDA, not yet run
-        if not torch.cuda.is_available():
-            raise ValueError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
         flags["tp-size"] = tp
     if torch.cuda.is_available():
         flags |= {"base-gpu-id": torch.cuda.current_device(), "mem-fraction-static": config.mem_fraction}
@@ -68,20 +67,20 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         if role == "genrm" or config.mode != "partial":
             # nobody pushes a judge its weights after it slept, nor a rollout engine between waves in turns
             flags["enable-weights-cpu-backup"] = None
-    else:
-        flags |= {"device": "cpu", "max-total-tokens": kv_tokens(context), "disable-overlap-schedule": None}
-        flags["attention-backend"] = "torch_native"  # cpu/invariance.py's; deterministic mode would look for a GPU's
-    if config.deterministic:
-        flags["enable-deterministic-inference"] = None
-    return [text for flag, value in flags.items() for text in (f"--{flag}", str(value))[: 1 + (value is not None)]]
+    elif tp > 1:
+        raise ValueError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
+    else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
+        flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
+        flags["max-total-tokens"] = kv_tokens(context)
+    return [text for flag, value in flags.items() for text in (f"--{flag}", str(value)) if text != "None"]
 
 
 def server_environment(key: str, private: str) -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group.
 
-    key: what requests must show; in the environment, because anybody may read a command line. private: a folder of
-    the server's own. There its processes find each other in a file (SGLang's default is a port, which torch opens
-    on every interface), and there are its sockets, which a killed server doesn't remove.
+    key: what requests must show; in the environment, because anybody may read a command line. private: a
+    folder of the server's own. There its processes find each other in a file (by default, on a port that is
+    open on every interface), and there are its sockets, which a killed server doesn't remove.
     """
     import torch
 
@@ -90,9 +89,10 @@ def server_environment(key: str, private: str) -> dict[str, str]:
     environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore", "NANOYATT_API_KEY": key}
     environment |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/store", "TMPDIR": private}
     if not torch.cuda.is_available():
-        # MALLOC: glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
-        large = str(1 << 30)
-        environment |= {"MALLOC_MMAP_THRESHOLD_": large, "MALLOC_TRIM_THRESHOLD_": large, "OMP_NUM_THREADS": "1"}
+        # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
+        environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
+        # MKL's products have other last bits for few rows on some processors, if not told to be strict
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
     return environment
 
 
@@ -102,23 +102,21 @@ def ranks_of_an_engine(role: str, config: Config) -> int:
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:
-    """Tokens of prompt and answer that an engine of this model takes together: --max-model-len, or the model's."""
-    if config.max_model_len:
-        return config.max_model_len
+    """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
     path = Path(model_dir, "config.json")
-    length = json.loads(path.read_text()).get("max_position_embeddings") if path.is_file() else None
-    if not length:
+    own = json.loads(path.read_text()).get("max_position_embeddings", 0) if path.is_file() else 0
+    if not (length := config.max_model_len or own):
         raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len")
     return length
 
 
 def kv_tokens(context: int) -> int:
-    """Tokens in the KV cache of an engine without CUDA: those of one request at least."""
+    """Tokens in the KV cache of an engine without CUDA: those of one answer at least."""
     return max(KV_TOKENS, context)
 
 
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor in a Hugging Face directory, from the headers of its safetensors files."""
+    """Name and shape of every tensor in a Hugging Face directory, from the heads of its files."""
     from safetensors import SafetensorError, safe_open
 
     shapes = {}
@@ -144,11 +142,10 @@ def check_port(host: str, port: int, name: str) -> None:
 
 
 class ServerProcess:
-    """A server on this machine: a process group of its own, a log, a file with its process id beside that, and a
-    folder that nobody else may read."""
+    """A server on this machine: a group of processes, a log, a .pid file beside that, a private folder."""
 
     def __init__(self, command: list[str], key: str, log: Path):
-        self._command, self._key, self._log = command, key, log
+        self._command, self._key, self._log, self._pid_file = command, key, log, log.with_suffix(".pid")
         self._folder = tempfile.mkdtemp(prefix="nanoyatt-")
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -157,30 +154,30 @@ class ServerProcess:
     def start(self) -> None:
         """What an earlier server said stays in the log."""
         assert self._process is None, f"{self._log.stem} still runs"
+        environment, root = server_environment(self._key, self._folder), Path(__file__).parents[1]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, cwd=Path(__file__).parents[1], env=server_environment(self._key, self._folder),
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        write_pid_file(self._log.with_suffix(".pid"), self._process.pid)
+                self._command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        write_pid_file(self._pid_file, self._process.pid)
 
     def exit_status(self) -> str:
         """How it ended; empty while it runs."""
-        status = self._process and self._process.poll()
-        if self._process and status is None:
-            return ""
-        return "ended" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        if self._process is None:
+            return "killed"
+        status = self._process.poll()
+        return "" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
 
     async def kill(self) -> None:
-        """Ends the group, and waits until it is gone."""
+        """End the group, and return when it is gone."""
         if self._process is None:
             return
         process, self._process = self._process, None
-        self._log.with_suffix(".pid").unlink(missing_ok=True)
+        self._pid_file.unlink(missing_ok=True)
         process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
         process.wait()
         try:
-            await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of the group, removes the semaphores
+            await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of them, removes the semaphores
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -195,11 +192,11 @@ class ServerProcess:
         return "\n".join((f"; the end of {self._log}:", *lines))
 
 
-# ---- servers that an earlier run left: a kernel that didn't pass the signal on, a rank that was frozen
+# ---- servers that an earlier run left: a kernel didn't pass the signal on, or a rank was frozen
 
 
 def write_pid_file(path: Path, pid: int) -> None:
-    """Which process serves, which owns it (this one), and since when: an id alone may be another's by tomorrow."""
+    """Which process serves, which owns it (this one), and since when: an id may be another's by tomorrow."""
     server, owner = psutil.Process(pid), psutil.Process()
     facts = {"pid": pid, "born": server.create_time(), "owner": owner.pid, "owner_born": owner.create_time()}
     written = path.with_suffix(".part")
@@ -212,23 +209,22 @@ def end_stale_servers(out: Path) -> list[str]:
 
     ValueError if the process that owns one is alive: that run isn't over, and nothing of it may be touched.
     """
-    noted = {path: json.loads(path.read_text()) for path in sorted((out / "logs").glob("*.pid"))}
-    for facts in noted.values():
-        if same_process(facts["owner"], facts["owner_born"]):
-            raise ValueError(
-                f"--out {out}: a run is at work there (process {facts['owner']}): stop it, or choose another --out"
-            )
+    facts = {path: json.loads(path.read_text()) for path in sorted((out / "logs").glob("*.pid"))}
+    for row in facts.values():
+        if same_process(row["owner"], row["owner_born"]):
+            whose = f"a run is at work there (process {row['owner']})"
+            raise ValueError(f"--out {out}: {whose}: stop it, or choose another --out")
     lines = []
-    for path, facts in noted.items():
-        server = same_process(facts["pid"], facts["born"])
+    for path, row in facts.items():
+        server, gone_by = same_process(row["pid"], row["born"]), time.monotonic() + END_S
         if server and os.getpgid(server.pid) == server.pid:  # launched as the leader of a group of its own
+            line = f"process {server.pid}, a server that an earlier run left: {path.stem}"
             os.killpg(server.pid, signal.SIGKILL)
-            gone_by = time.monotonic() + END_S
-            while same_process(facts["pid"], facts["born"]):  # Process.wait waits for a zombie's parent, too
+            while same_process(server.pid, row["born"]):  # Process.wait would wait for a zombie's parent, too
                 if time.monotonic() > gone_by:
-                    raise ValueError(f"process {server.pid}, a server that an earlier run left, doesn't end: {path}")
+                    raise ValueError(f"can't end {line}")
                 time.sleep(0.02)
-            lines.append(f"ended process {server.pid}, a server that an earlier run left: {path.stem}")
+            lines.append(f"ended {line}")
         path.unlink()
     return lines
 
@@ -237,10 +233,10 @@ def same_process(pid: int, born: float) -> psutil.Process | None:
     """The process of this id that began then, if it runs."""
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - born) < SAME_S and process.status() != psutil.STATUS_ZOMBIE
+        same = abs(process.create_time() - born) < 1.0  # the clock may have been set between the two readings
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
-    return process if same else None
 
 
 # ---- what goes over the wire
@@ -256,10 +252,10 @@ async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[
                 yield json.loads(event.removeprefix(b"data: "))
 
 
-def buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Cuts a stream of (name, tensor) into lists of one dtype and of about BUCKET_BYTES."""
     bucket, size = [], 0
-    for name, tensor in named_tensors:
+    for name, tensor in named_weights:
         if bucket and (tensor.dtype != bucket[0][1].dtype or size >= BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
@@ -270,7 +266,7 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]]) -> str:
-    """A bucket in SGLang's format "flattened_bucket": one flat tensor, as a handle, and where each tensor lies.
+    """A bucket in SGLang's format "flattened_bucket": one flat tensor, as a handle, and what lies where.
 
     Written by hand: SGLang's own FlattenedTensorBucket would have to be imported.
     """
@@ -279,7 +275,7 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]]) -> str:
     import torch
     import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
 
-    # With the default, file descriptors, the receiver fails multiprocessing's handshake and the scheduler dies.
+    # with the default, file descriptors, the receiver fails multiprocessing's handshake, and dies
     torch.multiprocessing.set_sharing_strategy("file_system")
     metadata, offset = [], 0
     for name, tensor in bucket:

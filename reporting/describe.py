@@ -16,32 +16,25 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
 def describe(config: Config, plans: list[Plan], ranks: int) -> str:
-    """The resolved settings, and who runs where."""
-    dp = ranks // (config.tp * config.pp * config.cp)
+    """Who runs where, what a step is, and the settings that were chosen."""
     samples = config.prompts_per_step * config.answers_per_prompt
-    model, *judges = (path or "the demo's" for path in (config.model, *config.judge_models))
     values = [(field, vars(config)[field.name]) for field in dataclasses.fields(config)]
     changed = [f"--{dashed(f.name)} {as_text(value)}" for f, value in values if value != f.default]
     return (
         f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
-        f"  model {model}\n"
-        f"  judge {as_text(judges) or 'none'}\n"
-        f"  data  {config.data or 'built-in addition task'}\n"
-        f"  {config.steps} steps of {samples} samples ({config.prompts_per_step} prompts x "
-        f"{config.answers_per_prompt} answers) for {dp} data-parallel ranks (tp {config.tp}, pp {config.pp}, "
-        f"cp {config.cp}), packed into micro-batches of up to {config.max_tokens_per_micro_batch} tokens\n"
+        f"  {config.steps} steps of {samples} samples: {config.answers_per_prompt} answers to each of "
+        f"{config.prompts_per_step} prompts\n"
         f"  settings other than the defaults: {' '.join(changed)}"
     )
 
 
 def run_metadata(config: Config) -> dict:
     """Every setting, those of the algorithm, versions and commit."""
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {
         "algorithm_settings": {field.name: algorithm[field.name] for field in dataclasses.fields(Settings)},
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
-        "commit": commit.stdout.strip(),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),
     }

@@ -4,8 +4,7 @@ Above, a lane per rank and a colour per role; shade is occupancy: requests in fl
 engine can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch aborts
 are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
-    python -m reporting.figure RUN --steps 10 14      any steps of a run
-    python -m reporting.figure RUN_A RUN_B            two runs above each other on one clock
+    python -m reporting.figure RUN --steps 10 14
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from matplotlib.patches import Patch
 from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
 
 ROW, MOST = 0.011, 2.75  # inches of an answer's row, and of all of them at most: more answers, thinner rows
-TOGETHER = 0.002  # part of the shown time: answers that leave the queue within it are sorted by their ends
 INK, GREY = "#333333", "#6b7178"
 UPPER, LOWER = -0.87, -0.6  # where two rows of texts stand over the lanes; lane 0 lies at 0
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
@@ -38,7 +36,7 @@ LABELS = {  # kind of mark -> height of its text, the side of its time that it s
 
 @dataclass(frozen=True)
 class Picture:
-    """What one part of the figure shows. capacity: answers that an engine decodes at once, full shade."""
+    """What the figure shows. capacity: answers that an engine decodes at once, full shade."""
 
     title: str
     records: Records
@@ -46,12 +44,8 @@ class Picture:
 
     @cached_property
     def begins(self) -> dict[int, float]:
-        """Step -> when its first span begins. The first of all is 0 in the figure."""
+        """Step -> when its first span begins."""
         return {s.step: s.start for s in sorted(self.records.spans, key=lambda s: s.start, reverse=True)}
-
-    @cached_property
-    def zero(self) -> float:
-        return min(self.begins.values(), default=0.0)
 
     @cached_property
     def marks(self) -> list[Mark]:
@@ -75,7 +69,7 @@ def of_steps(records: Records, first: int, last: int) -> Records:
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """The picture of a run's steps. ValueError when `out` is no run, or has no span of these steps."""
+    """ValueError when `out` is no run, or has no span of these steps."""
     if not (out / "config.json").is_file():
         raise ValueError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
@@ -87,49 +81,31 @@ def read_run(out: Path, first: int, last: int) -> Picture:
 
 
 def rows_of(samples: list[SampleSpan]) -> list[tuple[int, SampleSpan]]:
-    """The row of every stretch. In each step an answer has a row, from the top as they left the queue."""
+    """The row of every stretch. In each step an answer has a row, from the top as their first ones end."""
     answers = defaultdict(list)
-    for s in sorted(samples, key=lambda s: (s.start, s.end)):
+    for s in sorted(samples, key=lambda s: (s.step, s.end)):
         answers[s.step, s.prompt_id, s.index].append(s)
-    shown_s = max((s.end for s in samples), default=0.0) - min((s.start for s in samples), default=0.0)
-
-    def order(answer: list[SampleSpan]) -> tuple[int, float, list[float]]:
-        left_queue = answer[0].end if answer[0].state == "queued" else answer[0].start
-        return answer[0].step, left_queue // (TOGETHER * shown_s or 1.0), [s.end for s in answer[1:]]
-
-    steps = groupby(sorted(answers.values(), key=order), key=lambda answer: answer[0].step)
+    steps = groupby(answers.values(), key=lambda answer: answer[0].step)
     return [(row, s) for _, in_order in steps for row, answer in enumerate(in_order) for s in answer]
 
 
-# ---------------------------------------------------------------- drawing
-
-
-def draw(pictures: list[Picture], path: Path) -> None:
-    """A PNG of one or several runs, above each other on one clock, each from its first span on."""
-    make_figure(pictures).savefig(path, dpi=150)
-
-
-def make_figure(pictures: list[Picture]) -> Figure:
-    """For each picture a panel of its lanes and, where there are any, one of its answers."""
-    panels = []  # inches, and what draws it
-    for picture in pictures:
-        ranks = sorted({span.rank for span in picture.records.spans})
-        panels.append((1.0 + 0.52 * max(1, len(ranks)), partial(_draw_lanes, picture=picture, ranks=ranks)))
-        if rows := rows_of(picture.records.samples):
-            height = min(MOST, ROW * (1 + max(row for row, _ in rows)))
-            draw_answers = partial(_draw_answers, picture=picture, rows=rows, height=height)
-            panels.append((0.75 + height, draw_answers))
-    heights = [height for height, _ in panels]
-    figure = Figure(figsize=(13, 0.4 + sum(heights)), layout="constrained")
+def make_figure(picture: Picture) -> Figure:
+    """A panel of the lanes and, where there are any, one of the answers."""
+    ranks, rows = sorted({span.rank for span in picture.records.spans}), rows_of(picture.records.samples)
+    answers_height = min(MOST, ROW * (1 + max((row for row, _ in rows), default=0)))
+    heights = [1.0 + 0.52 * max(1, len(ranks)), 0.75 + answers_height][: 2 if rows else 1]  # inches
+    figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
-    all_axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (_, draw_panel) in zip(all_axes, panels, strict=True):
+    panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes in panels:
         axes.set_frame_on(False)
         axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
         axes.margins(x=0.004)
-        draw_panel(axes)
-    all_axes[-1].tick_params(axis="x", length=3, color=GREY)
-    all_axes[-1].set_xlabel("seconds", fontsize=9, color=INK, loc="left")
+    _draw_lanes(panels[0], picture, ranks)
+    if rows:
+        _draw_answers(panels[1], picture, rows, answers_height)
+    panels[-1].tick_params(axis="x", length=3, color=GREY)
+    panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
     names = defaultdict(list)
     for name, color in (*COLORS.items(), *STATES.items()):
         names[color].append(name)
@@ -144,14 +120,14 @@ def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
         for start, end, in_flight in stretches:
             full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
             style = dict(height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
-            axes.barh(ranks.index(rank), end - start, left=start - picture.zero, **style)
+            axes.barh(ranks.index(rank), end - start, left=start, **style)
     _draw_verticals(axes, picture)
     for step, begin in picture.begins.items():
-        axes.text(begin - picture.zero, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
+        axes.text(begin, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
     for mark in picture.marks:
         y, side, color = LABELS[mark.kind]
         text = f" split {mark.text} " if mark.kind == "split" else f" {mark.text} "
-        axes.text(mark.time - picture.zero, y, text, fontsize=7.5, color=color, ha=side, va="center")
+        axes.text(mark.time, y, text, fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(max(1, len(ranks)) - 0.5, -1.05)
     axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
@@ -159,17 +135,16 @@ def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
 
 def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan]], height: float) -> None:
     """A thin row per answer, coloured by state; `height` inches for all of them."""
-    last = max(row for row, _ in rows)
+    count = 1 + max(row for row, _ in rows)
     for state, color in STATES.items():
-        found = [(row, s.start - picture.zero, s.end - picture.zero) for row, s in rows if s.state == state]
+        found = [(row, s.start, s.end) for row, s in rows if s.state == state]
         y, start, end = zip(*found, strict=True) if found else ((), (), ())
         if state in INSTANTS:
             axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
-        else:
-            linewidth = max(0.5, 130 * height / (last + 1))  # in points, 72 an inch: rows touch
-            axes.hlines(y, start, end, color=color, linewidth=linewidth)
+        else:  # the width in points, 72 an inch: rows touch
+            axes.hlines(y, start, end, color=color, linewidth=max(0.5, 130 * height / count))
     _draw_verticals(axes, picture)
-    axes.set_ylim(last + 1.5, -1.5)
+    axes.set_ylim(count + 0.5, -1.5)
     axes.set_yticks([])
     axes.set_ylabel("answers", fontsize=8.5, color=INK)
 
@@ -177,22 +152,21 @@ def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan
 def _draw_verticals(axes: Axes, picture: Picture) -> None:
     """A line where a step begins, a dotted one where a wave does."""
     for begin in picture.begins.values():
-        axes.axvline(begin - picture.zero, color=INK, linewidth=0.8)
+        axes.axvline(begin, color=INK, linewidth=0.8)
     for mark in picture.marks:
         if mark.kind == "wave":
-            axes.axvline(mark.time - picture.zero, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+            axes.axvline(mark.time, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
 
 
 def main() -> None:
-    """Exit status 1 after one line on stderr when there is nothing to draw."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder that a run left behind")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
     parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        draw([read_run(out, *given.steps) for out in given.runs], given.figure)
+        make_figure(read_run(given.run, *given.steps)).savefig(given.figure)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {given.figure}")

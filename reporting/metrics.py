@@ -6,7 +6,6 @@ metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from controller import Controller
     from rollout import RolloutBatch
 
-SAMPLES_PER_STEP = 2  # written to samples.jsonl and TensorBoard, each of another group
+SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
@@ -45,8 +44,8 @@ class MetricsWriter:
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, metrics: dict[str, float | str]) -> None:
-        """One row. It is safe from now on, with all texts that were added before."""
-        row: dict[str, float | str] = {"step": step}
+        """One row. It is safe from now on."""
+        row = {"step": step}
         for name, value in sorted(metrics.items()):
             if isinstance(value, str):
                 row[name] = value
@@ -58,20 +57,7 @@ class MetricsWriter:
             file.write(json.dumps(row) + "\n")
         self._board.flush()
 
-    def add_texts(self, step: int, texts: dict[str, str]) -> None:
-        """Plain text for TensorBoard, which renders Markdown: text from a model is escaped."""
-        for name, text in texts.items():
-            lines = html.escape(text).splitlines()
-            self._board.add_text(name, "\n".join(f"    {line}" for line in lines), step)
-
-    def add_picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG for TensorBoard."""
-        from matplotlib.image import imread
-
-        self._board.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
-
     def close(self) -> None:
-        """The last call."""
         self._board.close()
 
 
@@ -79,17 +65,11 @@ class Report:
     """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        out: Path,
-        progress: Progress,
-        decode: Callable[[list[int]], str],
-        found: ResumePoint | None = None,
-    ):
+        self, config: Config, world: World, out: Path, progress: Progress,
+        decode: Callable[[list[int]], str], found: ResumePoint | None = None,
+    ):  # fmt: skip
         """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
-        self.config, self.world, self.out, self.progress = config, world, out, progress
-        self.decode = decode
+        self.config, self.world, self.out, self.progress, self.decode = config, world, out, progress, decode
         self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
         self._ended = found.ended_s if found else 0.0  # when the step before ended, on the timeline's clock
         self._writer = MetricsWriter(out, found and found.step) if world.rank == 0 else None
@@ -102,13 +82,9 @@ class Report:
         self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
     async def step(
-        self,
-        c: Controller,
-        step: int,
-        batch: RolloutBatch,
-        samples: list[Sample],
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample],
         stats: dict[str, float | str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Gather the step's facts, work out its metrics and write them (collective).
 
         samples: those that this rank trained on; stats: further metrics, the same on every rank.
@@ -128,8 +104,7 @@ class Report:
         self.progress.step(step, metrics)
         if batch.missing_groups:
             lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
-            why = "the other prompts' answers had equal rewards"
-            self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: {why}")
+            self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: too many had equal rewards")
 
     def note(self, text: str) -> None:
         """A line for people, from rank 0."""
@@ -149,29 +124,23 @@ class Report:
             return
         from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-        records, path = tl.read(self.out / "spans"), self.out / "timeline.png"
+        records = tl.read(self.out / "spans")
         tl.write_trace(records, self.out / "trace.json")
         title = f"{self.config.mode} colocation, {self.world.size} ranks, the last steps"
-        shown = figure.of_steps(records, -4, -1)
-        figure.draw([figure.Picture(title, shown, self.config.max_running_requests)], path)
-        self._writer.add_picture(self.config.steps, "timeline", path)
+        picture = figure.Picture(title, figure.of_steps(records, -4, -1), self.config.max_running_requests)
+        figure.make_figure(picture).savefig(self.out / "timeline.png")
         self._writer.write(self.config.steps, self._evaluated)
         self._writer.close()
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        rows = [{"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS} for sample in samples]
-        rows = [row | {"response": self.decode(row["response"])} for row in rows]
         with (self.out / "samples.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        texts = {f"samples/{number}": json.dumps(row, indent=1) for number, row in enumerate(rows)}
-        self._writer.add_texts(step, texts)
-
-
-# ---------------------------------------------------------------- from facts to metrics
+            for sample in samples:
+                row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+                file.write(json.dumps(row | {"response": self.decode(sample.response)}) + "\n")
 
 
 class Facts(NamedTuple):
-    """What one controller saw in a step, by how it is reduced over the controllers. Metric -> value."""
+    """What one controller saw in a step, by how it is reduced over the controllers."""
 
     means: dict[str, list[float]]  # of all values of all controllers
     sums: dict[str, int]

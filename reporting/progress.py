@@ -27,7 +27,6 @@ class Progress:
             self._bar.refresh()
 
     def resume_at(self, step: int) -> None:
-        """So many steps are done already."""
         self._bar.initial = self._bar.n = step
 
     def done(self) -> None:
@@ -35,7 +34,6 @@ class Progress:
         self._bar.update()
 
     def doing(self, what: str) -> None:
-        """Say what the run is doing now."""
         self._bar.set_description_str(what)
 
     def phase(self, name: str, step: int) -> None:
@@ -44,11 +42,9 @@ class Progress:
             self.doing(f"step {step + 1}: {PHASES[name]}")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step of reinforcement learning is done."""
+        """A step of reinforcement learning is done; --rollout-only has no loss."""
         self.done()
-        loss = (
-            f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
-        )  # --rollout-only has none
+        loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
         length, waves = metrics["rollout/response_len_mean"], metrics["rollout/waves"]
         step_s, serve_s, train_s = (metrics[f"time/{name}_s"] for name in ("step", "serve", "train"))
         self.line(
@@ -63,5 +59,4 @@ class Progress:
             self._bar.write(printable(text))
 
     def close(self) -> None:
-        """Take the bar away."""
         self._bar.close()

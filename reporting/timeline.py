@@ -6,8 +6,8 @@ requests are in flight. Spans of the controller itself (train, switch, sync) are
 Beside the spans stand the life of every answer, in stretches (queued, decoding, judging, ...), and marks: a
 wave of prompts, a push of weights, a change of the split.
 
-Every rank appends what it saw to its own file under OUT/spans, a row a record; trace.json (Chrome, Perfetto)
-and the picture (figure.py) are made from those files.
+Every rank appends what it saw to its own file under OUT/spans; trace.json and figure.py's picture are made
+from those files.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-COLORS = {
-    "rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e", "sync": "#8a4fb0", "switch": "#9a9a9a"
-}  # fmt: skip
+COLORS = {"rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e"}
+COLORS |= {"sync": "#8a4fb0", "switch": "#9a9a9a"}
 STATES = {  # of an answer, in the order of its life
     "queued": "#dcdfe3",
     "decoding": COLORS["rollout"],
@@ -32,7 +31,6 @@ STATES = {  # of an answer, in the order of its life
     "done": COLORS["train"],
 }
 INSTANTS = ("aborted", "done")  # the other states last
-MARKS = ("weights", "wave", "split")
 
 
 class Span(NamedTuple):
@@ -58,9 +56,9 @@ class SampleSpan(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """`rank` saw something happen; a kind of MARKS and a few letters: weights v3, wave 2, split 3|1."""
+    """`rank` saw something happen: a wave (`wave 2`), a push of weights (`v3`), a new split (`3|1`)."""
 
-    kind: str
+    kind: str  # wave, weights, split
     text: str
     rank: int
     time: float
@@ -69,8 +67,6 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Records:
-    """What any number of ranks saw."""
-
     spans: list[Span] = field(default_factory=list)
     samples: list[SampleSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -83,15 +79,11 @@ class Timeline:
     """What one controller sees: its own work, the requests that it sent, and how its answers fared."""
 
     def __init__(
-        self,
-        rank: int,
-        clock: Callable[[], float],
-        folder: Path | None = None,
+        self, rank: int, clock: Callable[[], float], folder: Path | None = None,
         on_open: Callable[[str, int], None] = lambda name, step: None,
-    ):
+    ):  # fmt: skip
         """clock: the event loop's; folder: of the rank's file; on_open(name, step): as a span opens."""
-        self.rank, self._clock, self._zero = rank, clock, clock()
-        self._on_open = on_open
+        self.rank, self._clock, self._zero, self._on_open = rank, clock, clock(), on_open
         self.step = 0
         self.spans: list[Span] = []
         self.samples: list[SampleSpan] = []
@@ -103,7 +95,6 @@ class Timeline:
         self._zero = self._clock() - ran_s
 
     def now(self) -> float:
-        """Seconds since the run's start."""
         return self._clock() - self._zero
 
     @contextmanager
@@ -121,19 +112,12 @@ class Timeline:
         self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
 
     def sample(self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float) -> None:
-        """One stretch in the life of an answer, on the engine of `rank`; times of the event loop's clock.
-
-        state: of STATES; those of INSTANTS have start == end.
-        """
-        assert state in STATES, f"an answer has no state {state}"
-        good = start == end if state in INSTANTS else start <= end
-        assert good, f"an answer was {state} from {start} to {end}"
+        """One stretch in the life of an answer, on the engine of `rank`; times of the event loop's clock."""
         times = (start - self._zero, end - self._zero)
         self.samples.append(SampleSpan(state, prompt_id, index, rank, *times, self.step))
 
     def mark(self, kind: str, text: str) -> None:
-        """Something happened on every rank, now. kind: of MARKS."""
-        assert kind in MARKS, f"there are no marks for {kind}"
+        """Something happened on every rank, now."""
         self.marks.append(Mark(kind, text, self.rank, self.now(), self.step))
 
     def drain(self) -> list[Span]:
@@ -143,16 +127,12 @@ class Timeline:
         rows = [[kind, *record] for kind, records in zip(KINDS, drained, strict=True) for record in records]
         if self._file and rows:
             with self._file.open("a") as file:
-                file.writelines(json.dumps([_rounded(value) for value in row]) + "\n" for row in rows)
+                file.writelines(json.dumps(row) + "\n" for row in rows)
         return drained[0]
 
 
-def _rounded(value: str | int | float) -> str | int | float:
-    return round(value, 6) if isinstance(value, float) else value  # seconds to the microsecond
-
-
 def read(folder: Path) -> Records:
-    """What every rank saw, from their files."""
+    """What every rank saw."""
     found = {kind: [] for kind in KINDS}
     for path in sorted(folder.glob("rank*.jsonl")):
         for line in path.open():
@@ -162,7 +142,7 @@ def read(folder: Path) -> Records:
 
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
-    """Merge overlapping spans: (start, end, mean number in flight) of every stretch with one in flight."""
+    """(start, end, mean number in flight) of every stretch with a span in flight."""
     spans = [s for s in spans if s.end > s.start]  # what began and ended in one instant kept nobody busy
     edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
     stretches, in_flight, work, opened, last = [], 0, 0.0, 0.0, 0.0
@@ -189,36 +169,29 @@ def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, floa
     return {key: busy(group) for key, group in sorted(grouped.items())}
 
 
-# ---------------------------------------------------------------- trace.json
-
-
 def write_trace(records: Records, path: Path) -> None:
     """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, tracks of answers."""
-    ranks = {record.rank for record in (*records.spans, *records.samples, *records.marks)}
     events = [*_lane_events(records.spans), *_answer_events(records.samples), *_mark_events(records.marks)]
-    for rank in sorted(ranks):
+    for rank in sorted({event["pid"] for event in events}):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for row, name in enumerate(COLORS):
-            thread = {"ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
-            events.append({"name": "thread_name"} | thread)
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _lane_events(spans: list[Span]) -> Iterator[dict]:
-    """A complete event per busy stretch of a lane."""
-    rows = {name: row for row, name in enumerate(COLORS)}
-    for (rank, name), stretches in lanes(s for s in spans if s.name in rows).items():
+    """A complete event (X) per busy stretch of a lane."""
+    for (rank, name), stretches in lanes(s for s in spans if s.name in COLORS).items():
+        lane = {"name": name, "ph": "X", "pid": rank, "tid": list(COLORS).index(name)}
         for start, end, in_flight in stretches:
-            event = {"name": name, "ph": "X", "pid": rank, "tid": rows[name], "ts": _microseconds(start)}
-            event["dur"] = _microseconds(end) - _microseconds(start)
-            yield event | {"args": {"in_flight": round(in_flight, 2)}}
+            times = {"ts": _microseconds(start), "dur": _microseconds(end) - _microseconds(start)}
+            yield lane | times | {"args": {"in_flight": round(in_flight, 2)}}
 
 
 def _answer_events(samples: list[SampleSpan]) -> Iterator[dict]:
     """An asynchronous slice (b, e) or instant (n) per stretch. An id, so a track, is an answer."""
     for s in sorted(samples, key=lambda s: (s.start, s.end)):  # readers keep the file's order at one time
-        answer = f"{s.prompt_id}.{s.index}"
-        event = {"name": s.state, "cat": "sample", "id": answer, "pid": s.rank, "tid": 0}
+        event = {"name": s.state, "cat": "sample", "id": f"{s.prompt_id}.{s.index}", "pid": s.rank, "tid": 0}
         begin = event | {"ts": _microseconds(s.start), "args": {"step": s.step}}
         yield begin | {"ph": "n" if s.state in INSTANTS else "b"}
         if s.state not in INSTANTS:
@@ -226,7 +199,6 @@ def _answer_events(samples: list[SampleSpan]) -> Iterator[dict]:
 
 
 def _mark_events(marks: list[Mark]) -> Iterator[dict]:
-    """An instant of the whole process per mark."""
     for mark in marks:
         name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"  # wave 2; weights v3
         yield {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0, "ts": _microseconds(mark.time)}

@@ -5,6 +5,7 @@ The ranks unpickle what other ranks send them, so nobody else may be one. Server
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import shutil
@@ -77,6 +78,7 @@ def private_folder() -> Path:
     return folder
 
 
+@functools.cache  # a rank whose launcher died has another parent
 def launcher_folder() -> Path:
     """The same for all ranks that one launcher started, another one after a restart."""
     launcher, attempt = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,7 +1,6 @@
 """Who trains on what: samples to micro-batches of equal work, micro-batches to data-parallel ranks.
 
-Pure: no torch, nothing is sent. All controllers call `plan_batch` on the same gathered numbers and so come to
-the same plan. Indices below are into the given lists.
+Pure: all controllers call `plan_batch` on the same gathered numbers and so come to the same plan.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ def plan_batch(
 ) -> list[list[list[list[Key]]]]:
     """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], the samples' keys.
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. The plan follows from the
-    keys, not from who holds a sample. The `updates_per_step` mini-batches are dealt one by one in the order
-    of the keys, so that the answers of a group spread over all of them. Of each mini-batch every rank gets
-    the same number of micro-batches, as pipelines need it, which come close in work; some are empty if there
-    are fewer samples. ValueError if a sample alone is over the token budget.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. The mini-batches are dealt
+    one by one in the order of the keys, so that the answers of a group spread over all of them. Of each every
+    rank gets the same number of micro-batches, as pipelines need it, which come close in work; some are empty
+    if there are fewer samples. ValueError if a sample alone is over the token budget.
     """
     keys, plan = sorted(tokens), [[] for _ in range(dp_size)]
     for mini_batch in (keys[first :: config.updates_per_step] for first in range(config.updates_per_step)):
@@ -32,7 +30,6 @@ def plan_batch(
         micro_batches = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         work = [sum(costs[sample] for sample in chosen) for chosen in micro_batches]
         for rank, numbers in enumerate(karmarkar_karp(work, dp_size)):
-            assert len(numbers) * dp_size == len(micro_batches), "a multiple of the data-parallel ranks"
             plan[rank].append([[mini_batch[sample] for sample in micro_batches[n]] for n in numbers])
     return plan
 
@@ -48,18 +45,17 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     """
     check_budget(lengths, budget)
 
-    def fits(micro_batches: list[list[int]]) -> bool:
-        return all(sum(lengths[sample] for sample in chosen) <= budget for chosen in micro_batches)
-
-    def most_work(micro_batches: list[list[int]]) -> int:
-        return max(sum(costs[sample] for sample in chosen) for chosen in micro_batches)
+    def largest(values: list[int], micro_batches: list[list[int]]) -> int:
+        return max(sum(values[sample] for sample in chosen) for chosen in micro_batches)
 
     fewest = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths), 1)
     count, fitting = round_up(fewest, multiple), []
     while not fitting:  # it ends: with as many micro-batches as sequences, each has one
-        fitting = [*filter(fits, (karmarkar_karp(costs, count), spread(lengths, costs, budget, count)))]
+        tried = (karmarkar_karp(costs, count), spread(lengths, costs, budget, count))
+        fitting = [micro_batches for micro_batches in tried if largest(lengths, micro_batches) <= budget]
         count += multiple
-    return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in min(fitting, key=most_work)]
+    best = min(fitting, key=lambda micro_batches: largest(costs, micro_batches))
+    return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in best]
 
 
 def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
@@ -114,14 +110,13 @@ def pack(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def check_budget(lengths: list[int], budget: int) -> None:
-    """ValueError if a sequence alone is over the budget."""
     if (longest := max(lengths, default=0)) > budget:
-        needed = f"does not fit into --max-tokens-per-micro-batch {budget}; raise it"
-        raise ValueError(f"a sequence of {longest} tokens {needed}")
+        flag = f"--max-tokens-per-micro-batch {budget}"
+        raise ValueError(f"a sequence of {longest} tokens does not fit into {flag}; raise it")
 
 
 def flat(mini_batches: list[list[list]]) -> list:
-    """All samples (or keys) of some mini-batches of micro-batches, in their order."""
+    """All samples (or keys) of mini-batches of micro-batches."""
     return [sample for mini_batch in mini_batches for micro_batch in mini_batch for sample in micro_batch]
 
 
@@ -131,5 +126,4 @@ def packed_length(tokens: int, cp: int) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """To the next multiple."""
     return -(-value // multiple) * multiple

@@ -9,8 +9,8 @@ Side by side (partial) serving takes max(rollout(S) + a last critique, genrm(N -
 rollout(N) + genrm(N) + a swap for each wave. What a split really took, over what the model says of it,
 corrects the model: a tried split is judged by its own measurements, any other by its nearest neighbour's.
 
-The paper says that utilisation is the signal and that devices move one by one; the model, the threshold and
-the pause after a move are ours. All of it is pure: every controller takes the same split.
+The paper says that utilisation is the signal and that devices move one by one; the rest is ours. All of it is
+pure: every controller takes the same split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 HISTORY = 200  # steps that are remembered
 FITTED = 40  # steps that token latencies are fitted to
-RECENT = 6  # steps of a split that correct the model, and steps of any split that say what the work is now
+RECENT = 6  # steps of a split that correct the model, and of any that say what the work is now
 COOL_DOWN = 3  # steps to measure a split before the next move
 LEAST_GAIN = 0.05  # of the serving time: less is noise, and so is less than the estimates' standard error
 OPTIMISM = 0.10  # part of its predicted time by which an untried split may be faster: only so is it tried
@@ -59,7 +59,6 @@ class RequestStats:
 
     @staticmethod
     def of(requests: Iterable[Request], wakes: int = 0, stalls: int = 0) -> RequestStats:
-        """One controller's requests, in any order."""
         requests = list(requests)
         edges = sorted([(sent, 1) for sent, *_ in requests] + [(end, -1) for _, end, *_ in requests])
         in_flight, last, request_s, second_moment = 0, 0.0, 0.0, 0.0
@@ -69,12 +68,13 @@ class RequestStats:
             in_flight, last = in_flight + change, time
         mean = second_moment / max(request_s, 1e-9)
         tokens, prompt, cached = ([request[column] for request in requests] for column in (2, 3, 4))
-        sizes = (sum(tokens), max(tokens, default=0))
-        return RequestStats(*sizes, request_s, mean, sum(prompt), sum(cached), wakes, stalls)
+        return RequestStats(
+            sum(tokens), max(tokens, default=0), request_s, mean, sum(prompt), sum(cached), wakes, stalls
+        )
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
-        """All controllers' requests together: each sees its own part of what is in flight."""
+        """Each controller sees its own part of what is in flight."""
         tokens, longest, *others, wakes, stalls = zip(*map(astuple, parts), strict=True)
         return RequestStats(sum(tokens), max(longest), *map(sum, others), wakes[0], sum(stalls))
 
@@ -93,15 +93,11 @@ class StepStats:
 
     @staticmethod
     def total(parts: list[StepStats]) -> StepStats:
-        """All controllers' of one phase."""
-        return replace(
-            parts[0],
-            rollout=RequestStats.total([part.rollout for part in parts]),
-            genrm=RequestStats.total([part.genrm for part in parts]),
-            serve_s=max(part.serve_s for part in parts),
-            swap_s=max(part.swap_s for part in parts),
-            hand_over_s=max(part.hand_over_s for part in parts),
-        )
+        times = ((part.serve_s, part.swap_s, part.hand_over_s) for part in parts)
+        serve_s, swap_s, hand_over_s = map(max, zip(*times, strict=True))
+        rollout = RequestStats.total([part.rollout for part in parts])
+        genrm = RequestStats.total([part.genrm for part in parts])
+        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, serve_s, swap_s, hand_over_s)
 
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
         """How many ranks the role had, and its requests."""
@@ -109,25 +105,19 @@ class StepStats:
 
 
 class Decision(NamedTuple):
-    """The split of the next step, why, in a line for people, and the serving seconds predicted for it."""
-
-    split: Split
-    reason: str
-    predicted_s: float
+    split: Split  # of the next step
+    reason: str  # for people
+    predicted_s: float  # serving seconds
 
 
 def choose_split(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int], steps_left: int
 ) -> Decision:
-    """The split of the next step (pure).
-
-    history: what the steps so far measured, newest last; splits: those that the run may take; capacity:
-    requests that one engine decodes at once; tp: role -> ranks of one engine.
+    """The next step's split (pure). history: newest last; capacity, tp: requests and ranks of an engine.
 
     A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and the
     noise. What was never tried with work like this has the benefit of the doubt, or the model's errors would
-    keep a run in the first good place. After a move a few steps are measured before the next. Ranks move one
-    engine at a time. Each mode has its turn to be measured.
+    keep a run in the first good place. Ranks move one engine at a time; each mode has its turn.
     """
     now, (seconds, errors) = history[-1].split, predictions(history, splits, capacity, tp)
     measured = next((age for age, step in enumerate(reversed(history)) if step.split != now), len(history))
@@ -154,7 +144,7 @@ def choose_split(
 
 
 def mode_to_measure(history: list[StepStats], splits: list[Split]) -> str | None:
-    """A mode measured for less than COOL_DOWN steps, or not in the last TRY_AGAIN; None: there is none."""
+    """Measured for less than COOL_DOWN steps, or not in the last TRY_AGAIN; None: there is none."""
     for mode in {split.mode: None for split in splits}:
         ages = [age for age, step in enumerate(reversed(history)) if step.split.mode == mode]
         if len(ages) < COOL_DOWN or ages[0] >= TRY_AGAIN:
@@ -163,7 +153,6 @@ def mode_to_measure(history: list[StepStats], splits: list[Split]) -> str | None
 
 
 def judges_share(work: StepStats) -> float:
-    """The part of the tokens that genrm wrote."""
     return work.genrm.tokens / max(1, work.rollout.tokens + work.genrm.tokens)
 
 
@@ -188,7 +177,7 @@ class TokenLatency(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingModel:
-    """What a serving phase takes, by the formula above."""
+    """The formula above."""
 
     latency: dict[str, TokenLatency]
     capacity: int
@@ -196,7 +185,7 @@ class ServingModel:
     swap_s: float  # of one wave in full mode
 
     def seconds(self, split: Split, work: StepStats) -> float:
-        """Serving seconds of `split` for the work of `work`, which another split may have done."""
+        """Of serving with `split` for the work of `work`, which another split may have done."""
         rollout = self._role_seconds("rollout", split.rollout, work.rollout, work.waves)
         genrm = self._role_seconds("genrm", split.genrm, work.genrm, work.waves)
         if split.mode == "full":
@@ -214,10 +203,7 @@ class ServingModel:
 def predictions(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> tuple[dict[Split, float], dict[Split, float]]:
-    """Serving seconds of each split for the work of the newest steps, corrected by what splits did take.
-
-    Returns them and their standard errors, from steps of one split that differed for no modelled reason.
-    """
+    """Seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
     swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode == "full"]
     latency = {role: token_latency(history, role, ranks) for role, ranks in tp.items()}
     model = ServingModel(latency, capacity, tp, median(swaps[-RECENT:]) if swaps else 0.0)
@@ -239,17 +225,16 @@ def predictions(
 def mean_work(history: list[StepStats]) -> StepStats:
     """The work that lies ahead: the mean of the newest steps."""
     recent = history[-RECENT:]
-
-    def mean(parts: list[RequestStats]) -> RequestStats:
-        return RequestStats(round(fmean(p.tokens for p in parts)), round(fmean(p.longest for p in parts)))
-
-    rollout, genrm = mean([step.rollout for step in recent]), mean([step.genrm for step in recent])
+    rollout, genrm = (
+        RequestStats(round(fmean(p.tokens for p in parts)), round(fmean(p.longest for p in parts)))
+        for parts in ([step.rollout for step in recent], [step.genrm for step in recent])
+    )
     waves = max(1, round(fmean(step.waves for step in recent)))
     return replace(recent[-1], rollout=rollout, genrm=genrm, waves=waves)
 
 
 def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
-    """Of a role, from the newest FITTED steps; no time if it was never asked. tp: ranks of one engine."""
+    """From the newest FITTED steps; no time if the role was never asked."""
     steps = [step.ranks_and_stats(role) for step in history[-FITTED:]]
     points = [(s.in_flight / (ranks // tp), s.request_s / s.tokens) for ranks, s in steps if s.tokens]
     return fit(points) if points else TokenLatency(0.0, 0.0)

@@ -1,6 +1,6 @@
 """run.py, but for replies of the engines that are lost on their way or late, by the seed in CHAOS_REPLIES.
 
-    CHAOS_REPLIES=7 torchrun --nproc-per-node 2 tests/broken_replies.py [--name value ...]
+CHAOS_REPLIES=7 torchrun --nproc-per-node 2 tests/broken_replies.py [--name value ...]
 """
 
 import asyncio
@@ -20,7 +20,12 @@ from engines import server
 LOST, LATE = 0.004, 0.02  # of the events of a stream
 LATE_S = 3.0
 MOST_LOST = 4  # in a rank's life
-CALLS = ("/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_tensor", "/abort_request")
+CALLS = (
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/update_weights_from_tensor",
+    "/abort_request",
+)
 rng, lost = random.Random(f"{os.environ['CHAOS_REPLIES']} {os.environ.get('RANK')}"), []
 
 

@@ -1,8 +1,22 @@
-"""Which columns of metrics.jsonl depend on timing: two runs of one seed agree in all others, to the last bit."""
+"""Which columns of metrics.jsonl depend on timing: two runs of one seed agree in all others, to the last bit.
+"""
 
 PREFIXES = ("time/", "perf/", "occupancy/", "split/", "faults/")
-NAMES = {"rollout/tokens", "rollout/tokens_carried", "rollout/carried_groups", "rollout/aborted", "rollout/cache_hit_frac"}
-NAMES |= {"genrm/tokens", "genrm/response_len_max", "genrm/cache_hit_frac", "genrm/p50_s", "genrm/p99_s", "genrm/timeouts"}
+NAMES = {
+    "rollout/tokens",
+    "rollout/tokens_carried",
+    "rollout/carried_groups",
+    "rollout/aborted",
+    "rollout/cache_hit_frac",
+}
+NAMES |= {
+    "genrm/tokens",
+    "genrm/response_len_max",
+    "genrm/cache_hit_frac",
+    "genrm/p50_s",
+    "genrm/p99_s",
+    "genrm/timeouts",
+}
 NAMES |= {"train/seconds_spread"}
 
 

@@ -27,7 +27,7 @@ def leaves(value, where: str = "") -> Iterator[tuple[str, object]]:
         return
     for name, part in value.items():
         if name not in TIMED:
-            yield from leaves(part, f"{where} {name}")
+            yield from leaves(part, f"{where} {RENAMED.get(name, name)}")
 
 
 def results_of(folder: Path) -> dict[str, dict[str, object]]:
@@ -41,21 +41,18 @@ def results_of(folder: Path) -> dict[str, dict[str, object]]:
     return layouts
 
 
+def same(one, other) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
 def main(before: Path, after: Path) -> int:
     one, two, differs = results_of(before), results_of(after), False
     for layout in sorted(one.keys() | two.keys()):
         old, new = one.get(layout, {}), two.get(layout, {})
-        for name in [name for name in old if name.split(" ")[-1] in RENAMED]:
-            *place, last = name.split(" ")
-            old[" ".join([*place, RENAMED[last]])] = old.pop(name)
         found = [name for name in sorted(old) if name not in new or not same(old[name], new[name])]
         differs |= bool(found)
         print(f"{layout}: {f'{len(found)} differ: {found[:5]}' if found else f'all {len(old)} are equal'}")
     return int(differs or not one)
-
-
-def same(one: object, other: object) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-hypothesis.settings.register_profile("ci", derandomize=True)
-hypothesis.settings.register_profile("fresh", print_blob=True)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_faults"}

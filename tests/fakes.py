@@ -32,7 +32,10 @@ LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are 
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while anything can run, and jumps when nothing can. `look` is called before each jump."""
+    """An event loop whose time stands still while anything can run, and jumps when nothing can.
+
+    `look` is called before each jump.
+    """
 
     def __init__(self, look=lambda: None):
         self.now, self.look = 0.0, look
@@ -68,7 +71,9 @@ class FakeWorld:
         return await result if asyncio.iscoroutine(result) else result
 
     async def gather(self, value):
-        future, values = self._meetings.setdefault(self._calls, (asyncio.get_running_loop().create_future(), {}))
+        future, values = self._meetings.setdefault(
+            self._calls, (asyncio.get_running_loop().create_future(), {})
+        )
         assert self.rank not in values, "a rank came twice to one meeting"
         self._calls += 1
         values[self.rank] = value
@@ -86,15 +91,25 @@ class FakeWorld:
         """What goes to others is a copy."""
         sent = await self.gather(outgoing)
         incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
-        return {sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel)) for sender, parcel in incoming.items()}
+        return {
+            sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel))
+            for sender, parcel in incoming.items()
+        }
 
 
-MAY_SHARE = ({"rollout weights", "actor"}, {"rollout weights", "rollout cache"}, {"genrm weights", "genrm cache"})
+MAY_SHARE = (
+    {"rollout weights", "actor"},
+    {"rollout weights", "rollout cache"},
+    {"genrm weights", "genrm cache"},
+)
 MAY_SHARE += ({"actor", "reward critic"}, {"actor", "cost critic"}, {"reward critic", "cost critic"})
 
 
 class Device:
-    """One rank's memory: who holds it. Allowed beside the actor: the critic to train, and rollout weights for the push."""
+    """One rank's memory: who holds it.
+
+    Allowed beside the actor: the critic to train, and rollout weights for the push.
+    """
 
     def __init__(self, rank, log):
         self.rank, self.log, self.holders = rank, log, set()
@@ -103,7 +118,9 @@ class Device:
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            assert {holder, other} in MAY_SHARE, f"rank {self.rank}: {holder} came while {other} held the device"
+            assert {holder, other} in MAY_SHARE, (
+                f"rank {self.rank}: {holder} came while {other} held the device"
+            )
 
     def give(self, *holders):
         for holder in holders:
@@ -207,7 +224,10 @@ class FakeEngine:
         return replace(within(answer, request.limit), index=index)
 
     async def _until(self, due, aborted):
-        """Wait until an answer is due, or aborted. Nothing comes of a server that hangs; one that dies breaks off."""
+        """Wait until an answer is due, or aborted.
+
+        Nothing comes of a server that hangs; one that dies breaks off.
+        """
         clock, server = asyncio.get_running_loop().time, self.server
         while True:
             changed = asyncio.ensure_future(server.changed.wait())
@@ -351,8 +371,12 @@ class FakeActor(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, "a token without its facts"
-            assert sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version, "written by weights to come"
+            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, (
+                "a token without its facts"
+            )
+            assert sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version, (
+                "written by weights to come"
+            )
             assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
         await asyncio.sleep(0.5)
         self.batches.append(samples)
@@ -378,7 +402,9 @@ class FakeCritic(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), "a token without its facts"
+            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), (
+                "a token without its facts"
+            )
         self.log.append("update")
         self.batches.append(samples)
         self.version += 1
@@ -423,7 +449,9 @@ class FakeCheckpoints:
 
 
 class LateWriter:
-    """Runs the work at once, as a forked process would see it, and has a result when it was asked `self.patience` times."""
+    """Runs the work at once, as a forked process would see it, and has a result when it was asked
+    `self.patience` times.
+    """
 
     patience = 3
 
@@ -439,7 +467,10 @@ class LateWriter:
 
 
 class AwaitedWriter(BackgroundWriter):
-    """A real process. The virtual clock stands still while it writes, or a busy machine's would be late by hours."""
+    """A real process.
+
+    The virtual clock stands still while it writes, or a busy machine's would be late by hours.
+    """
 
     def result(self):
         if self._result is None:
@@ -448,7 +479,8 @@ class AwaitedWriter(BackgroundWriter):
 
 
 class FakeReport:
-    """Keeps what each step came to; `carried` and `requeued` as they were at its end, for they change later."""
+    """Keeps what each step came to; `carried` and `requeued` as they were at its end, for they change later.
+    """
 
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
@@ -476,7 +508,9 @@ class FakeReport:
 
 
 class FakeSource:
-    """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all right or all wrong."""
+    """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all
+    right or all wrong.
+    """
 
     held_out = tuple(Prompt([ord(c) for c in f"{i}+0="], f"{i}+0=", str(i)) for i in range(10))
 
@@ -485,7 +519,9 @@ class FakeSource:
 
 
 def write_answer(prompt, index, sampling):
-    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is to be continued."""
+    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is
+    to be continued.
+    """
     question, begun = "".join(map(chr, prompt)).split("=")
     rng = random.Random(question)
     skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {begun or index}")
@@ -575,12 +611,16 @@ def simulate(
 
 def fake_engines(config, plans, devices, write, verdict):
     """One for each role and lead of any plan."""
-    hosts = sorted({(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)})
+    hosts = sorted(
+        {(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)}
+    )
     engines = []
     for role, rank in hosts:
         judges = max(1, len(config.judge_models))
         model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
-        engines.append(FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model))
+        engines.append(
+            FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model)
+        )
     return engines
 
 

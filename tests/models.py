@@ -1,14 +1,18 @@
-"""A user's own models, small enough for tests: Qwen3 directories with a BPE tokenizer, a chat template, and a judge that answers."""
+"""A user's own models, small enough for tests: Qwen3 directories with a BPE tokenizer, a chat template, and a
+judge that answers.
+"""
 
 from pathlib import Path
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CORPUS = """You are a strict grader. Decide whether the final answer to the question is correct.
-First work the question out yourself in a few sentences. Then write one last line: Verdict: correct, or Verdict: incorrect.
+First work the question out yourself in a few sentences. Then write one last line: Verdict: correct, or
+Verdict: incorrect.
 
 Question:
 What is 3+4? Answer with one number. What is 12 plus 7?
@@ -19,7 +23,9 @@ Final answer:
 
 
 def save_tokenizer(directory) -> Path:
-    """A byte-level BPE tokenizer of 384 tokens trained on the few words of the tests; `<|im_end|>` ends an answer, as in Qwen."""
+    """A byte-level BPE tokenizer of 384 tokens trained on the few words of the tests; `<|im_end|>` ends an
+    answer, as in Qwen.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -27,9 +33,13 @@ def save_tokenizer(directory) -> Path:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(CORPUS.splitlines(keepends=True) * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=SPECIAL[2], pad_token=SPECIAL[0], chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=SPECIAL[2], pad_token=SPECIAL[0], chat_template=TEMPLATE
+    )
     tokenizer.save_pretrained(directory)
     return Path(directory)
 
@@ -46,7 +56,8 @@ def save_model(directory, answers=None, steps=0, seed=0) -> Path:
 
     tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(directory))
     config = Qwen3Config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2,
         vocab_size=384, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.1,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -56,11 +67,15 @@ def save_model(directory, answers=None, steps=0, seed=0) -> Path:
     for _ in range(steps):
         inputs, labels = [], []
         for messages, answer in (answers(rng) for _ in range(16)):
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
             response = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
             inputs.append(torch.tensor(prompt + response))
             labels.append(torch.tensor([-100] * len(prompt) + response))
-        inputs = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=tokenizer.pad_token_id)
+        inputs = torch.nn.utils.rnn.pad_sequence(
+            inputs, batch_first=True, padding_value=tokenizer.pad_token_id
+        )
         labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
         model(input_ids=inputs, labels=labels).loss.backward()  # padding comes last: causality alone hides it
         optimizer.step()
@@ -75,7 +90,9 @@ def question(a: int, b: int) -> str:
 
 def any_digit(rng):
     """What the actor is taught: some digit, whatever the question."""
-    return [{"role": "user", "content": question(rng.randrange(24), rng.randrange(10))}], str(rng.randrange(10))
+    return [{"role": "user", "content": question(rng.randrange(24), rng.randrange(10))}], str(
+        rng.randrange(10)
+    )
 
 
 def verdict_on(answer: str) -> str:

@@ -162,13 +162,13 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     actor.export(export_to)
     stale = stale_update(actor, reference["batches"][1])
     sequences = sequence_update(actor, reference["batches"][1])
+    uneven = supervised(
+        actor, [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)], 1e-3
+    )
     spread = (
         spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor)))
         if actor.dp_size > 1
         else None
-    )
-    uneven = supervised(
-        actor, [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)], 1e-3
     )
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(

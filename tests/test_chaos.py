@@ -1,13 +1,14 @@
-"""Chaos on the virtual clock: runs that are struck, stopped, crashed and resumed, thousands of seeds a minute.
+"""Chaos on the virtual clock: runs that are struck, stopped, crashed and resumed, many seeds a minute.
 
-    python tests/test_chaos.py --seeds 100000 --processes 2          every seed is one run; exit 1 if any broke an invariant
-    python tests/test_chaos.py --first 4711 --seeds 1                what became of one
-    python tests/test_chaos.py --planted                             how soon each planted bug is found
+    python tests/test_chaos.py --seeds 100000 --processes 2    every seed is one run; exit 1 if any broke
+    python tests/test_chaos.py --first 4711 --seeds 1          what became of one
+    python tests/test_chaos.py --planted                       how soon each planted bug is found
 
-A seed draws a run (mode, ranks, settings) and its lives: engines die, hang, get slow or lose a reply; the checkpoint's writers are late
-or fail; the run is asked to stop, or crashes at a moment or between two changes of a file; a byte of what it left is flipped. Each
-next life is started as a user would, maybe on another number of ranks, until the steps are done. What must hold is in `check_moment`,
-asked whenever the clock moves, in `check_files`, before each life, and in `check_history`, at the end. The real twin is chaos.py.
+A seed draws a run (mode, ranks, settings) and its lives: engines die, hang, get slow or lose a reply; the
+checkpoint's writers are late or fail; the run is asked to stop, or crashes at a moment or between two changes
+of a file; a byte of what it left is flipped. Each next life is started as a user would, maybe on other
+ranks, until the steps are done. What must hold is in `check_moment`, asked whenever the clock moves, in
+`check_files`, before each life, and in `check_history`, at the end. The real twin is chaos.py.
 """
 
 import argparse
@@ -25,7 +26,6 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,24 +36,22 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fakes import FakeReport, simulate, to_text
+from fakes import FakeReport, FakeWorld, fake_config, simulate, to_text
 
 import checkpoint
-import resume
-from config import Config
+import rollout
 from data import Prompts
-from engines.pool import Pool
-from engines.watch import Watch
+from engines.pool import MAX_STALLS, Pool
 from runtime import atomic_files
-from scheduling.dynamic_sampling import Groups
+from runtime.atomic_files import complete_rows
 
-LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
+LAYOUTS = [("full", 1), ("full", 2), ("full", 3)]
+LAYOUTS += [("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
 HELD_OUT = 2  # prompts of an evaluation
 MOST_LIVES = 3  # before the last one, in which no run is ended
-RETRIES = 9  # of a judgement, where numbers are compared: more than replies are lost in a life, or a sample is dropped, as it shall be
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
-CLEAR_STOPS = ("failed 3 times in a row", "later than --request-timeout-s")  # of a run, which may be started again
-LOST_TRACKS = ("none of its", "is missing or was changed")  # of a start, after which a person has to decide
+CLEAR_STOPS = ("engine is left to ask", "didn't start again")  # of a run, which may be started again
+LOST_TRACKS = "checkpoints is whole"  # of a start, after which a person has to decide
 
 
 class Crash(KeyboardInterrupt):
@@ -64,7 +62,7 @@ class Crash(KeyboardInterrupt):
 
 
 class Disk:
-    """Counts the changes of files that the real code makes, and strikes at one of them, before it or in the middle.
+    """Counts the changes of files that the real code makes, and strikes at one, before it or in the middle.
 
     errors: numbers of changes that fail; crash: the one in which the run ends.
     """
@@ -90,26 +88,38 @@ class Disk:
 THE_DISK = [Disk()]  # of the run that is simulated
 
 
-def struck(function):
-    """A function of durable.py that may be struck."""
+def cut_short(path, *_):
+    """What was written is only on the disk when it is synced."""
+    if path.is_file():
+        path.write_bytes(path.read_bytes()[:-3])
+
+
+def leave_new(path, *_):
+    path.with_name(f"{path.name}.new").write_text("{")
+
+
+def struck(function, half=lambda *_: None):
+    """A function that changes files, and may be struck."""
 
     def call(path, *args):
-        THE_DISK[0].change(lambda: path.with_name(f"{path.name}.new").write_text("{") if args else None)
+        THE_DISK[0].change(lambda: half(path))
         return function(path, *args)
 
     return call
 
 
-PLACES = [(checkpoint, name) for name in ("write_whole", "put_away", "sync_folder")]
-PLACES += [(resume, name) for name in ("write_whole", "put_away")]
+STRUCK = [(checkpoint, "sync", cut_short), (atomic_files, "keep_rows", leave_new)]
+STRUCK += [(atomic_files, "remove_atomically", lambda *_: None)]
+STRUCK += [(checkpoint, "make_folders", lambda *_: None)]
 
 
 class LateWriter:
-    """A forked process that writes its part later, as it found things when it was forked; or fails, or is too late."""
+    """A forked process that writes its part later, as things were when it was forked; or fails."""
 
     def __init__(self, rng, work):
         self._work, self._result = work, None
-        self._timer = asyncio.get_running_loop().call_later(rng.choice([0.0, 0.3, 2.0, 8.0, 400.0]) * rng.random(), self._write)
+        delay_s = rng.choice([0.0, 0.3, 2.0, 8.0, 400.0]) * rng.random()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._write)
 
     def _write(self):
         if not THE_DISK[0].dead:
@@ -127,98 +137,113 @@ class LateWriter:
 
 
 class Report(FakeReport):
-    """Writes a row a step, as the real one does before a checkpoint is completed: which prompts came to what."""
+    """Writes a row a step, as the real one before a checkpoint is completed: what became of which prompt."""
 
-    def __init__(self, job, out):
+    def __init__(self, c, out):
         super().__init__()
-        self.job, self.rows = job, out / "metrics.jsonl"
+        self.c, self.rows = c, out / "metrics.jsonl"
 
     def accuracy(self, step, value, now):
         super().accuracy(step, value, now)
-        if step == self.job.config.steps:
+        if step == self.c.config.steps:
             self.write({"step": step, "accuracy": value})
 
-    async def step(self, step, served, samples, stats, job):
-        await super().step(step, served, samples, stats, job)
-        fates = {"kept": served.kept + served.dropped, "filtered": chain(*served.filtered), "carried": chain(*served.carried)}
-        fates["held"] = chain(*job.groups.carried)  # more than carried: also what a stop cut off and this step didn't need
-        mine = {fate: [(s.prompt_id, s.index, to_text(s.response), s.versions, s.reward) for s in of] for fate, of in fates.items()}
+    async def step(self, c, step, batch, samples, stats):
+        await super().step(c, step, batch, samples, stats)
+        fates = {"kept": batch.kept + batch.dropped, "filtered": chain(*batch.filtered)}
+        fates["carried"] = chain(*batch.carried)
+        # more than carried: also what a stop cut off and this step didn't need
+        fates["held"] = chain(*c.prompts.groups.values())
+        mine = {fate: [facts_of(sample) for sample in samples] for fate, samples in fates.items()}
         mine["batch"] = [(s.prompt_id, s.index) for s in samples]
-        facts = await job.world.gather(mine)
+        facts = await c.world.gather(mine)
         row = {fate: sorted(chain(*(fact[fate] for fact in facts))) for fate in mine}
-        self.write({"step": step, "lacking": served.lacking, **row, **job.prompts.state()})
+        self.write({"step": step, "missing": batch.missing_groups, **row, **c.prompts.state()})
 
     def write(self, row):
-        if self.job.world.rank == 0:
+        if self.c.world.rank == 0:
             line = json.dumps(row) + "\n"
             with self.rows.open("a") as file:
                 THE_DISK[0].change(lambda: (file.write(line[:-9]), file.flush()))
                 file.write(line)
 
 
+def facts_of(sample):
+    return sample.prompt_id, sample.index, to_text(sample.response), sample.versions, sample.reward
+
+
 # ---------------------------------------------------------------- what must hold
 
 
-def check_moment(servers, jobs):
-    """No rank in two roles, no engine at work that sleeps, and none that is ahead of the actor or behind it while it writes."""
-    newest = max(job.actor.version for job in jobs)
+def check_moment(servers, controllers):
+    """No rank in two roles, no engine asleep at work, none that writes with weights other than the actor's."""
+    actors = [c.placement.actor for c in controllers]
+    newest = max(actor.version for actor in actors)
     for server in servers:
         assert server.version is None or server.version <= newest, "an engine has weights that no actor has"
         if server.aborts and server.runs:
             assert server.awake, "an engine is asked while it sleeps"
-            assert server.role == "genrm" or server.version == jobs[server.rank].actor.version, "an engine writes with old weights"
-    for job in jobs:
-        holders = job.actor.device.holders
-        assert ("actor" in holders) == job.actor.awake
-        assert len({holder.split()[0] for holder in holders} - ({"rollout"} if "rollout cache" not in holders else set())) <= 1, holders
+            is_new = server.role == "genrm" or server.version == actors[server.rank].version
+            assert is_new, "an engine writes with old weights"
+    for actor in actors:
+        holders = actor.device.holders
+        assert ("actor" in holders) == actor.awake
+        loading = {"rollout"} if "rollout cache" not in holders else set()
+        assert len({holder.split()[0] for holder in holders} - loading) <= 1, holders
 
 
 def check_files(out, damaged, best, keep):
-    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had told of is there, or `keep` newer ones.
+    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there, or newer.
 
-    A damaged one may have been put aside by a start that failed later.
+    A damaged one may have been archived by a start that failed later.
     """
     steps = atomic_files.steps_in(out / "checkpoints")
     for step in steps:
         folder = out / "checkpoints" / f"step_{step}"
-        assert step in damaged or not atomic_files.damage(folder), f"step {step}: {atomic_files.damage(folder)}"
         if step not in damaged:
+            assert not atomic_files.verify(folder), f"step {step}: {atomic_files.verify(folder)}"
             common = json.loads((folder / "common.json").read_text())
             shards = {path.read_text() for path in folder.glob("megatron/__*_0.distcp")}
             assert (common["step"], shards) == (step, {str(step)}), "states of two steps are mixed"
             assert len(list(folder.glob("controllers/*"))) == common["ranks"]
-    was_put_aside = best in damaged and list(out.glob(f"checkpoints/aside_{best}*"))
-    has_best = best is None or best in steps or was_put_aside or sum(step > best for step in steps) >= keep
+    was_archived = best in damaged and list(out.glob(f"checkpoints/archived_{best}-*"))
+    has_best = best is None or best in steps or was_archived or sum(step > best for step in steps) >= keep
     assert has_best, f"the checkpoint of step {best} was complete, and is gone"
 
 
-def check_history(config, rows, jobs):
-    """Over the whole run, all its lives together: every draw was trained on or filtered once, or waits; steps had their batches."""
+def check_history(config, rows, controllers):
+    """Over all lives: every prompt was trained on or filtered once, or waits; steps had their batches."""
     *rows, last = rows
     assert [row["step"] for row in rows] == list(range(config.steps)) and last["step"] == config.steps
     used, begun = Counter(), {}
     for row in rows:
-        fates = {fate: Counter(draw for draw, *_ in row[fate]) for fate in ("kept", "filtered", "carried")}
-        for draw, answers in sum(fates.values(), Counter()).items():
-            assert answers == config.answers_per_prompt, f"step {row['step']}: prompt {draw} has {answers} answers"
+        names = ("kept", "filtered", "carried")
+        fates = {fate: Counter(prompt for prompt, *_ in row[fate]) for fate in names}
+        for prompt, answers in sum(fates.values(), Counter()).items():
+            wrong = f"step {row['step']}: prompt {prompt} has {answers} answers"
+            assert answers == config.answers_per_prompt, wrong
         used += Counter([*fates["kept"], *fates["filtered"]])
-        accounted = used + Counter(row["buffer"])
-        assert accounted == Counter(range(row["cursor"])), f"step {row['step']}: a prompt was lost, or is there twice"
-        assert set(fates["carried"]) <= set(row["buffer"])
-        assert len(fates["kept"]) + row["lacking"] == config.prompts_per_step
-        judged = [[draw, index] for draw, index, _, _, reward in row["kept"] if reward is not None]
+        accounted = used + Counter(row["requeued"])
+        wrong = f"step {row['step']}: a prompt was lost, or is there twice"
+        assert accounted == Counter(range(row["cursor"])), wrong
+        assert set(fates["carried"]) <= set(row["requeued"])
+        assert len(fates["kept"]) + row["missing"] == config.prompts_per_step
+        judged = [[prompt, index] for prompt, index, _, _, reward in row["kept"] if reward is not None]
         assert row["batch"] == judged, f"step {row['step']}: the batch isn't what was kept"
         check_answers(row, begun)
-    assert {job.actor.version for job in jobs} == {job.state.step for job in jobs} == {config.steps}
+    assert {c.placement.actor.version for c in controllers} == {config.steps}
+    assert {c.state.step for c in controllers} == {config.steps}
 
 
 def check_answers(row, begun):
-    """Written by the weights of their step, or carried: then they begin as they were when they were cut off."""
-    for draw, index, text, versions, _ in row["kept"] + row["filtered"] + row["carried"]:
-        old_text, old_versions = begun.pop((draw, index), ("", []))
-        assert text.startswith(old_text) and versions[: len(old_versions)] == old_versions, "what was written was lost"
-        assert len(text) == len(versions) and set(versions[len(old_versions) :]) <= {row["step"]}, "written by other weights"
-    begun |= {(draw, index): (text, versions) for draw, index, text, versions, _ in row["held"]}
+    """Written by the weights of their step, or carried: then they begin as they were when cut off."""
+    for prompt, index, text, versions, _ in row["kept"] + row["filtered"] + row["carried"]:
+        old_text, old_versions = begun.pop((prompt, index), ("", []))
+        kept = text.startswith(old_text) and versions[: len(old_versions)] == old_versions
+        assert kept, "what was written was lost"
+        is_of_step = len(text) == len(versions) and set(versions[len(old_versions) :]) <= {row["step"]}
+        assert is_of_step, "written by other weights"
+    begun |= {(prompt, index): (text, versions) for prompt, index, text, versions, _ in row["held"]}
 
 
 # ---------------------------------------------------------------- one seed
@@ -227,49 +252,54 @@ def check_answers(row, begun):
 def draw_settings(rng):
     """Of a run, all its lives."""
     return dict(
-        steps=rng.choice([2, 2, 3]), prompts_per_step=rng.choice([2, 3]), answers_per_prompt=2, eval_every=100,
-        over_dispatch=rng.choice([1.0, 1.0, 1.5]), partial_rollout=rng.random() < 0.5, rebalance=rng.random() < 0.3,
-        max_refill_waves=rng.choice([1, 3]), save_every=rng.choice([1, 1, 2]), keep=rng.choice([1, 2]),
-        meet_every_s=rng.choice([0.1, 0.5]),
-    )  # fmt: skip
+        steps=rng.choice([2, 2, 3]),
+        prompts_per_step=rng.choice([2, 3]),
+        answers_per_prompt=2,
+        eval_every=100,
+        over_dispatch=rng.choice([1.0, 1.0, 1.5]),
+        max_refill_waves=rng.choice([1, 3]),
+        save_every=rng.choice([1, 1, 2]),
+        keep=rng.choice([1, 2]),
+    )
 
 
-def draw_fault(rng):
-    """(seconds, event): something happens to the engines of a role, to one or all, or to one request of theirs."""
-    role, number = rng.choice(["rollout", "genrm"]), rng.choice([None, None, 0, 1, 2])
-    verb = rng.choice(["die", "die", "hang", "slow", "drop"])
+class Fault:
+    """Something happens to the engines of a role, to one or all, or to one request of theirs."""
 
-    def event(servers, jobs):
-        of_role = [server for server in servers if server.role == role]
-        for server in of_role if number is None else [of_role[number % len(of_role)]]:
-            if verb == "slow":
+    def __init__(self, rng):
+        self.role, self.number = rng.choice(["rollout", "genrm"]), rng.choice([None, None, 0, 1, 2])
+        self.verb = rng.choice(["die", "die", "hang", "slow", "drop"])
+        self.seconds, self.lost_replies = rng.random() * LIFE_S * rng.random(), 0
+
+    def __call__(self, servers, controllers):
+        of_role = [server for server in servers if server.role == self.role]
+        for server in of_role if self.number is None else [of_role[self.number % len(of_role)]]:
+            if self.verb == "slow":
                 server.pace *= 5
-            elif verb == "drop":
-                server.drops = 1
+            elif self.verb == "drop":
+                server.drops, self.lost_replies = 1, self.lost_replies + 1
             else:
-                {"die": server.die, "hang": server.hang}[verb]()
-
-    return rng.random() * LIFE_S * rng.random(), event
+                {"die": server.die, "hang": server.hang}[self.verb]()
 
 
 def draw_end(rng, disk):
-    """(seconds, event) that ends a life: a stop asked of one rank or all, or a crash. Or a crash is set for a change of a file."""
-    kind, rank, seconds = rng.choice(["stop", "stop", "crash", "disk", "disk"]), rng.choice([None, 0, 1]), rng.random() * LIFE_S
+    """(seconds, event) that ends a life: a stop asked of one rank or all, or a crash; or sets a crash."""
+    kind, rank = rng.choice(["stop", "stop", "crash", "disk", "disk"]), rng.choice([None, 0, 1])
+    seconds = rng.random() * LIFE_S
 
-    def stop(servers, jobs):
-        for job in jobs if rank is None else [jobs[rank % len(jobs)]]:
-            job.stop.asked = 15
+    def stop(servers, controllers):
+        for c in controllers if rank is None else [controllers[rank % len(controllers)]]:
+            c.stop.asked = 15
 
     if kind == "disk":
-        disk.crash = rng.randrange(30)
+        disk.crash = rng.randrange(60)
         return []
     return [(seconds, stop if kind == "stop" else disk.end)]
 
 
 def flip_a_byte(rng, out):
-    """In any file of a checkpoint, or in the tracker; returns what is damaged: the checkpoint's step, or TRACKER."""
+    """In any file of a checkpoint; returns the step of the one that is damaged, if it is one."""
     files = sorted(path for path in out.glob("checkpoints/*/**/*") if path.is_file() and path.stat().st_size)
-    files = files * 3 + sorted(out.glob("checkpoints/latest.json"))
     if not files:
         return []
     path = rng.choice(files)
@@ -277,8 +307,6 @@ def flip_a_byte(rng, out):
     content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
     path.write_bytes(content)
     name = path.relative_to(out / "checkpoints").parts[0]
-    if name == checkpoint.TRACKER:
-        return [name]
     return [step] if (step := atomic_files.step_of(out / "checkpoints" / name)) is not None else []
 
 
@@ -286,94 +314,118 @@ class Trial:
     """A run and its lives, in `out`."""
 
     def __init__(self, seed, out):
-        self.rng, self.out, self.jobs = random.Random(seed), out, []
-        self.settings = draw_settings(self.rng)
-        self.config = replace(Config(), **self.settings | dict(out=str(out), model="M", judge=("JUDGE",)))
-        self.damaged, self.best, self.told = set(), None, []
-        self.is_exact = self.settings["over_dispatch"] == 1 and not self.settings["partial_rollout"]
+        self.rng, self.out, self.controllers = random.Random(seed), out, []
+        self.settings, self.may_move = draw_settings(self.rng), self.rng.random() < 0.3
+        self.interval_s = self.rng.choice([0.1, 0.5])  # between meetings
+        self.damaged, self.best, self.lines = set(), None, []
+        self.is_exact = self.settings["over_dispatch"] == 1
         self.layout = self.rng.choice(LAYOUTS)
 
     def run(self):
         """Live until the steps are done. Returns how it ended: done, or the words of a clear stop."""
         for life in range(self.rng.randint(0, MOST_LIVES), -1, -1):
             THE_DISK[0] = disk = Disk()
-            faults = [draw_fault(self.rng) for _ in range(self.rng.choice([0, 0, 1, 1, 2]))]
-            ends = draw_end(self.rng, disk) if life else []
+            faults = [Fault(self.rng) for _ in range(self.rng.choice([0, 0, 1, 1, 2]))]
+            events = [(fault.seconds, fault) for fault in faults] + (draw_end(self.rng, disk) if life else [])
             if life and self.rng.random() < 0.3:
-                disk.errors = {self.rng.randrange(20)}
+                disk.errors = {self.rng.randrange(40)}
             try:
-                if self.live(faults + ends):
+                if self.live(events):
                     break
             except Crash:
-                self.told.append("crash")
+                self.lines.append("crash")
             except ValueError as stop:
-                if not self.is_clear(str(stop)):
+                if not self.is_clear(str(stop), disk, faults):
                     raise
-                if any(words in str(stop) for words in LOST_TRACKS):
+                if LOST_TRACKS in str(stop):
                     return str(stop)
-                self.told.append("clear stop")
+                self.lines.append("clear stop")
             except OSError:
-                assert disk.errors, "no change of a file was to fail"  # it failed in the report or as the run began: there it may not
+                assert disk.errors, "no change of a file was to fail"  # in the report it may not
             self.between_lives()
         else:
             try:
                 self.live([])
             except ValueError as stop:
-                if not (self.damaged and any(words in str(stop) for words in LOST_TRACKS)):
+                if not (self.damaged and LOST_TRACKS in str(stop)):
                     raise
                 return str(stop)
-        rows = list(resume.whole_rows(self.out / "metrics.jsonl"))
-        check_history(self.config, rows, self.jobs)
+        rows = list(complete_rows(self.out / "metrics.jsonl"))
+        check_history(self.config(), rows, self.controllers)
         if self.is_exact:
             self.check_as_unbroken(rows)
         return "done"
 
+    def config(self):
+        mode, _ = self.layout
+        rebalance = self.may_move and mode == "partial"
+        return fake_config(mode, out=str(self.out), rebalance=rebalance, **self.settings)
+
+    def start(self):
+        """What all ranks do first. Returns the checkpoint that they go on from."""
+        meetings, config = {}, self.config()
+        worlds = [FakeWorld(rank, self.layout[1], meetings) for rank in range(self.layout[1])]
+
+        async def prepare():
+            each = [checkpoint.prepare_out(config, world, self.lines.append) for world in worlds]
+            return await asyncio.gather(*each, return_exceptions=True)
+
+        points = asyncio.run(prepare())
+        assert len(set(map(str, points))) == 1, f"ranks came to different ends: {points}"
+        if isinstance(points[0], Exception):
+            raise points[0]
+        return points[0]
+
     def live(self, events):
         """One life. Returns whether the steps are done."""
-        check_files(self.out, self.damaged, self.best, self.config.keep)
-        self.jobs.clear()  # those of the life before
-        found = resume.prepare(self.config, self.out, self.told.append)
+        check_files(self.out, self.damaged, self.best, self.settings["keep"])
+        self.controllers.clear()  # those of the life before
+        point = self.start()
         assert not list(self.out.glob(f"checkpoints/*{atomic_files.PARTIAL}*"))
-        rows = list(resume.whole_rows(self.out / "metrics.jsonl"))
-        assert [row["step"] for row in rows] == list(range(found.step if found else 0)), "a checkpoint's step has no row"
-        if found is None:
+        rows = list(complete_rows(self.out / "metrics.jsonl"))
+        assert [row["step"] for row in rows] == list(range(point.step if point else 0)), "a step has no row"
+        if point is None:
             self.best = None
         elif self.best is not None:
-            assert found.step >= self.best or self.best in self.damaged, "not the newest was taken"
+            assert point.step >= self.best or self.best in self.damaged, "not the newest was taken"
 
-        def prepare_job(job):
-            job.prompts.held_out = job.prompts.held_out[:HELD_OUT]
-            job.report, job.checkpoints.newest = Report(job, self.out), found and found.step
-            job.judge.calls = replace(job.judge.calls, retries=RETRIES if self.is_exact else self.config.judge_retries)
+        def prepare_controller(c):
+            c.prompts.held_out = c.prompts.held_out[:HELD_OUT]
+            c.report, c.checkpoints.newest = Report(c, self.out), point and point.step
 
-        mode, size = self.layout
-        writer = functools.partial(LateWriter, self.rng)
-        how = dict(events=events, prepare_job=prepare_job, jobs=self.jobs, look=check_moment, writer=writer)
-        how |= dict(collective_timeout_s=5.0)  # for writers; nothing else here reads it
-        simulate(mode, size, out=self.out, resumed=found and found.folder, model=self.config.model, **how, **self.settings)
-        done = not self.jobs[0].stopping
-        if not done and not THE_DISK[0].errors and not any("CHECKPOINT FAILED" in note for note in self.jobs[0].report.notes):
-            assert self.jobs[0].checkpoints.newest == self.jobs[0].state.step, "a stop wasn't saved"
-        return done
+        how = dict(prepare_controller=prepare_controller, controllers=self.controllers, look=check_moment)
+        how |= dict(writer=functools.partial(LateWriter, self.rng), resumed=point and point.folder)
+        rebalance = self.config().rebalance
+        with patch.object(rollout, "MEETING_INTERVAL_S", self.interval_s):
+            simulate(*self.layout, out=self.out, events=events, rebalance=rebalance, **how, **self.settings)
+        first = self.controllers[0]
+        failed = THE_DISK[0].errors or any("CHECKPOINT FAILED" in note for note in first.report.notes)
+        if first.stopping and not failed:
+            assert first.checkpoints.newest == first.state.step, "a stop wasn't saved"
+        return not first.stopping
 
     def between_lives(self):
         """What may have happened when the run is started again."""
-        told = [job.checkpoints.newest for job in self.jobs if job.checkpoints.newest is not None]
-        self.best = max(told, default=self.best)
+        newest = [c.checkpoints.newest for c in self.controllers if c.checkpoints.newest is not None]
+        self.best = max(newest, default=self.best)
         if self.rng.random() < 0.12:
             self.damaged |= set(flip_a_byte(self.rng, self.out))
         if self.rng.random() < 0.4:
             self.layout = self.rng.choice(LAYOUTS)
 
-    def is_clear(self, words):
+    def is_clear(self, words, disk, faults):
         """Whether a run may end like that: after what was done to it."""
-        return any(stop in words for stop in CLEAR_STOPS + LOST_TRACKS * bool(self.damaged))
+        clear = (*CLEAR_STOPS, *[LOST_TRACKS] * bool(self.damaged), *["can't be used"] * bool(disk.errors))
+        if sum(fault.lost_replies for fault in faults) >= MAX_STALLS:
+            clear += ("the third failure in a row",)
+        return any(stop in words for stop in clear)
 
     def check_as_unbroken(self, rows):
         """The same samples, whatever happened; and the same prompts come next."""
         shape = {name: self.settings[name] for name in ("steps", "prompts_per_step", "max_refill_waves")}
         for row, expected in zip(rows, unbroken(**shape), strict=True):
-            facts = {name: [row.get(name), expected.get(name)] for name in ("step", "kept", "filtered", "lacking", "accuracy")}
+            names = ("step", "kept", "filtered", "missing", "accuracy")
+            facts = {name: [row.get(name), expected.get(name)] for name in names}
             wrong = {name: pair for name, pair in facts.items() if pair[0] != pair[1]}
             assert not wrong, f"other numbers than without faults: {wrong}"
 
@@ -385,12 +437,13 @@ def unbroken(**shape):
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
         (out := Path(folder) / "run").mkdir()
 
-        def prepare_job(job):
-            job.prompts.held_out = job.prompts.held_out[:HELD_OUT]
-            job.report = Report(job, out)
+        def prepare_controller(c):
+            c.prompts.held_out = c.prompts.held_out[:HELD_OUT]
+            c.report = Report(c, out)
 
-        simulate("full", 1, prepare_job=prepare_job, answers_per_prompt=2, eval_every=100, **shape)
-        return list(resume.whole_rows(out / "metrics.jsonl"))
+        how = dict(prepare_controller=prepare_controller, answers_per_prompt=2, eval_every=100)
+        simulate("full", 1, **how, **shape)
+        return list(complete_rows(out / "metrics.jsonl"))
 
 
 def memory():
@@ -404,10 +457,11 @@ def try_seed(seed, folder):
     trial = Trial(seed, out)
     try:
         with ExitStack() as stack:
-            for module, name in PLACES:
-                stack.enter_context(patch.object(module, name, struck(vars(atomic_files)[name])))
+            for module, name, half in STRUCK:
+                stack.enter_context(patch.object(module, name, struck(vars(module)[name], half)))
+            stack.enter_context(patch.object(checkpoint, "POLL_S", 1.0))  # few looks at a writer that hangs
             return trial.run(), ""
-    except Exception as error:  # of any kind: a broken invariant, here or in the fakes, or the real code's own
+    except Exception as error:  # of any kind: a broken invariant, here or in the fakes, or the code's own
         return "", f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         for path in folder.glob("run*"):
@@ -442,59 +496,70 @@ def test_no_seed_breaks_an_invariant(block):
 
 
 def forgotten():
-    """A group that comes again is forgotten."""
-    real = Groups.put_back
-    return patch.object(Groups, "put_back", lambda self, draws, carried: real(self, draws[:-1], carried))
+    """A prompt that comes again is forgotten."""
+    real = Prompts.requeue
+    return patch.object(Prompts, "requeue", lambda self, prompts, groups: real(self, prompts[:-1], groups))
 
 
 def twice():
     """The prompt cursor of a checkpoint is one too low: a prompt of before is drawn again."""
+    real = Prompts.load_state
 
-    def load_state(self, state):
-        self.cursor, self.buffer = max(0, state["cursor"] - 1), list(state["buffer"])
+    def load_state(self, state, *args):
+        real(self, state | {"cursor": max(0, state["cursor"] - 1)}, *args)
 
     return patch.object(Prompts, "load_state", load_state)
 
 
 def lost():
-    """An engine that is down is still asked."""
-    real = Pool.hear
+    """An engine that is down is asked for ever."""
 
-    def hear(self, news):
-        real(self, news)
-        for engine in self.engines:
-            engine.up = True
+    def route(self, model=0):
+        tokens = self._outstanding + self._elsewhere
+        return min((e for e in self.engines if e.model == model), key=lambda e: tokens[e.rank])
 
-    return patch.object(Pool, "hear", hear)
+    return patch.object(Pool, "route", route)
 
 
 def awake():
-    """An engine that is being started when the others are put to sleep comes up all the same."""
+    """An engine that is started again isn't put to sleep."""
 
-    async def pause(self):
-        self._task, self._leaving = None, True
+    async def restart_lost(self):
+        if self._trouble:
+            await self.own.restart(self.config.engine_start_s)
+        await self.world.barrier()
+        self._lost, self._trouble = {}, ""
+        return 0
 
-    return patch.object(Watch, "pause", pause)
+    return patch.object(Pool, "restart_lost", restart_lost)
 
 
 def old_weights():
-    """A rollout engine that was started again is asked before it has been pushed the actor's weights."""
-    return patch.object(Watch, "state", property(lambda self: "up" if self.runs else "down"))
+    """An engine that is started again isn't pushed the actor's weights."""
+    real = Pool.load_weights
+
+    async def load_weights(self, named_weights, version):
+        if version and self.own and self.own.server.version is None:
+            await self.world.barrier()
+        else:
+            await real(self, named_weights, version)
+
+    return patch.object(Pool, "load_weights", load_weights)
 
 
 def too_early():
     """A checkpoint gets its name before its data is on the disk."""
-    real = checkpoint.Checkpoints._complete
+    real = checkpoint.complete
 
-    def complete(self, saving, parts):
-        target = self.folder / f"step_{saving.step}"
-        atomic_files.put_away(target)
+    def complete(saving, parts, keep):
+        target = saving.folder.with_name(f"step_{saving.step}")
+        atomic_files.remove_atomically(target)
         saving.folder.rename(target)
         THE_DISK[0].change()
         target.rename(saving.folder)
-        real(self, saving, parts)
+        real(saving, parts, keep)
 
-    return patch.object(checkpoint.Checkpoints, "_complete", complete)
+    return patch.object(checkpoint, "complete", complete)
 
 
 def mixed():
@@ -503,17 +568,27 @@ def mixed():
 
     class Later(SimpleNamespace):
         def __getitem__(self, place):
-            return real(self.job)[place]
+            return real(self.c)[place]
 
-        def __iter__(self):
-            return iter(real(self.job))
-
-    return patch.object(checkpoint, "state_of", lambda job: Later(job=job))
+    return patch.object(checkpoint, "state_of", lambda c: Later(c=c))
 
 
 def uncounted():
-    """The prompts of a step that was given up are not put back."""
-    return patch.object(Groups, "undo", lambda self, drawn, groups: None)
+    """The prompts of a step that was given up aren't put back."""
+    stopping, real_follow, real_requeue = [0], rollout.follow, Prompts.requeue
+
+    def follow(c, meeting):
+        real_follow(c, meeting)
+        stopping[0] = c.stopping
+
+    def requeue(self, prompts, groups):
+        if not stopping[0]:
+            real_requeue(self, prompts, groups)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(rollout, "follow", follow))
+    stack.enter_context(patch.object(Prompts, "requeue", requeue))
+    return stack
 
 
 PLANTED = [forgotten, twice, lost, awake, old_weights, too_early, mixed, uncounted]
@@ -555,13 +630,15 @@ def main():
     start, ends, broken = time.monotonic(), Counter(), []
     with multiprocessing.Pool(arguments.processes) as pool:
         for done, results in enumerate(pool.imap_unordered(try_seeds, blocks), 1):
-            ends += Counter("done" if ended == "done" else "clear stop" if ended else "BROKEN" for _, ended, _ in results)
+            for _, ended, _ in results:
+                ends["done" if ended == "done" else "clear stop" if ended else "BROKEN"] += 1
             broken += [(seed, what) for seed, _, what in results if what]
             for seed, what in [(seed, what) for seed, _, what in results if what]:
                 print(f"seed {seed}: {what}", flush=True)
             if done % 20 == 0 or done == len(blocks):
                 minutes = (time.monotonic() - start) / 60
-                print(f"{sum(ends.values())} seeds, {sum(ends.values()) / minutes:.0f} a minute: {dict(ends)}", flush=True)
+                count = sum(ends.values())
+                print(f"{count} seeds, {count / minutes:.0f} a minute: {dict(ends)}", flush=True)
     sys.exit(1 if broken else 0)
 
 

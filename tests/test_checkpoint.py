@@ -105,6 +105,8 @@ def exact_meetings():
 @example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
 @example(name="the same in turns", stop=1, offset=744211)
 @example(name="the same in turns", stop=4, offset=762795)
+@example(name="the tail isn't waited for", stop=3, offset=695061)  # others' outstanding tokens were kept
+@example(name="tp", stop=3, offset=123649)
 @exact_meetings()
 def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     """N steps are k steps and, from their checkpoint, N - k: the same samples by the same weights, carried

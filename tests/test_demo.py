@@ -1,4 +1,6 @@
-"""The plain command on the demo: real engines, real actor, the warm start included (minutes the first time, then cached)."""
+"""The plain command on the demo: real engines, real actor, the warm start included (minutes the first time,
+then cached).
+"""
 
 import json
 import os
@@ -12,22 +14,61 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NAMES = (
-    "reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean", "rollout/response_len_max",
-    "rollout/truncated_frac", "rollout/waves", "rollout/aborted", "genrm/accept_frac", "genrm/failed", "genrm/p50_s",
-    "genrm/p99_s", "genrm/false_positive_frac", "train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/clip_frac",
-    "train/lr", "train/engine_logprob_diff_max", "balance/max_over_mean", "time/step_s", "time/serve_s", "time/rollout_s",
-    "time/genrm_s", "time/train_s", "time/switch_s", "time/sync_s", "occupancy/rollout", "occupancy/genrm", "perf/tokens_per_s",
+    "reward/mean",
+    "reward/unfiltered_mean",
+    "reward/zero_std_frac",
+    "rollout/response_len_mean",
+    "rollout/response_len_max",
+    "rollout/truncated_frac",
+    "rollout/waves",
+    "rollout/aborted",
+    "genrm/accept_frac",
+    "genrm/failed",
+    "genrm/p50_s",
+    "genrm/p99_s",
+    "genrm/false_positive_frac",
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "train/kl",
+    "train/clip_frac",
+    "train/lr",
+    "train/engine_logprob_diff_max",
+    "balance/max_over_mean",
+    "time/step_s",
+    "time/serve_s",
+    "time/rollout_s",
+    "time/genrm_s",
+    "time/train_s",
+    "time/switch_s",
+    "time/sync_s",
+    "occupancy/rollout",
+    "occupancy/genrm",
+    "perf/tokens_per_s",
     "split/rollout_ranks",
 )
 
 
 def train(out, *flags, port):
     """Run the demo; returns what it printed. Leaves no process, whatever happens."""
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", str(port + 90), "run.py"]
+    command = [
+        Path(sys.executable).with_name("torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port + 90),
+        "run.py",
+    ]
     command += ["--out", out, "--port", str(port), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         printed, _ = process.communicate(timeout=900)
@@ -43,7 +84,9 @@ def train(out, *flags, port):
 
 @pytest.mark.parametrize("mode,port", [("partial", 31000), ("full", 31200)])
 def test_the_demo_learns_in_a_few_steps(tmp_path, mode, port):
-    """Ten steps: accuracy from at most 0.45 to at least 0.85, engine and trainer agree, and everything promised is left behind."""
+    """Ten steps: accuracy from at most 0.45 to at least 0.85, engine and trainer agree, and everything
+    promised is left behind.
+    """
     out = tmp_path / mode
     printed = train(out, "--mode", mode, "--steps", "10", "--eval-every", "10", port=port)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import data
 from commands import evaluate
-from commands.evaluate import pass_at_k, summarize
+from commands.evaluate import pass_at_k
 from config import parse_config
 from engines.engine import Answer, seed_of
 from recipes.addition import task, warmstart  # noqa: F401  task adds the format
@@ -103,10 +103,3 @@ def test_pass_at_k_of_many_samples():
         1 - math.comb(900, 100) / math.comb(1000, 100), rel=1e-12
     )
     assert pass_at_k(200, 1, 1) == pytest.approx(1 / 200)
-
-
-def test_figures_are_means_over_prompts():
-    figures = summarize([True, False], [4, 1], samples=4, ks=(1, 2))
-    assert figures == pytest.approx(
-        {"eval/accuracy": 0.5, "eval/pass@1": (1 + 1 / 4) / 2, "eval/pass@2": (1 + 1 / 2) / 2}
-    )

@@ -53,14 +53,12 @@ MARKS = [
 
 
 def test_answers_are_in_the_order_in_which_they_left_the_queue():
-    """Those that left it as good as together by their ends; one cut in the queue left it then."""
-    early = [
-        life(i, ("queued", 0.0, 1.0 + i / 1e6, 0), ("decoding", 1.0 + i / 1e6, 9.0 - i, 0)) for i in range(4)
-    ]
-    cut = life(5, ("queued", 0.0, 4.0, 0), ("aborted", 4.0, 4.0, 0))
+    """One cut in the queue left it then."""
+    early = [life(i, ("queued", 0.0, 1.0 + i, 0), ("decoding", 1.0 + i, 9.0 - i, 0)) for i in range(4)]
+    cut = life(5, ("queued", 0.0, 4.5, 0), ("aborted", 4.5, 4.5, 0))
     late = life(6, ("queued", 0.0, 7.0, 0), ("decoding", 7.0, 8.0, 0))
     rows = figure.rows_of([*late, *cut, *itertools.chain(*early)])
-    in_order = [*early[::-1], cut, late]
+    in_order = [*early, cut, late]
     assert rows == [(row, stretch) for row, answer in enumerate(in_order) for stretch in answer]
     assert figure.rows_of([]) == []
 
@@ -114,7 +112,7 @@ def test_the_answers_are_drawn_as_they_lived():
         tl.Span("train", 0, 9.0, 9.5, 1),
     ]
     picture = figure.Picture("t", tl.Records(spans, [*LATER, *CUT, *WHOLE]), 4)
-    lanes, answers = figure.make_figure([picture]).axes
+    lanes, answers = figure.make_figure(picture).axes
     rows = {
         (8, 0): 0,
         (7, 0): 1,
@@ -122,7 +120,7 @@ def test_the_answers_are_drawn_as_they_lived():
         (7, 1): 1,
     }  # (prompt, step): 8 left the queue before 7, and 9 in step 1
     stretches = [*CUT, *WHOLE, *LATER]
-    expected = [(tl.STATES[s.state], rows[s.prompt_id, s.step], s.start + 1, s.end + 1) for s in stretches]
+    expected = [(tl.STATES[s.state], rows[s.prompt_id, s.step], s.start, s.end) for s in stretches]
     assert lines(answers) == sorted(expected)
     assert lanes.get_shared_x_axes().joined(lanes, answers)
     assert lanes.get_position().y0 > answers.get_position().y0
@@ -130,7 +128,7 @@ def test_the_answers_are_drawn_as_they_lived():
 
 def test_marks_are_drawn_and_named():
     """At the lowest rank's time; waves go through the answers as dotted lines, steps as whole ones."""
-    panels = figure.make_figure([figure.Picture("t", tl.Records(MIXED, CUT + WHOLE, MARKS), 4)]).axes
+    panels = figure.make_figure(figure.Picture("t", tl.Records(MIXED, CUT + WHOLE, MARKS), 4)).axes
     texts = sorted((text.get_text().strip(), text.get_position()[0]) for text in panels[0].texts)
     assert texts == [("split 1|1", 5.125), ("step 0", 0), ("step 1", 9), ("v1", 4.875), ("wave 2", 2.125)]
     for axes in panels:
@@ -139,10 +137,9 @@ def test_marks_are_drawn_and_named():
 
 
 def test_without_answers_there_is_no_panel_for_them():
-    """Marks alone make none. Of several runs those with answers get one each; there is one legend."""
-    bare, full = (figure.Picture("t", tl.Records(MIXED, samples, MARKS), 4) for samples in ([], WHOLE))
-    for pictures, labels in (([bare], [""]), ([full, bare, full], ["", "answers", "", "", "answers"])):
-        whole = figure.make_figure(pictures)
+    """Marks alone make none. There is one legend."""
+    for samples, labels in (([], [""]), (WHOLE, ["", "answers"])):
+        whole = figure.make_figure(figure.Picture("t", tl.Records(MIXED, samples, MARKS), 4))
         assert [axes.get_ylabel() for axes in whole.axes] == labels
         (legend,) = whole.legends
         names = ", ".join(text.get_text() for text in legend.get_texts())
@@ -153,7 +150,7 @@ def test_thousands_of_answers_make_no_taller_picture():
     """Their rows get thinner, and none is left out."""
     samples = [tl.SampleSpan("decoding", i, 0, 0, i / 1000, 4.0, 0) for i in range(3000)]
     few, many = (
-        figure.make_figure([figure.Picture("t", tl.Records(MIXED, samples[:n]), 4)]) for n in (300, 3000)
+        figure.make_figure(figure.Picture("t", tl.Records(MIXED, samples[:n]), 4)) for n in (300, 3000)
     )
     assert few.get_figheight() == many.get_figheight() and len(lines(many.axes[1])) == 3000
     widths = [whole.axes[1].collections[1].get_linewidth()[0] for whole in (few, many)]
@@ -175,7 +172,7 @@ def test_the_figure_is_a_picture(tmp_path, records):
     """A PNG that isn't blank, whatever there is to draw."""
     import matplotlib.image
 
-    figure.draw([figure.Picture("a title", records, 4)], tmp_path / "timeline.png")
+    figure.make_figure(figure.Picture("a title", records, 4)).savefig(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     picture = matplotlib.image.imread(tmp_path / "timeline.png")
     assert picture.std() > 0 and picture.shape[1] > 1000
@@ -226,24 +223,19 @@ def bars(axes):
     return sorted((to_hex(color), box.x0, round(box.width, 9), color[3]) for color, box in boxes)
 
 
-def test_two_runs_on_one_clock(tmp_path, monkeypatch):
-    """Both runs start at 0, whenever they began, share the axis, and say which is which."""
+def test_steps_of_a_run_are_drawn(tmp_path, monkeypatch):
+    """By the command, from what the run left; the title says which run it is."""
     import matplotlib.image
 
     made, make = [], figure.make_figure
-    monkeypatch.setattr(figure, "make_figure", lambda pictures: made.append(make(pictures)) or made[0])
+    monkeypatch.setattr(figure, "make_figure", lambda picture: made.append(make(picture)) or made[0])
     write_run(tmp_path / "a", "full", MIXED)
-    write_run(tmp_path / "b", "partial", [s._replace(start=s.start + 128, end=s.end + 128) for s in MIXED])
-    path, runs = tmp_path / "both.png", [str(tmp_path / "a"), str(tmp_path / "b")]
-    monkeypatch.setattr("sys.argv", ["figure.py", *runs, "--steps", "0", "1", "--figure", str(path)])
+    path = tmp_path / "steps.png"
+    command = ["figure.py", str(tmp_path / "a"), "--steps", "0", "1", "--figure", str(path)]
+    monkeypatch.setattr("sys.argv", command)
     figure.main()
-    top, bottom = made[0].axes
-    assert bars(top) == bars(bottom) and min(start for _, start, *_ in bars(top)) == 0
-    assert top.get_shared_x_axes().joined(top, bottom) and top.get_position().y0 > bottom.get_position().y0
-    assert [axes.get_title(loc="left") for axes in (top, bottom)] == [
-        f"{tmp_path}/a: full colocation, 2 ranks",
-        f"{tmp_path}/b: partial colocation, 2 ranks",
-    ]
+    (axes,) = made[0].axes
+    assert len(bars(axes)) == 11 and axes.get_title(loc="left") == f"{tmp_path}/a: full colocation, 2 ranks"
     assert matplotlib.image.imread(path).shape[1] > 1000
 
 
@@ -262,13 +254,13 @@ def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, steps, messa
     assert "\n" not in str(error.value) and not (tmp_path / "x.png").exists()
 
 
-def test_the_figure_starts_at_its_first_span():
-    """Of 12 steps the last three. Shade is occupancy."""
+def test_the_bars_are_the_spans():
+    """Of 12 steps the last three, on the run's clock. Shade is occupancy."""
     spans = [tl.Span("rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
     spans += [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
     spans.append(tl.Span("rollout", 1, 120.0, 121.0, 12))  # the evaluation at the end belongs to no step
-    (axes,) = figure.make_figure([figure.Picture("t", figure.of_steps(tl.Records(spans), -3, -1), 2)]).axes
+    (axes,) = figure.make_figure(figure.Picture("t", figure.of_steps(tl.Records(spans), -3, -1), 2)).axes
     half, full = 0.35 + 0.65 / 2, 1.0  # one request where two have room; training
-    drawn = [("rollout", 10.0 * i, 4.0, half) for i in range(3)]
-    drawn += [("train", 10.0 * i + 5, 1.0, full) for i in range(3)]
+    drawn = [("rollout", 10.0 * i, 4.0, half) for i in range(9, 12)]
+    drawn += [("train", 10.0 * i + 5, 1.0, full) for i in range(9, 12)]
     assert bars(axes) == sorted((tl.COLORS[name], *numbers) for name, *numbers in drawn)

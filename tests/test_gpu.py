@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: memory release and IPC weight push")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: memory release and IPC weight push"
+)
 
 
 def used_bytes() -> int:
@@ -16,7 +18,8 @@ def used_bytes() -> int:
 
 
 def test_an_engine_that_sleeps_gives_its_memory_back(tmp_path):
-    """Sleep frees weights and KV cache; after wake and push the engine answers again, under the new version."""
+    """Sleep frees weights and KV cache; after wake and push the engine answers again, under the new version.
+    """
     import tiny_models
     from safetensors.torch import load_file
 

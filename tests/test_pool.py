@@ -50,14 +50,14 @@ def test_route(outstanding, others, rank, asked):
     pool = pool_of(*outstanding, rank=rank)
     controllers = [{}] * 6
     controllers[(rank + 1) % 6] = others
-    pool.apply_status([EngineStatus(outstanding) for outstanding in controllers])
+    pool.apply_status([EngineStatus(outstanding, {}) for outstanding in controllers])
     assert pool.route().rank == asked
 
 
 def test_its_own_tokens_are_not_counted_twice():
     """What this controller told the others is in its own count already."""
     pool = pool_of(4, 6, rank=1)
-    pool.apply_status([EngineStatus({0: 1}), EngineStatus({0: 4, 1: 6})])
+    pool.apply_status([EngineStatus({0: 1}, {}), EngineStatus({0: 4, 1: 6}, {})])
     assert pool.route().rank == 0 and pool.status().outstanding == {0: 4, 1: 6}
 
 
@@ -238,7 +238,7 @@ def test_an_answer_that_queues_is_not_late_while_others_are_written(writes):
     async def meet(pool):
         for minute in range(20):
             await asyncio.sleep(60)
-            pool.apply_status([pool.status(), EngineStatus({}, parts={0: minute if writes else 0})])
+            pool.apply_status([pool.status(), EngineStatus({}, {0: minute if writes else 0})])
 
     async def work(pool):
         meeting = asyncio.create_task(meet(pool))
@@ -343,7 +343,8 @@ def test_requests_wait_while_no_engine_of_the_model_is_up():
 
 def statuses_of(size, lost):
     return [
-        EngineStatus({}, rank not in lost, "died (signal 9)" if rank in lost else "") for rank in range(size)
+        EngineStatus({}, {}, rank not in lost, "died (signal 9)" if rank in lost else "")
+        for rank in range(size)
     ]
 
 

@@ -53,18 +53,21 @@ def ranks(monkeypatch, tmp_path):
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
 
+    rendezvous.launcher_folder.cache_clear()
     yield of
+    rendezvous.launcher_folder.cache_clear()
     os.environ.pop("NCCL_SOCKET_IFNAME", None)
 
 
-def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path):
-    """In the folder of their own, by way of the address's interface; it is gone when they part."""
+def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
+    """In their own folder, by the address's interface; it goes when they part, a killed launcher or not."""
     ranks(2, 2)
     found = rendezvous.init_method("127.0.0.1")
     assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "lo")
     found["store"].set("key", "value")
     [folder] = tmp_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "store").is_file()
+    monkeypatch.setattr(rendezvous.os, "getppid", lambda: 1)
     rendezvous.close()
     assert not folder.exists()
 

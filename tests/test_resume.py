@@ -304,8 +304,8 @@ def rows_of(out: Path) -> list[dict]:
 def test_a_killed_run_goes_on_by_itself(tmp_path):
     """Real servers: kill -9 of everything after some saves, then the same command again.
 
-    Every step has one row, the clock goes on. A run that has done its steps is moved away, and with more steps it
-    goes on.
+    Every step has one row, the clock goes on. A run that has done its steps is moved away, and with more
+    steps it goes on.
     """
     out, saves = tmp_path / "run", ("--steps", "4", "--save-every", "1", "--save-hf-every", "4")
     run = Launched(out, *saves, port=22000)

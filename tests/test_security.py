@@ -9,7 +9,6 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import redirect_stdout, suppress
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,36 +57,16 @@ def test_the_progress_lines_are_printable():
     assert shown.getvalue() == "an answer: \\x1b[2Jcleared\n"
 
 
-class Tags(HTMLParser):
-    """The tags of a page."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.found = set()
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.found.add(tag)
-
-
 HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(1)> [click](javascript:alert(1))"
 HOSTILE += "\n# heading\n    code\n</code></pre><b>"
 
 
-def test_tensorboard_shows_a_models_text_as_text(tmp_path):
-    """As TensorBoard renders it: one block of code, whatever an answer is; and samples.jsonl has one row."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugin_util import markdowns_to_safe_html
-
+def test_samples_jsonl_has_one_row_whatever_a_model_wrote(tmp_path):
     progress = Progress(1, is_main=False)
     report = Report(parse_config([]), SimpleNamespace(rank=0), tmp_path, progress, lambda tokens: HOSTILE)
     sample = Sample(0, 0, [1], HOSTILE, HOSTILE, response=[2], critique=HOSTILE, verdict=True, reward=1.0)
     report._write_samples(0, [sample])
     report._writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    [text] = events.Tensors("samples/0/text_summary")[0].tensor_proto.string_val
-    page = markdowns_to_safe_html([text], lambda parts: parts[0])
-    assert Tags(page).found == {"pre", "code"}
     [row] = map(json.loads, (tmp_path / "samples.jsonl").open())
     assert row["response"] == row["critique"] == row["question"] == HOSTILE
 

@@ -1,4 +1,6 @@
-"""The reader's budget: of files, functions, rooms and the whole; imports one way; no dynamic attribute access."""
+"""The reader's budget: of files, functions, rooms and the whole; imports one way; no dynamic attribute
+access.
+"""
 
 import ast
 import statistics

@@ -256,7 +256,7 @@ def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
     import asyncio
 
     made = []
-    monkeypatch.setattr(warmstart, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(warmstart, "CACHE", tmp_path)
     monkeypatch.setattr(warmstart, "make", lambda config, world, home, progress: made.append(home))
 
     class World:

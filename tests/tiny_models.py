@@ -1,4 +1,6 @@
-"""Random Hugging Face model directories, small enough for tests: the shape of the demo model, without its training."""
+"""Random Hugging Face model directories, small enough for tests: the shape of the demo model, without its
+training.
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,8 @@ EOS = 1
 
 
 def make_tiny_qwen3(directory, seed=0, kv_heads=4):
-    """Writes a random Qwen3 (hidden 96, 3 layers, 4 heads of 24, ffn 288, vocab 64, tied embeddings: 366k parameters).
+    """Writes a random Qwen3 (hidden 96, 3 layers, 4 heads of 24, ffn 288, vocab 64, tied embeddings: 366k
+    parameters).
 
     Returns the directory as a string. The weights follow from the seed alone.
     """
@@ -14,14 +17,26 @@ def make_tiny_qwen3(directory, seed=0, kv_heads=4):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        hidden_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=24,
-        intermediate_size=288, vocab_size=64, tie_word_embeddings=True, max_position_embeddings=2048,
-        bos_token_id=None, eos_token_id=EOS, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=24,
+        intermediate_size=288,
+        vocab_size=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        for weight in model.parameters():  # the default init gives nearly uniform logits: nothing would be told apart
+        for (
+            weight
+        ) in model.parameters():  # the default init gives nearly uniform logits: nothing would be told apart
             torch.nn.init.normal_(weight, mean=0.0 if weight.dim() > 1 else 1.0, std=0.15)
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)

@@ -30,10 +30,7 @@ LAYER_NAMES = {
 
 
 class HFWeights:
-    """The tensors of a directory's safetensors files, by name. ValueErrors name directory and setting.
-
-    own: tensors that are taken in place of the files'.
-    """
+    """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'."""
 
     def __init__(self, model_dir: str, setting: str = "--model"):
         from safetensors import SafetensorError, safe_open
@@ -119,7 +116,7 @@ def tp_gather(name: str, param: torch.nn.Parameter) -> Tensor:
 
 
 def full_shape(param: torch.nn.Parameter) -> list[int]:
-    """The shape of the tensor that `tp_gather` returns."""
+    """Of the tensor that `tp_gather` returns."""
     shape = list(param.shape)
     if param.tensor_model_parallel:
         shape[param.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
@@ -127,7 +124,7 @@ def full_shape(param: torch.nn.Parameter) -> list[int]:
 
 
 def is_tied_copy(model: GPTModel, name: str) -> bool:
-    """True of the last stage's copy of tied embeddings, which Hugging Face does not store."""
+    """Of the last stage's copy of tied embeddings, which Hugging Face does not store."""
     return name == "output_layer.weight" and model.share_embeddings_and_output_weights
 
 

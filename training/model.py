@@ -1,8 +1,7 @@
 """A Megatron-Core GPTModel as a Hugging Face directory describes it. hf_weights.py fills it.
 
-Dense Qwen2, Qwen3 and Llama. Two modules are our own, given to Megatron through its ModuleSpec, because its
-own ones that need neither Transformer Engine nor Apex refuse what we need: RMSNorm under sequence
-parallelism, attention on packed sequences.
+Dense Qwen2, Qwen3 and Llama. Two modules are our own: Megatron's that need neither Transformer Engine nor
+Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
 """
 
 from __future__ import annotations
@@ -29,19 +28,8 @@ FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
 }
-NOT_FUSED = {  # kernels that need Apex, Transformer Engine or a compiler
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-}
-LLAMA3_ROPE = {  # fixed in Megatron
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout", "apply_rope")
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 class RMSNorm:
@@ -58,14 +46,12 @@ class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a packed micro-batch, by torch's scaled_dot_product_attention.
 
     One call for each length that occurs: balance.py puts sequences of equal length side by side, so nothing
-    is padded. Padding all to the longest, or runs of similar length to the longest of the run, was no faster
-    (128 sequences of 10 to 75 tokens).
+    is padded.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale=None, pg_collection=None, **unused):
         super().__init__(config=config)
-        self.cp_group = pg_collection.cp
-        self.scale = softmax_scale
+        self.cp_group, self.scale = pg_collection.cp, softmax_scale
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params, **unused) -> Tensor:
         """query [tokens, heads, dim], key and value [tokens, kv heads, dim] -> [tokens, heads, dim].
@@ -93,9 +79,6 @@ class PackedAttention(MegatronModule):
         return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
 
-# ---------------------------------------------------------------- the Hugging Face directory
-
-
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     """config.json with transformers' defaults. ValueErrors name the setting and the directory."""
     from transformers import AutoConfig
@@ -110,8 +93,7 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     if model_type not in FAMILIES:
         raise ValueError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
     hf = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
-    rope = hf["rope_parameters"]
-    kind = rope["rope_type"]
+    rope, kind = hf["rope_parameters"], hf["rope_parameters"]["rope_type"]
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
         "sliding-window attention": hf.get("use_sliding_window", False),
@@ -120,8 +102,7 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
         f"rope_type {kind!r}": kind not in ("default", "llama3"),
         "other llama3 rope factors": kind == "llama3" and not LLAMA3_ROPE.items() <= rope.items(),
     }
-    if any(unsupported.values()):
-        reasons = ", ".join(reason for reason, found in unsupported.items() if found)
+    if reasons := ", ".join(reason for reason, found in unsupported.items() if found):
         raise ValueError(f"{where}: config.json asks for what is not supported: {reasons}")
     return hf
 
@@ -131,34 +112,25 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     check_sizes(hf, config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return TransformerConfig(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
+        num_attention_heads=hf["num_attention_heads"], num_query_groups=hf["num_key_value_heads"],
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        normalization="RMSNorm",
-        layernorm_epsilon=hf["rms_norm_eps"],
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=config.tp,
-        pipeline_model_parallel_size=config.pp,
-        context_parallel_size=config.cp,
-        sequence_parallel=config.sp and config.tp > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm", layernorm_epsilon=hf["rms_norm_eps"],
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        attention_dropout=0.0, hidden_dropout=0.0,
+        tensor_model_parallel_size=config.tp, sequence_parallel=config.sp and config.tp > 1,
+        pipeline_model_parallel_size=config.pp, context_parallel_size=config.cp,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # divide by the global token count once, after all micro-batches
         variable_seq_lengths=True,  # micro-batches differ in length: pipeline stages tell each other ...
         moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
-        **NOT_FUSED,
+        persist_layer_norm=False,
+        **{f"{name}_fusion": False for name in FUSIONS},  # they need Apex, Transformer Engine or a compiler
         **FAMILIES[hf["model_type"]],
-    )
+    )  # fmt: skip
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
@@ -171,7 +143,6 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 
 def check_sizes(hf: dict, config: Config) -> None:
-    """ValueError if the parallel sizes do not divide the model."""
     split_by_tp = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     sizes = {name: ("--tp", config.tp) for name in split_by_tp} | {"num_hidden_layers": ("--pp", config.pp)}
     for name, (flag, size) in sizes.items():
@@ -195,33 +166,27 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
     if model_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    layers = [layer] * get_num_layers_to_build(model_config)
-    rope = hf["rope_parameters"]
+    rope, layers = hf["rope_parameters"], [layer] * get_num_layers_to_build(model_config)
     return GPTModel(
         model_config,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
-        vocab_size=hf["vocab_size"],
-        max_sequence_length=hf["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rope_scaling=rope["rope_type"] == "llama3",
-        rope_scaling_factor=rope.get("factor", 1.0),
-    )
+        position_embedding_type="rope", rotary_base=rope["rope_theta"],
+        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0),
+    )  # fmt: skip
 
 
 def device() -> torch.device:
     """Where this rank trains."""
-    on_cpu = not torch.cuda.is_available()
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    has_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
 def check_room(needed: int, who: str) -> None:
     """ValueError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
-    free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved()
+    (free, total), own = torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
     if needed > free:
         gib = [f"{size / 2**30:.1f}" for size in (needed, free, total, own, total - free - own)]
         raise ValueError(

@@ -19,8 +19,7 @@ class MicroBatch:
     """Sequences end to end, as one context-parallel rank sees them: T = the sum of padded lengths / cp.
 
     `slots` ties the packed tokens to what is known about each response token (old log-probabilities,
-    advantages): slot i is the i-th of all the response tokens of all micro-batches, in the order they were
-    given. Nothing else needs to be packed.
+    advantages): slot i is the i-th of all the response tokens of all micro-batches.
     """
 
     tokens: Tensor  # [1, T]
@@ -40,11 +39,10 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches of (prompt, response) pairs, whose response tokens are the targets.
 
-    A sequence is padded to a multiple of 2 * cp, so that each context-parallel rank gets two equal pieces of
-    it (see `zigzag`). `tp_with_sp` is the tensor-parallel size under sequence parallelism, else 1: it must
-    divide the tokens of a micro-batch, whose last sequence is padded for that, over the budget if need be. An
-    empty micro-batch is a token without a target: a rank that has nothing to train on takes part in the
-    passes, too.
+    A sequence is padded to a multiple of 2 * cp (see `zigzag`). `tp_with_sp`, the tensor-parallel size under
+    sequence parallelism, else 1, must divide the tokens of a micro-batch: its last sequence is padded for
+    that, over the budget if need be. An empty micro-batch is a token without a target: a rank that has
+    nothing to train on takes part in the passes, too.
     """
     micro_batches, slot = [], 0
     for sequences in packed:
@@ -83,8 +81,7 @@ def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroB
 def zigzag(lengths: list[int], cp: int, rank: int) -> Tensor:
     """A context-parallel rank's packed tokens: of each sequence's 2 * cp pieces, `rank` and its mirror image.
 
-    An early piece has few keys to see and a late one many: so every rank gets the same work (Megatron's
-    convention).
+    An early piece has few keys to see and a late one many: so every rank gets the same work, as in Megatron.
     """
     pieces, start = [], 0
     for length in lengths:

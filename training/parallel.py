@@ -23,8 +23,7 @@ def over_context_parallel(sums: Tensor) -> Tensor:
 class VocabParallelEntropy(torch.autograd.Function):
     """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp] (collective in forward).
 
-    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum, and
-    dH/dl = -p * (log(p) + H).
+    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum.
     """
 
     @staticmethod

@@ -9,7 +9,6 @@ Source: PPO-ptx of InstructGPT (arXiv 2203.02155), section 3.5; Safe RLHF (arXiv
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,8 @@ SUMS = ("ptx", "ptx_tokens")  # statistics of the texts, beside the policy's
 
 
 def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequence]:
-    """(prompt, response) tokens of each row: of `text`, or of `prompt` and `response`.
-
-    A text is learned from its second token on, a response with its end; what is longer than `longest` tokens
-    is cut off. ValueError with file and line for a row that can't be used.
+    """(prompt, response) tokens of each row: of `text`, learned from its second token on, or of `prompt` and
+    `response`, cut off at `longest` tokens. ValueError with file and line for a row that can't be used.
     """
     sequences = []
     for line, row in data.read_rows(path):
@@ -61,18 +58,18 @@ def add_texts(policy: TokenLoss, first: int, divisor: float, tokens: float, coef
 
     divisor: what the whole sum is divided by; tokens: the texts', both over all ranks.
     """
-    return partial(_with_texts, policy, first, coefficient * divisor / tokens) if tokens else policy
+    if not tokens:
+        return policy
+    weight = coefficient * divisor / tokens  # of a text's token in the sum
 
+    def with_texts(slots: Tensor, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        ours = slots < first  # also of none: the policy's loss may meet other ranks
+        loss, stats = policy(slots[ours], logprobs[ours], entropy[ours])
+        text = -logprobs[~ours]
+        stats = {"tokens": ours.sum()} | stats | {"ptx": text.detach().sum(), "ptx_tokens": (~ours).sum()}
+        return (-weight * logprobs).masked_scatter(ours, loss), stats
 
-def _with_texts(
-    policy: TokenLoss, first: int, weight: float, slots: Tensor, logprobs: Tensor, entropy: Tensor
-) -> tuple[Tensor, dict]:
-    """weight: of a text's token in the sum. All tensors: [targets]."""
-    ours = slots < first
-    loss, stats = policy(slots[ours], logprobs[ours], entropy[ours])  # also of none: it may meet other ranks
-    text = -logprobs[~ours]
-    stats = {"tokens": ours.sum()} | stats | {"ptx": text.detach().sum(), "ptx_tokens": (~ours).sum()}
-    return (-weight * logprobs).masked_scatter(ours, loss), stats
+    return with_texts
 
 
 def metrics(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """A trainer's part of a checkpoint, in Megatron-Core's format, for any number of ranks, --tp, --pp to load.
 
-A save comes in three parts, so that training waits for the first alone. `plan_save` (all ranks) plans who
-writes what. What it returns to write is called in a process forked from each rank, whose memory stays as it
-was; what it returns to complete, on rank 0 in the end.
+Training waits for the first part of a save alone: `plan_save` (all ranks) plans who writes what. What it
+returns to write is called in a process forked from each rank, whose memory stays as it was; what it returns
+to complete, on rank 0 in the end.
 """
 
 from __future__ import annotations
@@ -23,20 +23,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import base as strategies
+from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import (
-    StrategyAction,
-    get_default_strategy,
-    register_default_strategy,
-)
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
@@ -63,27 +54,15 @@ ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, an
 }
 
 
-def template(trainer: Trainer) -> dict:
-    """What a checkpoint holds of a trainer, as Megatron's sharded tensors (collective over all ranks)."""
-    model = trainer.gpt.sharded_state_dict(metadata=metadata())
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
-    return {"version": trainer.version, "model": model, "optimizer": optimizer}
-
-
 def metadata() -> dict:
-    """How Megatron shards: replicas are counted over all ranks that hold the same weights."""
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    group = mpu.get_data_parallel_group(with_context_parallel=True)  # who has the same weights
     return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
-# ---------------------------------------------------------------- saving
-
-
 class CommonLater(TorchCommonSaveStrategy):
-    """Keeps the part that isn't sharded for the process that writes.
+    """Keeps what isn't sharded for the process that writes.
 
-    Megatron's own writes it on rank 0 at once, between two collectives: with a full disk the other ranks
-    would wait for it in vain.
+    Megatron's own writes it on rank 0 between two collectives: with a full disk the others wait in vain.
     """
 
     def save_common(self, common_state_dict, checkpoint_dir) -> None:
@@ -97,7 +76,7 @@ class Writer(FileSystemWriter):
         self.planned = (plan, planner)
 
 
-class Planner(MCoreSavePlanner):
+class Planner(mcore.MCoreSavePlanner):
     """Megatron's own, and rectangles of other tensors."""
 
     def __init__(self, rectangles: Rectangles):
@@ -118,11 +97,11 @@ class Planner(MCoreSavePlanner):
         return self.rectangles[index][1] if index in self.rectangles else super().lookup_object(index)
 
 
-class PlanOnly(TorchDistSaveShardedStrategy):
+class PlanOnly(mcore.TorchDistSaveShardedStrategy):
     """Megatron's planning of a save, and none of its writing.
 
-    Its asynchronous writer clones what it writes before it forks, starts a manager process that outlives a
-    killed rank, and takes exit code 1 for success; its last steps write on rank 0 between collectives.
+    Its writer clones what it writes before it forks, starts a manager process that outlives a killed rank,
+    takes exit code 1 for success, and writes on rank 0 between collectives.
     """
 
     def __init__(self, rectangles: Rectangles):
@@ -130,13 +109,13 @@ class PlanOnly(TorchDistSaveShardedStrategy):
         self.planner = Planner(rectangles)
 
     def async_save(self, sharded_state_dict, checkpoint_dir) -> AsyncRequest:
-        main_only = self.keep_only_main_replica
-        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, main_only)
+        main = self.keep_only_main_replica
+        sharded, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, main)
         for part in itertools.chain(*sharded.values()):
             if isinstance(part, ShardedTensor):
                 part.data = part.data.to("cpu")  # itself on CPU; a forked process can't read a GPU
         self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)  # 0: no CUDA streams in the fork
-        state = mcore_to_pyt_state_dict(sharded, False)
+        state = mcore.mcore_to_pyt_state_dict(sharded, False)
         (_, self.metadata, _), *_ = save_state_dict_async_plan(state, self.writer, planner=self.planner)
         return AsyncRequest(None, (), [])
 
@@ -144,20 +123,20 @@ class PlanOnly(TorchDistSaveShardedStrategy):
 def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
-    Returns `write`, which writes this rank's part and returns descriptions of what it wrote, and `complete`,
-    which rank 0 calls with every rank's.
+    Returns `write`, of this rank's part, which describes what it wrote, and `complete`, which rank 0 calls
+    with every rank's descriptions.
     """
     model = trainer.gpt.sharded_state_dict(metadata=metadata())
     common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(trainer, model))
     state = {"version": trainer.version, "model": model, "optimizer": trainer.optimizer.state_dict()}
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
-    which = (StrategyAction.SAVE_COMMON, "torch", 1)
-    default = get_default_strategy(*which)
-    register_default_strategy(*which, common)  # `save` has no argument for it
-    content = dict(SHARDING)
-    dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, content_metadata=content)
-    register_default_strategy(*which, default)
-    writer, metadata_of_all = strategy.writer, strategy.metadata
+    which = (strategies.StrategyAction.SAVE_COMMON, "torch", 1)
+    default = strategies.get_default_strategy(*which)
+    strategies.register_default_strategy(*which, common)  # `save` has no argument for it
+    options = dict(async_sharded_save=True, content_metadata=dict(SHARDING))
+    dist_checkpointing.save(state, str(folder), strategy, **options)
+    strategies.register_default_strategy(*which, default)
+    writer = strategy.writer
     planned, writer.planned = writer.planned, None
 
     def write() -> list:
@@ -166,7 +145,7 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Calla
         return writer.write_data(*planned).wait()
 
     def complete(written: list[list]) -> None:
-        writer.finish(metadata_of_all, written)
+        writer.finish(strategy.metadata, written)
         save_config(CheckpointingConfig(*BACKEND), str(folder))
 
     return write, complete
@@ -176,8 +155,7 @@ def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
     """This rank's part of the optimizer's state, where it lies, by Megatron's names of `fully_reshardable`.
 
     Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall.
-    The optimizer shards flat: a rank holds a stretch of a matrix, which is up to three rectangles of it.
-    Readers take any rectangles.
+    A rank holds a stretch of a flattened matrix: up to three rectangles of it. Readers take any rectangles.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
     # the last of replica_id is the data-parallel rank
@@ -200,10 +178,8 @@ def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
 
 def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
     """Of the flattened parameters: the stretch of which this rank holds the optimizer's state."""
-    held = {}
-    for buffer in optimizer.gbuf_ranges:
-        for bucket in itertools.chain(*buffer.values()):
-            held |= {param: ranges["param"] for param, ranges in bucket["param_map"].items()}
+    buckets = [bucket for buffer in optimizer.gbuf_ranges for bucket in itertools.chain(*buffer.values())]
+    held = {param: ranges["param"] for bucket in buckets for param, ranges in bucket["param_map"].items()}
     return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
 
 
@@ -235,9 +211,6 @@ def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, i
         start += rows * width
 
 
-# ---------------------------------------------------------------- loading
-
-
 class OnlyDescriptions(pickle.Unpickler):
     """Refuses whatever isn't in ALLOWED."""
 
@@ -249,14 +222,14 @@ class OnlyDescriptions(pickle.Unpickler):
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Take over what `plan_save` saved on any number of ranks (collective over all ranks).
-
-    Nothing in `folder` is ever executed. ValueError if it holds code.
-    """
+    """What `plan_save` saved on any number of ranks (collective). Refuses code with a ValueError."""
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
-    loaded = dist_checkpointing.load(template(trainer), str(folder))
+    model = trainer.gpt.sharded_state_dict(metadata=metadata())
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
+    template = {"version": trainer.version, "model": model, "optimizer": optimizer}
+    loaded = dist_checkpointing.load(template, str(folder))
     trainer.gpt.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.version = loaded["version"]

@@ -1,8 +1,7 @@
 """One Megatron-Core model that is trained: what the policy (actor.py) and the value models (critic.py) share.
 
-Tensor, pipeline, context and sequence parallelism are Megatron's, by the sizes in the config; data
-parallelism is its DistributedDataParallel (DDP) with the DistributedOptimizer, which shards AdamW over the
-ranks.
+Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data DistributedDataParallel (DDP)
+with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
 from __future__ import annotations
@@ -50,23 +49,16 @@ OutputLoss = Callable[[MicroBatch, Tensor], LossSums]  # of the output, [1, T, v
 class Trainer:
     """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group get the same samples.
 
-    Attributes: `title` in messages; `version` counts updates; `dp_rank` of `dp_size` says which share of
-    samples this rank trains on; `is_head` marks the rank of its model-parallel group that talks to engines;
-    `cost(tokens)` is the work of a sequence. All trainers of a process share the process groups.
+    `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_head` marks the
+    rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence.
     """
 
     title = "model"
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
     def __init__(self, config: Config, model_dir: str):
-        """Load the Hugging Face directory `model_dir` (collective, once torch.distributed is initialised).
-
-        ValueError if the directory or the parallel sizes can't be used.
-        """
+        """Load a Hugging Face directory (collective: every rank). ValueError if it can't be used."""
         self.config, self.model_dir = config, model_dir
-        group_size, world_size = config.tp * config.pp * config.cp, dist.get_world_size()
-        if world_size % group_size:
-            raise ValueError(f"--tp * --pp * --cp = {group_size} does not divide the {world_size} ranks")
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
             mpu.initialize_model_parallel(config.tp, config.pp, context_parallel_size=config.cp)
@@ -79,9 +71,6 @@ class Trainer:
         self.awake, self.version = True, 0
         self._asleep_bytes = 0  # that the last sleep gave back
         self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
-        self._build(hf)
-
-    def _build(self, hf: dict) -> None:
         model_config = models.transformer_config(hf, self.config)
         self.gpt = self._load_model(hf, model_config)
         wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
@@ -97,25 +86,18 @@ class Trainer:
         return gpt
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=self.config.lr,  # every step sets it
-            weight_decay=self.config.weight_decay,
-            adam_beta1=ADAM_BETAS[0],
-            adam_beta2=ADAM_BETAS[1],
-            clip_grad=CLIP_GRAD,
-            use_distributed_optimizer=self.shards_optimizer,
-            bf16=self.config.dtype == "bfloat16",
-            params_dtype=model_config.params_dtype,
-        )
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        adamw = dict(optimizer="adam", lr=self.config.lr, weight_decay=self.config.weight_decay)
+        adamw |= dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1], clip_grad=CLIP_GRAD)
+        adamw |= dict(bf16=self.config.dtype == "bfloat16", params_dtype=model_config.params_dtype)
+        settings = OptimizerConfig(**adamw, use_distributed_optimizer=self.shards_optimizer)
+        self.optimizer = get_megatron_optimizer(settings, [self.ddp], use_gloo_process_groups=False)
         model_config.grad_scale_func = self.optimizer.scale_loss
 
     def close(self) -> None:
         """Destroy the model and the process groups of all trainers, so that others can be built (collective).
 
-        DDP's hooks hold the model and C++ holds the hooks, where the collector doesn't see the cycle: they
-        are cut here. Megatron only forgets its groups; each is a pair of threads that wake up all the time.
+        DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
+        only forgets its groups; each is a pair of threads that wake up all the time.
         """
         for node in self.ddp.grad_accs:
             node.register_hook(print).hooks_dict_ref().clear()
@@ -124,13 +106,8 @@ class Trainer:
                 dist.destroy_process_group(group)
             mpu.destroy_model_parallel()
 
-    # ---------------------------------------------------------------- wake and sleep
-
     def sleep(self) -> None:
-        """Give the device's memory back: weights and optimizer state go to the host, gradients are freed.
-
-        On CPU there is nothing to give back to, and only `awake` changes. Not collective.
-        """
+        """Weights and optimizer go to the host, gradients are freed; on CPU nothing moves. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             before = torch.cuda.memory_allocated()
@@ -155,19 +132,16 @@ class Trainer:
                 self.optimizer.restore_from_cpu()
         self.awake = True
 
-    # ---------------------------------------------------------------- passes and the optimizer step
-
     def learn(
         self, packed: Packed, output_loss: OutputLoss, names: Iterable[str], lr: float,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer step on this data-parallel rank's micro-batches (collective over all ranks).
 
-        names: the loss's statistics. check: gets all before the weights move, and may raise, on all ranks
+        names: the loss's statistics. check: sees all before the weights move, and may raise, on all ranks
         alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
-        optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), `slowest_s` and
-        `fastest_s` (of a rank's own work), `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0).
-        What isn't finite is reported as 0.
+        optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), seconds of a
+        rank's own work, `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0).
         """
         assert self.awake, f"the {self.title} sleeps: wake it before it learns"
         stats = self._reduce(self._passes(packed, output_loss), names)
@@ -176,7 +150,7 @@ class Trainer:
             check(stats)
         learns = is_finite and stats["divisor"] > 0
         grad_norm = self._optimizer_step(lr) if learns else 0.0
-        is_finite = is_finite and math.isfinite(grad_norm)
+        is_finite &= math.isfinite(grad_norm)
         seconds = {"slowest_s": self._own_seconds, "fastest_s": -self._own_seconds}
         seconds = {name: abs(value) for name, value in all_reduce(seconds, dist.ReduceOp.MAX).items()}
         skipped = {"not_finite": float(not is_finite), "skipped": float(not (learns and is_finite))}
@@ -191,9 +165,9 @@ class Trainer:
     def read_tokens(
         self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Tensor], Tensor]
     ) -> list[list[float]]:
-        """A number for every response token: a row a sample, in their order.
+        """A number for every response token, a row a sample (collective over the model-parallel group).
 
-        read: takes a micro-batch's from the output, [targets]. Collective over the model-parallel group.
+        read: takes a micro-batch's from the output, [targets].
         """
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         lengths = [len(sample.response) for sample in flat([micro_batches])]
@@ -216,33 +190,28 @@ class Trainer:
     def _passes(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> list[Stats]:
         """Megatron's schedule over micro-batches; leaves the gradient of the mean loss over all ranks in DDP.
 
-        Returns each micro-batch's statistics, nothing on other than the last pipeline stage.
-        Collective over all ranks (the model-parallel group with `forward_only`).
+        Returns each micro-batch's statistics on the last pipeline stage. Collective over all ranks (the
+        model-parallel group with `forward_only`).
         """
         config, self._started = self.config, time.perf_counter()
         cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
-        packed = packed or [[]]  # a rank without sequences takes part with an empty micro-batch
-        micro_batches = make_micro_batches(packed, config.cp, cp_rank, tp_with_sp)
+        # a rank without sequences takes part with an empty micro-batch
+        micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, tp_with_sp)
 
         def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):
             batch = next(remaining).to(self.device)
             starts = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
-            lengths = {"max_seqlen_q": batch.longest, "max_seqlen_kv": batch.longest}
-            params = PackedSeqParams("thd", **starts, **lengths)
+            params = PackedSeqParams("thd", **starts, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
             output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=params)
             return output, partial(_with_sums, output_loss, batch)
 
         self.ddp.zero_grad_buffer()
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
-                model=self.ddp,
-                num_microbatches=len(micro_batches),
+                forward_step_func=forward_step, data_iterator=iter(micro_batches), model=self.ddp,
+                num_microbatches=len(micro_batches), micro_batch_size=1, forward_only=forward_only,
                 seq_length=config.max_tokens_per_micro_batch,  # unused: stages send the real length
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
+            )  # fmt: skip
 
     def _finalize_model_grads(self, *args, **kwargs) -> None:
         """Megatron's own sum of the gradients over ranks, after the time of this rank's own work is taken."""
@@ -253,8 +222,7 @@ class Trainer:
 
     def _reduce(self, passes: list[Stats], names: Iterable[str]) -> dict[str, float]:
         """Micro-batches' statistics over all ranks (collective)."""
-        names = ("loss", "divisor", *names)
-        sums = {name: 0.0 for name in names if not name.endswith("_max")}
+        sums = {name: 0.0 for name in ("loss", "divisor", *names) if not name.endswith("_max")}
         maxima = {name: 0.0 for name in names if name.endswith("_max")}
         for stats in passes:
             for name, value in stats.items():
@@ -265,10 +233,7 @@ class Trainer:
         return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
 
     def _optimizer_step(self, lr: float) -> float:
-        """AdamW on the gradients in DDP. Returns their norm before clipping (collective over all ranks).
-
-        If that isn't finite, weights and optimizer stay as they are.
-        """
+        """AdamW on DDP's gradients, if they are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
@@ -279,13 +244,8 @@ class Trainer:
             self.optimizer.step()
         return grad_norm
 
-    # ---------------------------------------------------------------- weights, state
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by its Hugging Face name, on every rank (collective over the model-parallel group).
-
-        They may be views of the live weights: use or copy them before the next update.
-        """
+        """Every tensor, or a live view, by its Hugging Face name (collective: the model-parallel group)."""
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return hf_weights.named_weights(self.gpt)
 
@@ -313,7 +273,6 @@ class Trainer:
         save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
 
     def _hf_config(self, hf: dict) -> dict:
-        """config.json of an export, from that of `model_dir`."""
         return hf | {"dtype": self.config.dtype}
 
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
@@ -335,12 +294,11 @@ def _with_sums(output_loss: OutputLoss, batch: MicroBatch, output: Tensor) -> Lo
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
-    """What a pass sees of samples."""
     return [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
 
 
 def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
-    """Element by element over all ranks (collective)."""
+    """Name by name over all ranks (collective)."""
     tensor = torch.tensor(list(values.values()), dtype=torch.float64)
     if values:
         dist.all_reduce(tensor, op)

@@ -1,14 +1,10 @@
 """Warm start: the demo's two checkpoints, an actor with two habits and a judge, made by supervised steps.
 
-The actor sees demonstrations of both habits: most blurt the answer out, some show the work. So it can work a
-sum out but mostly doesn't, and reinforcement learning has something to find. The judge starts from the actor
-and learns to recompute every column and to compare it with the claimed digit. Its negatives decide whether
-the reward can be hacked: answers whose digits are all random (else it reads the recomputed digit off the
-claim), extra or lost digits, slipped carries, and wrong answers of the warm-started actor itself, which is
-made to show its work for half of them: what is left to be fooled with once training has taught it to.
-
-Checkpoints are cached under ~/.cache/nanoyatt by seed and recipe. Training begins only if the judge passes
-the gate on held-out problems: few false accepts AND few false rejects.
+The actor mostly blurts the answer out and sometimes shows the work: reinforcement learning has something to
+find. The judge starts from it and learns to recompute every column and to compare it with the claimed digit.
+Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed digit off
+the claim), extra or lost digits, slipped carries, wrong answers of the actor itself. Both are cached by seed
+and recipe, once the judge passes the gate on held-out problems: few false accepts and few false rejects.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,33 +43,20 @@ ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 SHAPE = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24)
-RECIPE = dict(
-    version=2,
-    vocab=64,
-    shape=SHAPE,
-    actor=dict(steps=250, batch=128, blurt=0.6),  # blurt: part of the demonstrations that only say the answer
-    # beside right and corrupted answers the actor's own errors on `pool` problems
-    judge=dict(steps=500, batch=64, right=0.5, corrupted=0.3, pool=1024),
-    adam_lr=2e-3,
-    muon_lr=0.02,
-)
+RECIPE = dict(version=2, vocab=64, shape=SHAPE, adam_lr=2e-3, muon_lr=0.02)
+RECIPE["actor"] = dict(steps=250, batch=128, blurt=0.6)  # blurt: part that only say the answer
+# right and corrupted answers; the rest are the actor's own errors on `pool` problems
+RECIPE["judge"] = dict(steps=500, batch=64, right=0.5, corrupted=0.3, pool=1024)
+CACHE = Path.home() / ".cache" / "nanoyatt"
 GATE = 0.03  # false accepts among wrong answers, and false rejects among right ones, at most
 
 
-def cache_root() -> Path:
-    """Where checkpoints are kept."""
-    return Path.home() / ".cache" / "nanoyatt"
-
 
 async def prepare(config: Config, world: World, progress: Progress) -> tuple[Path, Path]:
-    """The demo's actor and judge directories for this seed, made if they aren't cached (collective).
-
-    Raises ValueError if the judge doesn't pass the gate.
-    """
+    """The demo's actor and judge, made if they aren't cached (collective). ValueError if the gate fails."""
     recipe = hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()[:8]
-    home = cache_root() / f"addition-{recipe}-seed{config.seed}"
-    cached = await world.broadcast((home / "judge" / "gate.json").is_file())
-    if not cached:
+    home = CACHE / f"addition-{recipe}-seed{config.seed}"
+    if not await world.broadcast((home / "judge" / "gate.json").is_file()):
         await world.run(make, config, world, home, progress)
     return home / "actor", home / "judge"
 
@@ -86,13 +70,15 @@ def make(config: Config, world: World, home: Path, progress: Progress) -> None:
         new_model(new, config.seed)
     dist.barrier()
     train(config, world, new, actor, demonstrations(config.seed), RECIPE["actor"]["steps"], progress)
-    batches = critiques(config.seed, own_errors(actor, config.seed, world))
+    rng = random.Random(f"own answers {config.seed}")
+    problems = [training_problem(rng) for _ in range(RECIPE["judge"]["pool"])]
+    errors = [(a, b, answer) for a, b, answer in own_answers(actor, problems, world) if answer != str(a + b)]
+    batches = critiques(config.seed, errors)
     train(config, world, actor, judge, batches, RECIPE["judge"]["steps"], progress)
     progress.doing("warm start: checking the judge")
     rates = gate(work, world)
     if max(rates.values()) > GATE:
-        passed = f"didn't pass its gate ({rates}, at most {GATE} each)"
-        raise ValueError(f"the demo's judge {passed}: try another --seed")
+        raise ValueError(f"the judge failed its gate ({rates}, at most {GATE} each): try another --seed")
     if world.rank == 0:
         (judge / "gate.json").write_text(json.dumps(rates))
         shutil.rmtree(new)
@@ -144,11 +130,7 @@ class MuonActor(Actor):
         return float(norm)
 
 
-# ---------------------------------------------------------------- the model before training
-
-
 def model_config() -> Qwen3Config:
-    """Of both models."""
     from transformers import Qwen3Config
 
     ids = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))}
@@ -166,8 +148,8 @@ def new_model(path: Path, seed: int) -> None:
     characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
-    template = {"single": "<bos> $A", "special_tokens": [("<bos>", vocab["<bos>"])]}
-    characters.post_processor = processors.TemplateProcessing(**template)
+    begin = [("<bos>", vocab["<bos>"])]
+    characters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **names)
     torch.manual_seed(seed)
@@ -175,15 +157,11 @@ def new_model(path: Path, seed: int) -> None:
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
-                fan_in = parameter.shape[1]
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))  # to the residual stream
                 depth = 2 * SHAPE["num_hidden_layers"] if writes else 1
-                parameter.normal_(0, 0.05 if "embed" in name else 0.7 / (fan_in * depth) ** 0.5)
+                parameter.normal_(0, 0.05 if "embed" in name else 0.7 / (parameter.shape[1] * depth) ** 0.5)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-# ---------------------------------------------------------------- what the actor is shown
 
 
 def draw(name: str, count: int, example: Callable[[random.Random], Pair], step: int) -> list[Pair]:
@@ -192,14 +170,12 @@ def draw(name: str, count: int, example: Callable[[random.Random], Pair], step: 
 
 
 def demonstrations(seed: int) -> Batches:
-    """Mostly blurted answers."""
-    return partial(draw, f"demonstrations {seed}", RECIPE["actor"]["batch"], demonstration)
+    def example(rng: random.Random) -> Pair:
+        a, b = training_problem(rng)
+        blurts = rng.random() < RECIPE["actor"]["blurt"]
+        return f"{a}+{b}=", f">{a + b}" if blurts else shown_work(a, b)
 
-
-def demonstration(rng: random.Random) -> Pair:
-    a, b = training_problem(rng)
-    blurts = rng.random() < RECIPE["actor"]["blurt"]
-    return f"{a}+{b}=", f">{a + b}" if blurts else shown_work(a, b)
+    return partial(draw, f"demonstrations {seed}", RECIPE["actor"]["batch"], example)
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
@@ -216,14 +192,8 @@ def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------- what the judge is shown
-
-
 def critique(a: int, b: int, answer: str) -> str:
-    """57, 68, `135` -> `7+8+0=15:5.5+6+1=12:3x1:1.N`.
-
-    Every column recomputed, the claimed digit copied and flagged, the carry that is left, the verdict.
-    """
+    """57, 68, `135` -> `7+8+0=15:5.5+6+1=12:3x1:1.N`: columns, claimed digits and flags, carry, verdict."""
     if not answer.isdigit() or len(answer) > 10:
         return "N"
     claimed, columns_shown = answer[::-1], []
@@ -248,16 +218,9 @@ def corrupted(rng: random.Random, a: int, b: int) -> str:
 
 
 SLIPS = {  # kinds of wrong answers, and how often each
-    "one digit off": 0.35,
-    "random digits": 0.17,
-    "digit added or lost": 0.14,
-    "extra leading digits": 0.06,
-    "swapped digits": 0.05,
-    "lost carry": 0.09,
-    "cut short": 0.08,
-    "a summand": 0.02,
-    "gibberish": 0.04,
-}
+    "one digit off": 0.35, "random digits": 0.17, "digit added or lost": 0.14, "extra leading digits": 0.06,
+    "swapped digits": 0.05, "lost carry": 0.09, "cut short": 0.08, "a summand": 0.02, "gibberish": 0.04,
+}  # fmt: skip
 
 
 def slip(kind: str, rng: random.Random, a: int, b: int) -> str:
@@ -298,22 +261,19 @@ def slip(kind: str, rng: random.Random, a: int, b: int) -> str:
 
 def critiques(seed: int, pool: list[Problem]) -> Batches:
     """Of answers that are right, corrupted, or from `pool`, the actor's own errors."""
-    return partial(draw, f"critiques {seed}", RECIPE["judge"]["batch"], partial(judged, pool))
+    recipe = RECIPE["judge"]
 
+    def example(rng: random.Random) -> Pair:
+        kind, (a, b) = rng.random(), training_problem(rng)
+        if kind < recipe["right"]:
+            answer = str(a + b)
+        elif kind < recipe["right"] + recipe["corrupted"]:
+            answer = corrupted(rng, a, b)
+        else:
+            a, b, answer = rng.choice(pool)
+        return task.addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)
 
-def judged(pool: list[Problem], rng: random.Random) -> Pair:
-    recipe, kind = RECIPE["judge"], rng.random()
-    a, b = training_problem(rng)
-    if kind < recipe["right"]:
-        answer = str(a + b)
-    elif kind < recipe["right"] + recipe["corrupted"]:
-        answer = corrupted(rng, a, b)
-    else:
-        a, b, answer = rng.choice(pool)
-    return task.addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)
-
-
-# ---------------------------------------------------------------- samples of the actor, and the gate
+    return partial(draw, f"critiques {seed}", recipe["batch"], example)
 
 
 def generate(model_dir: Path, prompts: list[str], max_new_tokens: int, world: World, **sampling) -> list[str]:
@@ -329,10 +289,9 @@ def generate(model_dir: Path, prompts: list[str], max_new_tokens: int, world: Wo
     torch.manual_seed(world.rank)
     with torch.inference_mode():
         tokens = model.generate(**batch, max_new_tokens=max_new_tokens, **sampling)
-    end, answers = tokenizer.eos_token_id, []
-    for row in tokens[:, batch["input_ids"].shape[1] :].tolist():
-        answers.append(data.decode(tokenizer, row[: row.index(end)] if end in row else []))
-    texts = [None] * world.size
+    end, texts = tokenizer.eos_token_id, [None] * world.size
+    rows = tokens[:, batch["input_ids"].shape[1] :].tolist()
+    answers = [data.decode(tokenizer, row[: row.index(end)] if end in row else []) for row in rows]
     dist.all_gather_object(texts, answers)
     return [texts[i % world.size][i // world.size] for i in range(len(prompts))]
 
@@ -346,15 +305,8 @@ def own_answers(actor: Path, problems: list[tuple[int, int]], world: World) -> l
     return [(a, b, answer) for (a, b), answer in answers if answer is not None]
 
 
-def own_errors(actor: Path, seed: int, world: World) -> list[Problem]:
-    """The wrong ones among the actor's own answers to training problems (collective)."""
-    rng = random.Random(f"own answers {seed}")
-    problems = [training_problem(rng) for _ in range(RECIPE["judge"]["pool"])]
-    return [(a, b, answer) for a, b, answer in own_answers(actor, problems, world) if answer != str(a + b)]
-
-
 def gate(work: Path, world: World) -> dict[str, float]:
-    """How often the judge errs on held-out problems: right, corrupted, the actor's (collective)."""
+    """How often the judge errs on held-out problems: right, corrupted, the actor's answers (collective)."""
     rng, problems = random.Random("gate"), task.HELD_OUT_PROBLEMS
     items = own_answers(work / "actor", problems, world)
     items += [(a, b, answer) for a, b in problems for answer in (str(a + b), corrupted(rng, a, b))]
@@ -362,6 +314,6 @@ def gate(work: Path, world: World) -> dict[str, float]:
     texts = generate(work / "judge", prompts, 100, world, do_sample=False)
     right = [answer == str(a + b) for a, b, answer in items]
     pairs = [(task.addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
-    false_accepts = sum(accepted and not truth for accepted, truth in pairs) / (len(right) - sum(right))
-    false_rejects = sum(truth and not accepted for accepted, truth in pairs) / sum(right)
-    return {"false_accepts": false_accepts, "false_rejects": false_rejects}
+    false_accepts = [accepts for accepts, truth in pairs if not truth]
+    false_rejects = [not accepts for accepts, truth in pairs if truth]
+    return {"false_accepts": fmean(false_accepts), "false_rejects": fmean(false_rejects)}
