@@ -275,8 +275,9 @@ class FakeEngine:
     async def until_down(self):
         while self.server.runs:
             if self.server.hangs:
-                await asyncio.sleep(PROBE_S)
-                return "gave no sign of life"
+                died = asyncio.ensure_future(self.server.changed.wait())
+                done, _ = await asyncio.wait([died], timeout=PROBE_S)
+                return "died" if done else "gave no sign of life"
             await self.server.changed.wait()
         return "died"
 
