@@ -386,7 +386,7 @@ def test_ctrl_c(run, name):
             r"stopped after \d+ of 100000 steps; go on with: torchrun --nproc-per-node 2 run.py ", line
         )
         done = int(line.split()[2])
-        assert (run.folder / "out" / "checkpoints" / f"step_{done}" / "manifest.json").is_file()
+        assert (run.folder / "out" / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
     else:
         assert run.ours == ["interrupted"]
     run.check_nothing_is_left()
