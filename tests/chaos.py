@@ -9,10 +9,9 @@ A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process 
 stopped launcher or a stopped command goes on after a while), replies of engines that are lost or late
 (broken_replies.py), a full disk under the checkpoints, a flipped byte in a checkpoint, a signal to stop. It
 is started again with the same command until its steps are done. Then metrics.jsonl equals the unbroken run's
-in every column that doesn't depend on timing, and the final weights are bit-equal; or the run ended with a
-clear stop of docs/faults.md. No process may be left behind, and no start may take longer than DEADLINE_S.
-What the unbroken runs came to is kept under runs/chaos, by settings and source. Needs Linux and, for the full
-disk, root.
+in every column that doesn't depend on timing, and the final weights are bit-equal; or it ended with a clear
+stop of docs/faults.md. No process may be left behind, and no start may take longer than DEADLINE_S. What the
+unbroken runs came to is kept under runs/chaos, by settings and source. Needs Linux; the full disk, root.
 """
 
 import argparse
@@ -40,22 +39,12 @@ DEADLINE_S = 420.0  # for one start of a trial to end: longer than any wait that
 LONG_S = 1800.0  # for any other
 GONE_S = 60.0  # for all processes of a start to be gone after its launcher
 MOST_STARTS = 5
-SMALL = [
-    "--steps",
-    "6",
-    "--save-every",
-    "1",
-    "--save-hf-every",
-    "6",
-    "--prompts-per-step",
-    "4",
-    "--eval-every",
-    "100",
-]
-WAITS = ["--timeout-s", "120"]
+STEPS = 6  # of a trial
+SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4 --eval-every 100"
+WAITS = "--timeout-s 120"
 # a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
 CLEAR_STOPS = ("engine is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
-DAMAGE_STOPS = ("none of its",)  # where a person has to decide
+DAMAGE_STOPS = ("checkpoints is whole",)  # where a person has to decide
 PARTS = ("tokens_trained", "tokens_filtered", "tokens_carried")  # what becomes of the tokens that are written
 LAUNCHERS = set()  # process ids, for whose end subprocess asks
 
@@ -87,9 +76,7 @@ def reap():
 
 
 def kind_of(process):
-    """What a process of the run is: launcher, rank, writer, server, scheduler, detokenizer or other; gone if
-    it has ended.
-    """
+    """launcher, rank, writer, server, scheduler, detokenizer or other; gone of a process that has ended."""
     try:
         command, parent = " ".join(process.cmdline()), process.parent()
         above = " ".join(parent.cmdline()) if parent else ""
@@ -137,36 +124,18 @@ class Start:
     deadline_s: float = LONG_S
 
     def __post_init__(self):
-        command = [
-            str(Path(sys.executable).with_name("torchrun")),
-            "--nproc-per-node",
-            str(self.ranks),
-            "--master-port",
-        ]
-        command += [str(self.port + 90), "--max-restarts", str(self.restarts)]
-        command += [
-            "run.py" if self.replies is None else "tests/broken_replies.py",
-            "--out",
-            str(self.out),
-            "--port",
-            str(self.port),
-        ]
-        environment = (
-            os.environ
-            | {"OMP_NUM_THREADS": "1"}
-            | ({} if self.replies is None else {"CHAOS_REPLIES": str(self.replies)})
-        )
+        program = "run.py" if self.replies is None else "tests/broken_replies.py"
+        command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", self.ranks]
+        command += ["--master-port", self.port + 90, "--max-restarts", self.restarts, program]
+        command += ["--out", self.out, "--port", self.port, *self.arguments]
+        # seconds for a save after a signal, as the Makefile says
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+        environment |= {} if self.replies is None else {"CHAOS_REPLIES": str(self.replies)}
         self.log = self.out.with_suffix(".log")
         self.began, self.said_before = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
-            self.process = psutil.Popen(
-                [*command, *self.arguments],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            how = dict(cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self.process = psutil.Popen([*map(str, command)], **how)
         LAUNCHERS.add(self.process.pid)
 
     def said(self):
@@ -190,9 +159,7 @@ class Start:
         return False
 
     def end(self):
-        """Wait for its end; returns its exit status and what was wrong with how it ended: too late, or not
-        all of it.
-        """
+        """Wait for its end; returns its exit status, and what was wrong: too late, not all of it."""
         wrong = []
         while self.runs() and self.seconds() < self.deadline_s:
             time.sleep(0.1)
@@ -226,10 +193,8 @@ def is_done(out, steps):
 def fingerprint(out, steps):
     """What a run came to: its rows, and a hash of its final weights."""
     weights = out / "checkpoints" / f"step_{steps}" / "hf" / "model.safetensors"
-    return {
-        "rows": rows_of(out),
-        "weights": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None,
-    }
+    found = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None
+    return {"rows": rows_of(out), "weights": found}
 
 
 def source():
@@ -253,9 +218,8 @@ def unbroken(name, arguments, steps, port):
         size = sum(path.stat().st_size for path in (out / "checkpoints" / f"step_{steps}").rglob("*"))
         facts = fingerprint(out, steps) | {"seconds": start.seconds(), "checkpoint_bytes": size}
         kept.write_text(json.dumps(facts))
-        print(
-            f"unbroken run {name}: {start.seconds():.0f} s, a checkpoint of {size / 1e6:.1f} MB", flush=True
-        )
+        took = f"{start.seconds():.0f} s, a checkpoint of {size / 1e6:.1f} MB"
+        print(f"unbroken run {name}: {took}", flush=True)
     return json.loads(kept.read_text())
 
 
@@ -297,11 +261,10 @@ class Fault:
     later: list = field(default_factory=list)  # (time, process): stopped processes that go on
 
     def strike(self, start, rng):
-        self.told = {
-            "kill": self.signal_one, "stop": self.signal_one, "kill tree": self.kill_tree,
-            "writer": self.strike_writer,
-            "end": self.ask_to_end, "full disk": self.fill_disk, "flip": self.flip,
-        }.get(self.name, lambda start, rng: "replies of engines are lost or late")(start, rng)  # fmt: skip
+        strikes = {"kill": self.signal_one, "stop": self.signal_one, "kill tree": self.kill_tree}
+        strikes |= {"writer": self.strike_writer, "end": self.ask_to_end, "full disk": self.fill_disk}
+        strikes |= {"flip": self.flip, "replies": lambda *_: "replies of engines are lost or late"}
+        self.told = strikes[self.name](start, rng)
 
     def moment(self, start, rng):
         """A while after a step of the run, the first included, or after its start."""
@@ -323,9 +286,7 @@ class Fault:
         for process in family():
             by_kind.setdefault(kind_of(process), []).append(process)
         by_kind.pop("gone", None)
-        if (
-            not by_kind or not start.runs()
-        ):  # ranks end their launcher first: one that is stopped after that, nobody would end
+        if not by_kind or not start.runs():  # nobody would end a process that is stopped now
             return f"nothing: the run had ended ({when})"
         kind = rng.choice(sorted(by_kind))
         process = rng.choice(by_kind[kind])
@@ -335,9 +296,7 @@ class Fault:
         return f"{'kill -9' if self.name == 'kill' else 'SIGSTOP'} of a {kind}, {when}"
 
     def kill_tree(self, start, rng):
-        """kill -9 of everything while a checkpoint is written, if one is; the launcher was told to restart
-        nobody.
-        """
+        """kill -9 of everything while a checkpoint is written, if one is."""
         step = rng.randrange(1, 6)
         start.wait_for(lambda: list(start.out.glob(f"checkpoints/step_{step}.partial-*")))
         time.sleep(rng.uniform(0, 0.1))
@@ -348,15 +307,9 @@ class Fault:
         """kill -9 or SIGSTOP of a process that writes a checkpoint."""
         step, number = rng.randrange(1, 6), rng.choice([signal.SIGKILL, signal.SIGSTOP])
         start.wait_for(lambda: list(start.out.glob(f"checkpoints/step_{step}.partial-*")))
-        found = []
-        until = time.monotonic() + 2
-        start.wait_for(
-            lambda: (
-                found.extend(p for p in family() if kind_of(p) == "writer")
-                or found
-                or time.monotonic() > until
-            )
-        )
+        found, until = [], time.monotonic() + 2
+        while start.runs() and not found and time.monotonic() < until:
+            found = [process for process in family() if kind_of(process) == "writer"]
         for process in found[:1]:
             send(process, number)
         return f"{number.name} of {'a' if found else 'no'} writer in the save of step {step}"
@@ -382,9 +335,8 @@ class Fault:
         """kill -9 of everything at a moment, and a byte of what it left is another."""
         when = self.moment(start, rng)
         kill_all(family())
-        files = sorted(
-            path for path in start.out.glob("checkpoints/**/*") if path.is_file() and path.stat().st_size
-        )
+        files = [path for path in start.out.glob("checkpoints/**/*") if path.is_file()]
+        files = sorted(path for path in files if path.stat().st_size)
         if not files:
             return f"kill -9 of all processes before the first checkpoint, {when}"
         path = rng.choice(files)
@@ -401,42 +353,26 @@ class Fault:
                 send(process, signal.SIGCONT)
 
 
-NAMES = [
-    "kill",
-    "kill",
-    "kill",
-    "kill",
-    "stop",
-    "stop",
-    "stop",
-    "kill tree",
-    "writer",
-    "writer",
-    "end",
-    "full disk",
-    "replies",
-    "flip",
-]
+NAMES = [*["kill"] * 4, *["stop"] * 3, "kill tree", "writer", "writer"]
+NAMES += ["end", "full disk", "replies", "flip"]
 
 
 def trial(number, mode, port):
     """One trial; returns what was wrong, a list of lines, empty if nothing."""
-    rng, steps = random.Random(f"chaos {number}"), 6
-    arguments = [*SMALL, *WAITS, "--mode", mode]
-    expected = unbroken(mode, arguments, steps, port)
+    rng, arguments = random.Random(f"chaos {number}"), [*SMALL.split(), *WAITS.split(), "--mode", mode]
+    expected = unbroken(mode, arguments, STEPS, port)
     names = [NAMES[number % len(NAMES)]] + [rng.choice(NAMES)] * (rng.random() < 0.3)
     faults = [Fault(name, expected["checkpoint_bytes"]) for name in names]
     out, wrong, starts, stop, began = PLACE / f"trial-{number}", [], 0, "", time.monotonic()
     for path in PLACE.glob(f"trial-{number}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     try:
-        while starts < MOST_STARTS and not stop and not wrong and not is_done(out, steps):
+        while starts < MOST_STARTS and not stop and not wrong and not is_done(out, STEPS):
             fault = faults[starts] if starts < len(faults) else None
             replies = number if fault and fault.name == "replies" else None
             here = port + 100 * (starts % 2)
-            start = Start(
-                out, here, arguments, restarts=rng.choice([0, 2]), replies=replies, deadline_s=DEADLINE_S
-            )
+            how = dict(restarts=rng.choice([0, 2]), replies=replies, deadline_s=DEADLINE_S)
+            start = Start(out, here, arguments, **how)
             if fault:
                 fault.strike(start, rng)
                 start.wait_for(lambda fault=fault: fault.go_on())
@@ -444,27 +380,19 @@ def trial(number, mode, port):
             starts += 1
             said = start.said()
             tolerated = {words for fault in faults[:starts] for words in fault.tolerated}
-            stop = next(
-                (
-                    line
-                    for line in said.splitlines()
-                    if line.startswith("error:") and any(t in line for t in tolerated)
-                ),
-                "",
-            )
-            if starts > len(faults) and not is_done(out, steps) and not stop:
+            errors = [line for line in said.splitlines() if line.startswith("error:")]
+            stop = next((line for line in errors if any(words in line for words in tolerated)), "")
+            if starts > len(faults) and not is_done(out, STEPS) and not stop:
                 wrong.append(f"start {starts} had no fault and ended with status {status}: {said[-1500:]}")
         if not stop and not wrong:
-            different = difference(fingerprint(out, steps), expected) if is_done(out, steps) else "not done"
+            different = difference(fingerprint(out, STEPS), expected) if is_done(out, STEPS) else "not done"
             wrong += [f"differs from the unbroken run: {different}"] * bool(different)
     finally:
         subprocess.run(["umount", out / "checkpoints"], capture_output=True)
     how = "; ".join(fault.told for fault in faults if fault.told)
     ended = f"BROKEN: {' | '.join(wrong)}" if wrong else f"clear stop: {stop}" if stop else "the same numbers"
-    print(
-        f"trial {number} ({mode}): {how} -> {ended} ({starts} starts, {time.monotonic() - began:.0f} s)",
-        flush=True,
-    )
+    took = f"{starts} starts, {time.monotonic() - began:.0f} s"
+    print(f"trial {number} ({mode}): {how} -> {ended} ({took})", flush=True)
     if not wrong:
         for path in PLACE.glob(f"trial-{number}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -475,9 +403,7 @@ def trial(number, mode, port):
 
 
 def broken_run(out, mode, steps, arguments, port):
-    """`steps` steps with a clean stop, a SIGTERM, a kill -9 of a rank and one of everything in a save; each
-    is started again.
-    """
+    """A Ctrl-C, a SIGTERM, a kill -9 of a rank and one of everything in a save; each is started again."""
     marks = [steps * part // 5 for part in range(1, 6)]
 
     def reached(start, mark):
@@ -488,8 +414,10 @@ def broken_run(out, mode, steps, arguments, port):
         assert status in may and not wrong, f"{name}: status {status} {wrong} {start.said()[-3000:]}"
         print(f"  {mode}: {name} after {len(rows_of(out))} rows", flush=True)
 
-    end(Start(out, port, ["--steps", str(marks[0]), *arguments]), "clean stop")
-    arguments = ["--steps", str(steps), *arguments]
+    start = Start(out, port, arguments)
+    reached(start, marks[0])
+    send(start.process, signal.SIGINT)
+    end(start, "Ctrl-C", (1,))
     start = Start(out, port + 100, arguments)
     reached(start, marks[1])
     for process in family():
@@ -506,6 +434,12 @@ def broken_run(out, mode, steps, arguments, port):
     kill_all(family())
     end(start, "kill -9 of all in a save", (-9,))
     end(Start(out, port, arguments), "the end")
+
+
+def settings_of(mode, steps):
+    """Of a run that is broken four times."""
+    saves = ["--save-every", str(max(1, steps // 10)), "--save-hf-every", str(steps)]
+    return ["--steps", str(steps), "--mode", mode, *saves, *["--rebalance"] * (mode == "partial")]
 
 
 def compare(name, found, expected):
@@ -530,22 +464,12 @@ def exact(modes, steps, port, extra):
     """Returns whether anything differs."""
     found, differs = {}, False
     for mode in modes:
-        save = max(1, steps // 10)
-        arguments = [
-            "--mode",
-            mode,
-            "--save-every",
-            str(save),
-            "--save-hf-every",
-            str(steps),
-                        *extra,
-        ]
-        arguments += ["--rebalance"] if mode == "partial" else []
+        arguments = [*settings_of(mode, steps), *extra]
         runs = PLACE / f"exact-{mode}"
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir(parents=True)
-        found[mode, "unbroken"] = unbroken(f"exact-{mode}", ["--steps", str(steps), *arguments], steps, port)
-        start = Start(runs / "again", port, ["--steps", str(steps), *arguments])
+        found[mode, "unbroken"] = unbroken(f"exact-{mode}", arguments, steps, port)
+        start = Start(runs / "again", port, arguments)
         status, wrong = start.end()
         assert status == 0 and not wrong, f"the second run failed: {wrong} {start.said()[-3000:]}"
         found[mode, "again"] = fingerprint(runs / "again", steps)
@@ -560,28 +484,17 @@ def exact(modes, steps, port, extra):
 
 
 def counted(modes, steps, port):
-    """The 4 resumes with over-dispatch and partial rollout, beside an unbroken run.
-
-    Returns whether a prompt or token is missing.
-    """
+    """The 4 resumes with over-dispatch, beside an unbroken run. Returns whether something is missing."""
     missing = False
     for mode in modes:
-        arguments = [
-            "--mode",
-            mode,
-            "--save-every",
-            str(max(1, steps // 10)),
-            "--save-hf-every",
-            str(steps),
-                    ]
-        arguments += ["--over-dispatch", "1.25", *["--rebalance"] * (mode == "partial")]
+        arguments = [*settings_of(mode, steps), "--over-dispatch", "1.25"]
         runs = PLACE / f"counted-{mode}"
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir(parents=True)
-        status, wrong = Start(runs / "unbroken", port, ["--steps", str(steps), *arguments]).end()
+        status, wrong = Start(runs / "unbroken", port, arguments).end()
         assert status == 0 and not wrong, f"the unbroken run failed: {wrong}"
         broken_run(runs / "broken", mode, steps, arguments, port)
-        for stops, name in enumerate(("unbroken", "broken")):
+        for name, stops in (("unbroken", 0), ("broken", 2)):
             missing |= account(f"{mode}: {name}", runs / name, steps, stops)
     return missing
 
@@ -594,28 +507,19 @@ def account(name, out, steps, stops):
     """
     rows = rows_of(out)
     curve = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-    rows, state = (
-        rows[:steps],
-        json.loads((out / "checkpoints" / f"step_{steps}" / "common.json").read_text()),
-    )
+    rows, folder = rows[:steps], out / "checkpoints" / f"step_{steps}"
+    state = json.loads((folder / "common.json").read_text())
     trained = [state["config"]["prompts_per_step"] - int(row["rollout/lacking_groups"]) for row in rows]
     assert all(trained), "a step that kept nothing doesn't tell how many groups it filtered"
-    filtered = [
-        round(n * (share := row["reward/zero_std_frac"]) / (1 - share))
-        for n, row in zip(trained, rows, strict=True)
-    ]
+    shares = [row["reward/zero_std_frac"] for row in rows]
+    filtered = [round(n * share / (1 - share)) for n, share in zip(trained, shares, strict=True)]
     drawn, waiting = state["prompts"]["cursor"], len(state["prompts"]["requeued"])
     tokens = {part: [int(row[f"rollout/{part}"]) for row in rows] for part in ("tokens", *PARTS)}
     before = [0, *tokens["tokens_carried"][:-1]]
-    extra = [
-        sum(parts) - new - old
-        for new, old, *parts in zip(tokens["tokens"], before, *map(tokens.get, PARTS), strict=True)
-    ]
-    print(
-        f"{name}: {drawn} prompts drawn = {sum(trained)} trained + {sum(filtered)} filtered "
-        f"+ {waiting} waiting",
-        flush=True,
-    )
+    steps_of_tokens = zip(tokens["tokens"], before, *map(tokens.get, PARTS), strict=True)
+    extra = [sum(parts) - new - old for new, old, *parts in steps_of_tokens]
+    became = f"{sum(trained)} trained + {sum(filtered)} filtered + {waiting} waiting"
+    print(f"{name}: {drawn} prompts drawn = {became}", flush=True)
     sums = [sum(tokens[part]) for part in ("tokens", *PARTS[:2])]
     print(f"  {sums[0]} tokens written + {[n for n in extra if n]} in a step that was stopped "
           f"= {sums[1]} trained + {sums[2]} filtered "
