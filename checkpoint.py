@@ -80,10 +80,9 @@ async def restore(c: Controller, folder: Path) -> None:
 
 
 def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> None:
-    """Give this controller what `state_of` returned on all of them, who may have been more or fewer.
+    """Take what `state_of` returned on all of them, who may have been more or fewer.
 
-    What was generated for a group goes to its new holder. On another number of ranks, or where a split is
-    gone, the run begins with its first plan, and what was measured is forgotten.
+    A group goes to its new holder. On another number of ranks the run begins with its first plan.
     """
     import torch
 
@@ -147,10 +146,7 @@ class Saving:
 
 @dataclass
 class Checkpoints:
-    """Saves one run's state under `out`, one checkpoint at a time. Its methods are collective.
-
-    newest: step of the newest complete checkpoint of this run, None before the first.
-    """
+    """Saves one run's state under `out` (collective). newest: step of its newest complete checkpoint."""
 
     config: Config
     world: World
@@ -293,10 +289,7 @@ class ResumePoint(NamedTuple):
 
 
 async def prepare_out(config: Config, world: World, say: Callable[[str], None]) -> ResumePoint | None:
-    """Make --out ready for this run; None for one that starts from nothing (collective).
-
-    Rank 0 decides, moves files and says so. Every rank raises the ValueError for what the user has to decide.
-    """
+    """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         folder = await find_checkpoint(config, world, say)
         return await on_rank_0(world, make_ready, config, folder, say)

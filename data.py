@@ -1,8 +1,4 @@
-"""Prompts and tokens: rows of a file and their order, the cursor over prompts, text and chat turns as tokens.
-
-Every controller holds the same `Prompts` and decides the same: no text travels between controllers, and a
-step's prompts don't depend on the number of ranks.
-"""
+"""Prompts and tokens: rows of a file and their order, the cursor over prompts, texts and chats as tokens."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ class Source(Protocol):
 
 
 class Prompts:
-    """The cursor over a source, prompts that come first next time, what was generated for them (`groups`).
-
-    The same on every controller but for `groups`, which stay with the controller that has them.
-    """
+    """A cursor over a source and its requeued prompts, equal on all ranks; `groups` stay where they are."""
 
     def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):
         """answers: of a group, one more with has_greedy. keeps_groups: of requeued prompts."""
@@ -125,9 +118,6 @@ def _shuffled(count: int, seed: str) -> list[int]:
     return order
 
 
-# ---------------------------------------------------------------- rows of a file
-
-
 def read_prompts(path: Path, encode: Callable[[Text], list[int]], max_tokens: int) -> list[Prompt]:
     """Of rows with `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`.
 
@@ -150,10 +140,7 @@ def read_prompts(path: Path, encode: Callable[[Text], list[int]], max_tokens: in
 
 
 def read_rows(path: Path) -> list[tuple[int, dict]]:
-    """(line or row number from 1, row) of a .jsonl/.json (one object a line) or .parquet file.
-
-    ValueError with the file, and the line of the first row that isn't a JSON object.
-    """
+    """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. ValueError says where."""
     if not path.is_file():
         raise ValueError(f"--data {path}: no such file")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
@@ -197,9 +184,6 @@ def is_chat(turns: Any) -> bool:
     )
 
 
-# ---------------------------------------------------------------- tokens
-
-
 def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Tokenizer:
     """ValueError naming the directory if none loads from it. Its own code runs only if it is trusted."""
     from transformers import AutoTokenizer
@@ -213,10 +197,7 @@ def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Tokenizer
 
 
 def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
-    """A space in whatever spells out a special token, so that it is read as text: `< |im_end|>`.
-
-    For what people, models and datasets wrote: else it could end its turn of a chat and begin another.
-    """
+    """A space in what spells out a special token, `< |im_end|>`: else a text could end its turn of a chat."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     broken = {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
     while found := [name for name in broken if name in text and name not in broken[name]]:
@@ -226,10 +207,7 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False) -> list[int]:
-    """Token ids of a prompt: chat turns through the chat template, plain text as it is.
-
-    is_complete: of chat turns whose last is an answer. ValueError for chat turns without a template.
-    """
+    """Token ids of text or chat turns; is_complete: the last is an answer. ValueError without a template."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if tokenizer.chat_template is None:

@@ -190,8 +190,9 @@ async def with_models(config: Config, world: World, progress: Progress) -> Confi
 
 def load_inputs(config: Config) -> tuple:
     """What decodes the policy's tokens, texts of the pretraining term, parts of a Controller by name."""
-    from training import ptx
+    from training import model, ptx
 
+    model.read_hf_config(config.model)
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
     load = partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
     tokenizer, judge_tokenizers = load(config.model), [load(path) for path in config.judge_models]

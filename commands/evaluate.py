@@ -1,8 +1,4 @@
-"""How good a model is: greedy accuracy and pass@k, by answers of a real engine, compared with their keys.
-
-Rows are those of --data in training, each with its `answer`; without --data the demo's held-out problems.
-What in a response is its answer is said by --judge-format (genrm.FORMATS); no judge is asked.
-"""
+"""Greedy accuracy and pass@k: a real engine's answers, read as --judge-format says, against --data's keys."""
 
 from __future__ import annotations
 

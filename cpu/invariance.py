@@ -1,12 +1,8 @@
 """Batch invariance without CUDA: the bits of a token don't depend on which other requests share its batch.
 
-Nor on how much of a prompt was found in the KV cache, or on whether its tokens came by decode or by prefill:
-the same prompt and seed give the same answer, whenever it is asked for. SGLang's own deterministic mode ships
-this as GPU kernels. What it takes here was measured for float32 with torch 2.13 and its MKL, on one thread;
-tests/test_engine.py shows it with a real server.
-
-Attention is over the whole batch: SGLang's `torch_native` backend calls one attention per request and layer,
-which is half of the time of a small model.
+Nor on what the KV cache held, or on decode or prefill: the same prompt and seed give the same answer. SGLang
+ships this as GPU kernels. What it takes here was measured for float32 with torch 2.13 and its MKL, on one
+thread; tests/test_engine.py shows it. Attention is over the whole batch: a call per request costs more.
 """
 
 import torch
@@ -42,11 +38,7 @@ def at_least_four_columns(linear):
 
 
 def row_by_row(sample):
-    """SGLang's Sampler._sample_from_probs, where a request's own rule alone says how it is sampled.
-
-    One greedy request, such as a health check's, would have the others of the batch sampled by other code,
-    too: over sorted tokens, so that the same seed gave another token.
-    """
+    """SGLang's Sampler._sample_from_probs by each request's own rule: greedy ones don't change others."""
 
     def sample_each(self, probs, rules, positions, is_simple):
         if is_simple:
@@ -57,9 +49,6 @@ def row_by_row(sample):
         return torch.where(has_rule, ruled, plain), capture
 
     return sample_each
-
-
-# ---- attention over the batch
 
 
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
@@ -152,9 +141,6 @@ def batched_attention():
             return attend(query, k_cache, v_cache, self.plan, layer.scaling, grouped).flatten(1)
 
     return BatchedAttention
-
-
-# ---- start
 
 
 def install():

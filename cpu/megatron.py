@@ -1,17 +1,13 @@
 """Run the real megatron.core on a machine without CUDA, and repair its distributed optimizer.
 
-Megatron-Core 0.16.1 is plain PyTorch once its optional kernels (Transformer Engine, Apex) are absent, except
-that its source says "cuda" by name: `torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`.
-`install()` adds an import hook that rewrites these names while megatron.core, and only megatron.core, is
-being imported:
+Megatron-Core 0.16.1 without its optional kernels (Transformer Engine, Apex) is plain PyTorch that says "cuda"
+by name. `install()` adds an import hook that rewrites these names in megatron.core alone: with torch itself
+patched, every other library would see a CUDA that is not there.
 
     torch.cuda                             -> CpuDevice, the small namespace below
     "cuda", "torch.cuda.FloatTensor"       -> "cpu", "torch.FloatTensor"
     x.cuda(...)                            -> x.cpu()        the tensor itself, on CPU
     x.pin_memory(), pin_memory=True        -> x.clone(), pin_memory=False
-
-The choice not taken is to patch torch itself: that is shorter, but then every other library sees a CUDA that
-is not there.
 """
 
 import ast
@@ -122,8 +118,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Make megatron.core importable here, and quiet, before its first import. Calling it again does nothing.
 
-    With CUDA the import hook is left out. The optimizer's repair below is about torch's own AdamW and not
-    about the device, so it happens wherever Apex and Transformer Engine are both absent.
+    With CUDA the import hook is left out. The optimizer's repair is about torch's own AdamW, not the device.
     """
     on_cpu = not torch.cuda.is_available()
     for message in WARNINGS + CPU_WARNINGS * on_cpu:
@@ -161,10 +156,7 @@ def state_dict(self):
 
 
 def load_state_dict(self, state):
-    """The original gives all parameters one step tensor, so that later steps would count once a parameter.
-
-    Adam's bias correction would then be wrong after a resume, and nothing would say so.
-    """
+    """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam."""
     original["load_state_dict"](self, state)
     for adam_state in self.optimizer.state.values():
         adam_state["step"] = adam_state["step"].clone()

@@ -9,11 +9,9 @@ the wheel is filled in here, through SGLang's own hooks and without touching its
 - the hash behind seeded sampling, which only ships as a GPU kernel;
 - attention over the whole batch, and sums that don't depend on what shares it (cpu/invariance.py);
 - children that are forked, not spawned: SGLang imports itself once, not three times;
-- Qwen3's forward, whose fallbacks for fused kernels spend more time in Python than in arithmetic. Others keep
-  theirs.
+- Qwen3's forward, whose fallbacks for fused kernels spend more time in Python than in arithmetic.
 
-With CUDA none of it is used and plain `sglang.launch_server` runs. Either way the server dies with the
-process that started it.
+With CUDA plain `sglang.launch_server` runs. Either way the server dies with the process that started it.
 Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
 """
 
@@ -31,23 +29,14 @@ import torch
 
 from cpu import invariance
 
-# ---- the server and its children die with their parent
-
 
 def die_with_parent():
-    """Ask Linux for a SIGKILL when the thread that started this process ends (PR_SET_PDEATHSIG).
-
-    A parent that is gone before it is asked about is noticed by its id, which `Engine.launch` passes to the
-    server, and the server to its children.
-    """
+    """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
         print("the process that started this one is gone", file=sys.stderr, flush=True)
         os._exit(1)  # an exception would be swallowed after a fork
     os.environ["NANOYATT_PARENT"] = str(os.getpid())
-
-
-# ---- import stand-ins
 
 
 class StandIn(types.ModuleType):
@@ -148,15 +137,9 @@ def unavailable_kernel(name):
     return refuse
 
 
-# ---- seeded sampling
-
-
 def murmur_hash32(seed, positions, columns):
-    """MurmurHash3 of (seed, position, column): the noise of seeded sampling, bit-equal to the GPU kernel.
-
-    seed [n] int64, positions [n], columns [vocab] -> uint32 [n, vocab]; torch has no uint32 product.
-    """
-    low32 = 0xFFFFFFFF
+    """MurmurHash3, bits as on a GPU: int64 seed [n], positions [n], columns [vocab] -> uint32 [n, vocab]."""
+    low32 = 0xFFFFFFFF  # torch has no uint32 product
 
     def rotate(x, bits):
         return ((x << bits) | (x >> (32 - bits))) & low32
@@ -183,15 +166,8 @@ def register_murmur_hash():
     return library  # the operator lives as long as this object
 
 
-# ---- Qwen3 without fused kernels
-
-
 def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
-    """Qwen3Model.forward in a fifth of the torch calls of SGLang's fallbacks for fused kernels.
-
-    0.7 x the scheduler's CPU time. input_ids, positions [tokens] -> hidden states [tokens, hidden]. Attention
-    stays SGLang's: `a.attn` with its KV cache.
-    """
+    """Qwen3Model.forward in 0.7 x the time. input_ids, positions [tokens] -> states [tokens, hidden]."""
     linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
     def norm(x, module):
@@ -217,9 +193,6 @@ def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None
     return norm(x, self.norm)
 
 
-# ---- start
-
-
 def install():
     """Make `import sglang` work without CUDA. Once per process, before anything of sglang is imported."""
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="all", TORCHDYNAMO_DISABLE="1")
@@ -241,11 +214,7 @@ def run_scheduler_process(*args, **kwargs):
 
 
 def fork_children():
-    """Have SGLang's processes forked: spawned, each would import torch and SGLang again (2/3 of the start).
-
-    SGLang spawns for CUDA's sake. Nothing here runs in threads yet when it starts them, and with one OpenMP
-    thread nothing has.
-    """
+    """Have SGLang's processes forked, before any thread runs: spawned, each would import torch and SGLang."""
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
     os.register_at_fork(after_in_child=die_with_parent)

@@ -1,7 +1,4 @@
-"""Engine: a handle on one SGLang server. Tokens in, tokens out: the server never sees text.
-
-The rank that launches it owns the server's process; any controller may use a handle over HTTP.
-"""
+"""Engine: a handle on one SGLang server, which never sees text. Whoever launches it owns its process."""
 
 from __future__ import annotations
 
@@ -104,16 +101,11 @@ class Engine:
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
-    # ---- the server's life
-
     @classmethod
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
     ) -> Self:
-        """Starts a server on this machine and returns at once; `await ready()` before use.
-
-        It dies with the thread that calls this, even if that is killed hard. ValueError if the port is taken.
-        """
+        """Starts a server, which dies with this thread. Then `await ready()`. ValueError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._tp, engine._silence_s = server.ranks_of_an_engine(role, config), config.engine_silence_s
@@ -133,15 +125,14 @@ class Engine:
             if clock() > deadline:
                 raise ValueError(f"the {self.name} wasn't ready within {deadline_s:g} s{process.log_tail()}")
             await asyncio.sleep(LOOK_S)
-        if (await self._get("/model_info"))["served_model_name"] != str(os.getpid()):
+        if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
-        await self._post("/freeze_gc")  # else each sleep collects garbage over all of SGLang's imports: 0.7 s
+        await self._call("POST", "/freeze_gc")  # else each sleep collects over all of SGLang's imports: 0.7 s
 
     async def until_down(self) -> str:
         """Waits until the server, which is awake, is dead or hangs; says which.
 
-        It hangs if no stream brings anything and /health doesn't say yes, which a busy server does with every
-        batch.
+        It hangs if no stream brings anything and /health doesn't say yes, as a busy server does every batch.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2
         while silent_s < self._silence_s:
@@ -169,29 +160,25 @@ class Engine:
             await self._session.close()
         if self._process:
             await self.kill()
-            self._process.remove_folder()
-
-    # ---- memory
+            self._process.folder.cleanup()
 
     async def sleep(self) -> None:
         """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
         if self._has_aborted:
             await asyncio.sleep(0.1)  # until an aborted request is out, or pausing would take a second
         self._has_aborted = False
-        await self._post("/pause_generation", mode="abort")  # other modes leave the idle scheduler spinning
-        await self._post("/flush_cache?timeout=30")
-        await self._post("/release_memory_occupation", tags=["kv_cache", "weights"])
+        await self._call("POST", "/pause_generation", mode="abort")  # in other modes the idle scheduler spins
+        await self._call("POST", "/flush_cache?timeout=30")
+        await self._call("POST", "/release_memory_occupation", tags=["kv_cache", "weights"])
 
     async def wake_weights(self) -> None:
         """Room for the weights. A judge's are as they were, a rollout engine's are to be loaded."""
-        await self._post("/resume_memory_occupation", tags=["weights"])
+        await self._call("POST", "/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
         """Room for the KV cache, once the actor is out; requests are welcome again."""
-        await self._post("/resume_memory_occupation", tags=["kv_cache"])
-        await self._post("/continue_generation")
-
-    # ---- weights
+        await self._call("POST", "/resume_memory_occupation", tags=["kv_cache"])
+        await self._call("POST", "/continue_generation")
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights by full tensors under Hugging Face names; `version` marks what they write.
@@ -204,7 +191,7 @@ class Engine:
         missing -= {"lm_head.weight"}  # tied to the embedding
         if missing:
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
-        served = (await self._get("/model_info"))["weight_version"]
+        served = (await self._call("GET", "/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
 
     def _checked(self, named_weights: Iterable, missing: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -218,15 +205,13 @@ class Engine:
 
     async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: Any) -> None:
         body |= {"load_format": "flattened_bucket", "flush_cache": True}
-        await self._post("/begin_weight_update")
+        await self._call("POST", "/begin_weight_update")
         try:
             for bucket in server.buckets(named_weights):
-                tensors = [server.serialize_bucket(bucket)] * self._tp
-                await self._post("/update_weights_from_tensor", serialized_named_tensors=tensors, **body)
+                body["serialized_named_tensors"] = [server.serialize_bucket(bucket)] * self._tp
+                await self._call("POST", "/update_weights_from_tensor", **body)
         finally:
-            await self._post("/end_weight_update")
-
-    # ---- generation
+            await self._call("POST", "/end_weight_update")
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.
@@ -255,13 +240,11 @@ class Engine:
     async def abort(self) -> None:
         """Aborts every answer that the server writes, whoever asked; they come back with finish "abort"."""
         self._has_aborted = True
-        await self._post("/abort_request", abort_all=True)
-
-    # ---- HTTP
+        await self._call("POST", "/abort_request", abort_all=True)
 
     @asynccontextmanager
     async def _open(
-        self, method: str, path: str, body: dict | None = None, deadline_s: float | None = None
+        self, method: str, path: str, body: dict, deadline_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A reply. EngineLost if none comes or it breaks off, ValueError if the server refuses."""
         if self._session is None:
@@ -269,9 +252,9 @@ class Engine:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             headers = {"Authorization": f"Bearer {self.key}"}
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=headers)
-        timeout = aiohttp.ClientTimeout(total=deadline_s)
+        how = {"timeout": aiohttp.ClientTimeout(total=deadline_s), "json": body if method == "POST" else None}
         try:
-            async with self._session.request(method, path, json=body, timeout=timeout) as response:
+            async with self._session.request(method, path, **how) as response:
                 if response.status != 200:  # why not is in the text
                     raise ValueError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
                 yield response
@@ -280,18 +263,14 @@ class Engine:
 
     async def _is_healthy(self, deadline_s: float) -> bool:
         try:
-            async with self._open("GET", "/health", deadline_s=deadline_s):  # generates one token
+            async with self._open("GET", "/health", {}, deadline_s):  # generates one token
                 return True
         except (EngineLost, ValueError):
             return False
 
-    async def _get(self, path: str) -> Any:
-        async with self._open("GET", path, deadline_s=self._silence_s) as response:
-            return await response.json()
-
-    async def _post(self, path: str, **body: Any) -> None:
-        async with self._open("POST", path, body, self._silence_s) as response:
-            await response.read()
+    async def _call(self, method: str, path: str, **body: Any) -> Any:
+        async with self._open(method, path, body, self._silence_s) as response:
+            return await response.json() if response.content_type == "application/json" else None
 
 
 def read_part(event: dict, written: int) -> Answer:

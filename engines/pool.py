@@ -37,11 +37,9 @@ class EngineStatus(NamedTuple):
 class Pool:
     """A handle on each engine of a role, of which at most one is this controller's own, to wake and to watch.
 
-    Collective calls act on each rank's own engine, and all leave together: nobody asks one that sleeps. Only
-    the engines of the plan take part (`assign`); the others sleep.
-
-    An engine that dies or hangs is noticed by its owner, and ended. From the next meeting on all pass it
-    over, and what it owed is asked of another. Once all engines sleep, `restart_lost` starts it again.
+    Collective calls act on each rank's own engine of the plan (`assign`), and all leave together: nobody asks
+    one that sleeps. An engine that dies or hangs is ended by its owner. From the next meeting on others do
+    its work, until `restart_lost`, once all sleep, starts it again.
     """
 
     def __init__(self, engines: list[Engine], world: World, timeline: Timeline, config: Config):
@@ -58,8 +56,7 @@ class Pool:
         self._trouble = ""  # how this rank's engine was lost
         self._watch: asyncio.Task | None = None
         self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
-        self._wakes = self._stalls = 0
-        self._aborts = 0  # times that all answers were
+        self._wakes = self._stalls = self._aborts = 0
 
     def assign(self, leads: tuple[int, ...]) -> None:
         """Take the engines of these ranks and no others."""
@@ -70,8 +67,6 @@ class Pool:
     def own(self) -> Engine | None:
         """The plan's engine on this rank."""
         return next((engine for engine in self.engines if engine.rank == self.world.rank), None)
-
-    # ---- asking
 
     async def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, limits: Sequence[int] = (),
@@ -123,12 +118,8 @@ class Pool:
         return stalls + 1
 
     def route(self, model: int = 0) -> Engine | None:
-        """The engine of `model` with the fewest outstanding tokens, None if none is up.
-
-        Outstanding are those that this controller awaits, and those of the others when they last met. Ties
-        go round by rank, so that controllers differ. An engine that stalled comes last in this step.
-        """
-        first = self.world.rank % len(self.engines)
+        """The engine of `model` with the fewest outstanding tokens, stalled ones last; None if none is up."""
+        first = self.world.rank % len(self.engines)  # ties go round by rank, so that controllers differ
         ring = self.engines[first:] + self.engines[:first]
         up = [engine for engine in ring if engine.model == model and self._is_up(engine)]
         tokens = self._outstanding + self._elsewhere
@@ -153,10 +144,7 @@ class Pool:
             self._outstanding[engine.rank] -= sum(owed)
 
     async def _next(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
-        """The next part, None at the end. TimeoutError if the engine wrote nothing for anybody for so long.
-
-        What queues in it isn't late while it writes others, for this controller or another.
-        """
+        """The next part, None at the end. TimeoutError if the engine wrote for nobody in stalled_s."""
         coming = asyncio.ensure_future(anext(parts, None))
         try:
             while not coming.done():
@@ -185,8 +173,6 @@ class Pool:
             self.timeline.request(self.role, rank, sent, end)
         return RequestStats.of((request[1:] for request in requests), wakes, stalls)
 
-    # ---- who is up
-
     def status(self) -> EngineStatus:
         """What this controller has to tell the others."""
         if self._watch and self._watch.done():
@@ -194,10 +180,7 @@ class Pool:
         return EngineStatus(dict(+self._outstanding), dict(self._parts), not self._trouble, self._trouble)
 
     def apply_status(self, statuses: list[EngineStatus]) -> list[str]:
-        """Act on what all controllers told, by rank; a line for people on each newly lost engine.
-
-        ValueError if the role, or one judge of it, has no engine left.
-        """
+        """Act on all ranks' statuses; a line on each new loss. ValueError if a model has no engine left."""
         self._elsewhere, self._parts_elsewhere, known = Counter(), Counter(), self._lost
         for rank, status in enumerate(statuses):
             if rank != self.world.rank:
@@ -251,8 +234,6 @@ class Pool:
         """Watch no more. Not collective."""
         if self._watch:
             self._watch.cancel()
-
-    # ---- memory
 
     async def wake(self) -> None:
         """Weights and KV cache back on the device, if the engines sleep (collective)."""

@@ -1,7 +1,4 @@
-"""The process of an SGLang server: its command line, environment, life and end; what goes over the wire.
-
-Nothing of sglang is imported: that takes 10 s.
-"""
+"""The process of an SGLang server: command line, life, end, wire. sglang isn't imported: that takes 10 s."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,8 +30,6 @@ STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # least size of an engine's KV cache without CUDA
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 END_S = 10.0  # for a killed server to be gone
-
-# ---- command line and environment
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
@@ -104,10 +98,16 @@ def ranks_of_an_engine(role: str, config: Config) -> int:
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
     path = Path(model_dir, "config.json")
-    own = json.loads(path.read_text()).get("max_position_embeddings", 0) if path.is_file() else 0
-    if not (length := config.max_model_len or own):
-        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len")
-    return length
+    if config.max_model_len:
+        return config.max_model_len
+    if not path.is_file():
+        raise ValueError(f"{model_dir}: not a Hugging Face model directory, it has no config.json")
+    try:
+        return json.loads(path.read_text())["max_position_embeddings"]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    except KeyError:
+        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len") from None
 
 
 def kv_tokens(context: int) -> int:
@@ -138,15 +138,12 @@ def check_port(host: str, port: int, name: str) -> None:
             raise ValueError(f"port {port}, wanted by the {name}, is in use: choose another --port")
 
 
-# ---- the process
-
-
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a .pid file beside that, a private folder."""
 
     def __init__(self, command: list[str], key: str, log: Path):
         self._command, self._key, self._log, self._pid_file = command, key, log, log.with_suffix(".pid")
-        self._folder = tempfile.mkdtemp(prefix="nanoyatt-")
+        self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
@@ -154,7 +151,7 @@ class ServerProcess:
     def start(self) -> None:
         """What an earlier server said stays in the log."""
         assert self._process is None, f"{self._log.stem} still runs"
-        environment, root = server_environment(self._key, self._folder), Path(__file__).parents[1]
+        environment, root = server_environment(self._key, self.folder.name), Path(__file__).parents[1]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -182,17 +179,10 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def remove_folder(self) -> None:
-        """It will not be started again."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def log_tail(self) -> str:
         """The end of the log, to be added to a message."""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return "\n".join((f"; the end of {self._log}:", *lines))
-
-
-# ---- servers that an earlier run left: a kernel didn't pass the signal on, or a rank was frozen
 
 
 def write_pid_file(path: Path, pid: int) -> None:
@@ -205,10 +195,7 @@ def write_pid_file(path: Path, pid: int) -> None:
 
 
 def end_stale_servers(out: Path) -> list[str]:
-    """End the servers of an earlier run in `out`, which hold ports and devices; returns a line for each.
-
-    ValueError if the process that owns one is alive: that run isn't over, and nothing of it may be touched.
-    """
+    """End servers that an earlier run left in `out`; a line for each. ValueError if that run isn't over."""
     facts = {path: json.loads(path.read_text()) for path in sorted((out / "logs").glob("*.pid"))}
     for row in facts.values():
         if same_process(row["owner"], row["owner_born"]):
@@ -239,9 +226,6 @@ def same_process(pid: int, born: float) -> psutil.Process | None:
         return None
 
 
-# ---- what goes over the wire
-
-
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
     """The JSON objects of a stream of `data: ...` events."""
     unread = b""
@@ -266,10 +250,7 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]]) -> str:
-    """A bucket in SGLang's format "flattened_bucket": one flat tensor, as a handle, and what lies where.
-
-    Written by hand: SGLang's own FlattenedTensorBucket would have to be imported.
-    """
+    """A bucket as SGLang's "flattened_bucket": one flat tensor, as a handle, and what lies where in it."""
     from multiprocessing.reduction import ForkingPickler
 
     import torch

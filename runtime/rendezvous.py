@@ -1,7 +1,4 @@
-"""Rendezvous: how the ranks of a run meet. On loopback only, unless the settings name another address.
-
-The ranks unpickle what other ranks send them, so nobody else may be one. Servers have a key besides.
-"""
+"""Rendezvous: how the ranks meet, on loopback by default. They unpickle what others send: no stranger may."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""World: the other controllers, met in small collectives, and a thread for work that blocks.
-
-Here they are gloo's, under torchrun. The same controllers run on a World with the same methods in which many
-ranks live in one process, on a virtual clock.
-"""
+"""World: the other controllers, met in small gloo collectives, and a thread for work that blocks."""
 
 from __future__ import annotations
 
@@ -21,13 +17,9 @@ OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and 
 class World:
     """Rank, size and the collectives of the parallel controllers, over a gloo group of their own.
 
-    Every method but `run` is collective: all ranks call it, in the same order. They are coroutines, so that a
-    controller that waits for the others still serves its event loop. Everything blocking runs on ONE thread:
-    collectives keep their order that way.
-
+    All ranks call the collectives in the same order, which ONE thread for everything that blocks keeps.
     Each rank notes its phase and how many collectives it has come to; when one fails, the error names who
-    didn't come. notes: a folder for them that all ranks share; None where they share only the process group's
-    store (which, in a file, would grow with every note).
+    didn't come. notes: a folder for them that all ranks share; None: the process group's store.
     """
 
     def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
@@ -52,8 +44,6 @@ class World:
         """Run a blocking function off the event loop, after what was asked before it. Not collective."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._explained, function, args)
 
-    # ---- collectives
-
     async def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank, on every rank (collective). For counts and flags, not payloads."""
         values = [None] * self.size
@@ -71,10 +61,7 @@ class World:
         await self.run(self._meet, lambda: self._dist.barrier(group=self._group))
 
     async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
-        """`outgoing[r]` goes to rank r, point to point; returns what came here, by sender (collective).
-
-        Only the ranks of this run can connect to the group, so what arrives may be unpickled.
-        """
+        """`outgoing[r]` goes to rank r; returns what came, by sender (collective). Only ranks can connect."""
         payloads = {rank: pickle.dumps(value) for rank, value in outgoing.items() if rank != self.rank}
         sizes = await self.gather({rank: len(payload) for rank, payload in payloads.items()})
         incoming = {sender: sent[self.rank] for sender, sent in enumerate(sizes) if self.rank in sent}
@@ -98,8 +85,6 @@ class World:
         self._arrivals += 1
         self._write_note()
         collective()
-
-    # ---- who didn't come
 
     def doing(self, phase: str) -> None:
         """Note what this rank is doing now, for the others, if it should hang. Not collective."""

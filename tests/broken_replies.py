@@ -14,8 +14,8 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import run
-from engines import engine as engine_module
 from engines import server
+from engines.engine import Engine, EngineLost
 
 LOST, LATE = 0.004, 0.02  # of the events of a stream
 LATE_S = 3.0
@@ -48,14 +48,14 @@ async def events_with_faults(response, real=server.server_sent_events):
         yield event
 
 
-async def call_with_faults(self, method, path, real=engine_module.Engine._call):
+async def call_with_faults(self, method, path, real=Engine._call, **body):
     """The server does what it is told, but nobody hears of it."""
-    reply = await real(self, method, path)
+    reply = await real(self, method, path, **body)
     if path in CALLS and is_lost(LOST * 5):
-        raise server.EngineLost(f"didn't answer {path}: lost on its way")
+        raise EngineLost(f"didn't answer {path}: lost on its way")
     return reply
 
 
 if __name__ == "__main__":
-    server.server_sent_events, engine_module.Engine._call = events_with_faults, call_with_faults
+    server.server_sent_events, Engine._call = events_with_faults, call_with_faults
     run.main(sys.argv[1:])

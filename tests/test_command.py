@@ -227,7 +227,7 @@ BAD_INPUT = {
         with_own(own, "--out", str(own / "prompts.jsonl" / "out")),
         2,
         "--out ",
-        "prompts.jsonl/out can't be written",
+        "prompts.jsonl/out can't be used",
     ),
     # what the settings alone tell: before torch is imported
     "one rank": lambda own: (["--mode", "partial"], 1, "--mode partial needs at least 2 ranks"),

@@ -326,7 +326,7 @@ def tokens_of(seed, length):
 
 
 async def flush(engine):
-    await engine._post("/flush_cache?timeout=30")
+    await engine._call("POST", "/flush_cache?timeout=30")
 
 
 async def ask_target(engine, target, prompt=None, limit=None):
@@ -468,19 +468,25 @@ def test_a_wrong_push_is_refused(engine, run, models, broken, message):
 
 def test_a_refusal_of_the_server_is_raised(engine, run):
     with pytest.raises(ValueError, match=r"no weight-update session is open"):
-        run(engine._post("/end_weight_update"))
+        run(engine._call("POST", "/end_weight_update"))
 
 
 def test_sleep_and_wake(engine, run, models):
-    calls, post = [], engine._post
-    engine._post = lambda path, **body: calls.append((path, body.get("tags"))) or post(path, **body)
+    calls, call = [], engine._call
+
+    def noted(method, path, **body):
+        if method == "POST":
+            calls.append((path, body.get("tags")))
+        return call(method, path, **body)
+
+    engine._call = noted
     try:
         run(engine.sleep())
         run(engine.wake_weights())
         run(engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         run(engine.wake_kv_cache())
     finally:
-        del engine._post
+        del engine._call
     [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
     assert len(answer.tokens) == 3
     assert calls == [
@@ -537,7 +543,7 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
         await wake(engine)
         return together, [(await scores([prompt]))[0] for prompt in prompts], await scores(prompts * 5)
 
-    private = Path(engine._process._folder)
+    private = Path(engine._process.folder.name)
     try:
         together, alone, crowded = run(all_scores())
         assert any(path.is_socket() for path in private.iterdir()), "the server keeps its sockets elsewhere"
@@ -693,7 +699,8 @@ async def scripted(generate, health=None):
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     engine = Engine("rollout", 0, f"http://127.0.0.1:{port}", "a key")
-    engine._process = SimpleNamespace(exit_status=lambda: "", remove_folder=lambda: None, kill=runner.cleanup)
+    folder = SimpleNamespace(cleanup=lambda: None)
+    engine._process = SimpleNamespace(exit_status=lambda: "", folder=folder, kill=runner.cleanup)
     try:
         yield engine
     finally:

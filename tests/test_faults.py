@@ -1,46 +1,82 @@
 """Faults in a run: engines that die or hang, stops, updates that aren't finite.
 
-On a virtual clock, then on real servers.
+On fakes and a virtual clock, then on real servers.
 """
 
 import asyncio
 import functools
 import json
+import random
+import re
 import shutil
+from dataclasses import replace
 
 import psutil
 import pytest
 from columns import timing_free
-from fakes import PROBE_S, RESTART_S, FakeActor, FakeCritic, simulate
+from fakes import PROBE_S, FakeActor, FakeCritic, LateWriter, simulate, to_text, write_verdict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_command import Run
-from test_serving import check_prompts, check_tokens, served_by, to_text
+from test_rollout import batches_of, check_prompts, check_tokens
 
-LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 4)]
+from engines.engine import Answer
+
+LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4)]
 
 
 def strike(verb, role, rank):
     """An event: `die` or `hang` of the engines of a role, on one rank or on all (None)."""
 
-    def event(servers, controllers):
+    def strike_now(servers, controllers):
         for server in servers:
             if server.role == role and rank in (None, server.rank):
                 {"die": server.die, "hang": server.hang}[verb]()
 
-    return event
+    return strike_now
+
+
+def ask_to_stop(rank, number=15):
+    def ask(servers, controllers):
+        controllers[rank % len(controllers)].stop.asked = number
+
+    return ask
+
+
+def write_on(prompt, index, sampling):
+    """An answer that follows from the question and its number in the group alone, wherever it goes on."""
+    question, begun = to_text(prompt).split("=")
+    number, skill = int(question.split("+")[0]), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
+    rng = random.Random(f"{question} {index}")
+    text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
+    places = range(len(begun), len(text))
+    return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
+
+
+def judge_on(prompt, index, sampling):
+    """The verdict of a perfect judge, wherever it goes on."""
+    asked, begun = to_text(prompt).split("?")
+    verdict = write_verdict([ord(c) for c in asked], index, sampling)
+    return replace(verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :])
+
+
+UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3, write=write_on, verdict=judge_on)
+
+
+def in_parts_of(tokens):
+    """Engines whose answers come a few tokens at a time."""
+
+    def prepare(engines):
+        for engine in engines:
+            engine.server.part = tokens
+
+    return prepare
 
 
 def trained(controllers, step):
-    """What a step trained on: prompts, answers, rewards."""
-    return sorted(
-        (s.prompt_id, s.index, to_text(s.response), s.reward)
-        for each in served_by(controllers, step)
-        for s in each.kept
-    )
-
-
-UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3)
+    """What a step trained on: prompts, answers, their log-probabilities, rewards."""
+    samples = [s for batch in batches_of(controllers, step) for s in batch.kept]
+    return sorted((s.prompt_id, s.index, to_text(s.response), s.logprobs, s.reward) for s in samples)
 
 
 @functools.cache
@@ -50,18 +86,30 @@ def without_faults(mode, size):
 
 
 def check_as_unbroken(controllers):
-    """It trained on the samples of a run without faults, saw the same accuracies, and every prompt and token
-    is accounted for.
+    """It trained on the samples of a run without faults and saw the same accuracies.
+
+    Every prompt and token is accounted for.
     """
     check_prompts(controllers)
     check_tokens(controllers)
     unbroken = without_faults("full", 1)
     for step in range(UNBROKEN["steps"]):
-        assert (
-            trained(controllers, step) == trained(unbroken, step) and len(trained(controllers, step)) == 8 * 4
-        )
+        assert trained(controllers, step) == trained(unbroken, step)
+        assert len(trained(controllers, step)) == 8 * 4
     assert all(c.report.accuracies == unbroken[0].report.accuracies for c in controllers)
     assert all(c.report.restarts == controllers[0].report.restarts for c in controllers)
+
+
+def engines_of(controllers, role):
+    """Of the plan, and by their rank."""
+    placement = controllers[0].placement
+    pool = {"rollout": placement.rollout, "genrm": placement.genrm}[role]
+    return {engine.rank: engine for engine in pool.engines}
+
+
+def is_only_one(mode, size, role):
+    """Whether a role has a single engine."""
+    return len(engines_of(without_faults(mode, size), role)) == 1
 
 
 def seconds_of(controllers, step, name="serve"):
@@ -80,103 +128,110 @@ FAULTS = st.tuples(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2))
-def test_a_run_with_faults_trains_on_the_same_samples(layout, faults):
+@given(st.sampled_from(LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2), st.sampled_from([3, 20, 10**6]))
+def test_a_run_with_faults_trains_on_the_same_samples(layout, faults, part):
     """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts.
+
+    Unless a role has none left: then it ends on every rank, in one line.
     """
     mode, size = layout
     events = [(seconds, strike(verb, role, rank)) for seconds, verb, role, rank in faults]
-    controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
-    check_as_unbroken(controllers)
+    controllers = []
+    try:
+        simulate(mode, size, events=events, prepare=in_parts_of(part), controllers=controllers, **UNBROKEN)
+    except ValueError as error:
+        role = re.match(r"no (rollout|genrm) engine is left to ask: the ", str(error))[1]
+        for rank in engines_of(controllers, role):
+            assert any(role == of and struck in (None, rank) for _, _, of, struck in faults)
+        assert len({len(c.report.steps) for c in controllers}) == 1
+        for step in range(len(controllers[0].report.steps)):
+            assert trained(controllers, step) == trained(without_faults("full", 1), step)
+    else:
+        check_as_unbroken(controllers)
 
 
 def middle_of_serving(mode, size, step):
-    """A moment at which answers are written in a run without faults."""
+    """A moment at which answers are generated in a run without faults."""
     start, _ = seconds_of(without_faults(mode, size), step)
     return start + 0.35
 
 
-@pytest.mark.parametrize("mode,size", LAYOUTS)
+@pytest.mark.parametrize("mode,size", [("full", 2), ("full", 4), ("partial", 3), ("partial", 4)])
 @pytest.mark.parametrize("verb,after_s", [("die", 0), ("hang", PROBE_S)])
-def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s):
-    """What it owed is written by others, if there are any; it is started again and asked again in the next
-    step.
-    """
+@pytest.mark.parametrize("part", [5, 10**6])
+def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s, part):
+    """Others go on with what it owed; started again at the hand-over, it is asked from the next step on."""
     moment = middle_of_serving(mode, size, 1)
-    controllers, _ = simulate(mode, size, events=[(moment, strike(verb, "rollout", 0))], **UNBROKEN)
+    events = [(moment, strike(verb, "rollout", 0))]
+    controllers, _ = simulate(mode, size, events=events, prepare=in_parts_of(part), **UNBROKEN)
     check_as_unbroken(controllers)
-    assert sum(controllers[0].report.restarts) == 1
-    (note,) = [note for note in controllers[0].report.notes if "is started again" in note]
-    assert (
-        note
-        == f"the rollout engine of rank 0 {'died' if verb == 'die' else 'gave no sign of life'}: it is started again"
-    )
-    (engine,) = [engine for engine in controllers[0].rollout.all_engines if engine.rank == 0]
-    back = moment + after_s + RESTART_S
-    asked = [(sent, version) for sent, version in engine.server.asked if sent > moment + after_s]
-    assert asked and asked[0][0] >= back and {version for _, version in asked} == {*range(asked[0][1], 5)}
-    if [mode, size] not in (
-        ["full", 1],
-        ["partial", 2],
-    ):  # others were there: it sat out until all were pushed weights
-        assert asked[0][1] > 1
+    assert controllers[0].report.restarts == [0, 1, 0, 0]
+    how = "died" if verb == "die" else "gave no sign of life"
+    for c in controllers:
+        assert c.report.notes == [f"the rollout engine of rank 0 {how}: others go on with its work"]
+    asked = engines_of(controllers, "rollout")[0].server.asked
+    assert {version for sent, version in asked if sent > moment + after_s} == {2, 3, 4}
+
+
+def test_a_judge_s_engine_lost_in_mid_wave():
+    """The other one judges what it owed; it is asked again from the next step on."""
+    moment, options = middle_of_serving("partial", 4, 1), dict(UNBROKEN, prepare=in_parts_of(2))
+    controllers, _ = simulate("partial", 4, events=[(moment, strike("die", "genrm", 3))], **options)
+    check_as_unbroken(controllers)
+    asked = [sent for sent, _ in engines_of(controllers, "genrm")[3].server.asked]
+    handed_over, _ = seconds_of(controllers, 1, "train")
+    assert [sent for sent in asked if sent > handed_over]
+    assert not [sent for sent in asked if moment < sent < handed_over]
+    assert controllers[0].report.restarts == [0, 1, 0, 0]
+
+
+class PromptWriter(LateWriter):
+    patience = 0
 
 
 @pytest.mark.parametrize("mode,size", LAYOUTS)
-def test_all_rollout_engines_die(mode, size):
-    """In the middle of a step they come back with the weights of that step, and it is finished."""
-    moment = middle_of_serving(mode, size, 1)
-    controllers, log = simulate(mode, size, events=[(moment, strike("die", "rollout", None))], **UNBROKEN)
-    check_as_unbroken(controllers)
-    engines = {engine.rank for engine in controllers[0].rollout.engines}
-    assert controllers[0].report.restarts == [0, len(engines), 0, 0]
-    assert log.count((0, "take", "actor")) == 1 + 4 + 1  # it woke once more, to push
-    for engine in controllers[0].rollout.engines:
-        asked = [version for sent, version in engine.server.asked if sent > moment]
-        assert asked[0] == 1 and sorted(asked) == asked
+@pytest.mark.parametrize("role", ["rollout", "genrm"])
+def test_a_role_without_engines_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path, mode, size, role):
+    """On every rank at once, in one line that names each. A second start trains on the same samples."""
+    if role == "genrm" and mode == "full":
+        moment = middle_of_serving(mode, size, 1) - 0.35  # asleep: found when it is to wake
+    else:
+        moment = middle_of_serving(mode, size, 1)
+    saving, controllers = dict(out=tmp_path, save_every=1, writer=PromptWriter), []
+    with pytest.raises(ValueError, match=rf"^no {role} engine is left to ask: the {role} engine of rank \d"):
+        events = [(moment, strike("die", role, None))]
+        simulate(mode, size, events=events, controllers=controllers, **saving, **UNBROKEN)
+    assert [len(c.report.steps) for c in controllers] == [1] * size
+    newest = tmp_path / "checkpoints" / "step_1"
+    resumed, _ = simulate(mode, size, resumed=newest, **UNBROKEN)
+    unbroken = without_faults("full", 1)
+    assert [trained(resumed, step) for step in range(3)] == [trained(unbroken, step) for step in (1, 2, 3)]
+    assert resumed[0].report.accuracies.items() <= unbroken[0].report.accuracies.items()
 
 
 @pytest.mark.parametrize("mode,size", LAYOUTS)
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
 @pytest.mark.parametrize("verb", ["die", "hang"])
 def test_an_engine_lost_asleep(mode, size, role, verb):
-    """It is found when it is to wake, and started again then."""
+    """It is found when it is to wake, and passed over in the step; the only one of its role ends the run."""
     training, _ = seconds_of(without_faults(mode, size), 1, "train")
     rank = size - 1 if role == "genrm" else 0
-    controllers, _ = simulate(mode, size, events=[(training + 0.1, strike(verb, role, rank))], **UNBROKEN)
+    events = [(training + 0.1, strike(verb, role, rank))]
+    if is_only_one(mode, size, role):
+        with pytest.raises(ValueError, match=f"the {role} engine of rank {rank} didn't answer"):
+            simulate(mode, size, events=events, **UNBROKEN)
+        return
+    controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
     check_as_unbroken(controllers)
-    assert sum(controllers[0].report.restarts) == 1
-    assert (
-        sum(
-            f"the {role} engine of rank {rank} didn't answer: it is started again" == note
-            for note in controllers[0].report.notes
-        )
-        == 1
-    )
+    assert controllers[0].report.restarts == [0, 0, 1, 0]
+    note = f"the {role} engine of rank {rank} didn't answer: others go on with its work"
+    assert all(c.report.notes == [note] for c in controllers)
 
 
-def test_a_judge_is_welcome_at_once():
-    """One of two genrm engines dies: it is asked again in the same step, for its weights come from disk."""
-    slow = dict(UNBROKEN, steps=1, prompts_per_step=16, rollout_ranks=2, meet_every_s=0.5)
-
-    def slowly(servers):
-        for server in servers:
-            server.server.pace = 0.4
-
-    unbroken, _ = simulate("partial", 4, **slow, prepare=slowly)
-    start, end = seconds_of(unbroken, 0)
-    controllers, _ = simulate(
-        "partial", 4, **slow, prepare=slowly, events=[(start + 5, strike("die", "genrm", 3))]
-    )
-    assert trained(controllers, 0) == trained(unbroken, 0)
-    (engine,) = [engine for engine in controllers[0].genrm.all_engines if engine.rank == 3]
-    assert any(start + 5 + RESTART_S <= sent < end for sent, _ in engine.server.asked)
-
-
-@pytest.mark.parametrize("mode,size", LAYOUTS)
+@pytest.mark.parametrize("mode,size", [("full", 2), ("full", 4), ("partial", 4)])
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
-def test_an_engine_that_never_starts_again_stops_every_rank(mode, size, role):
-    """It fails a second and a third time as it starts; its log's end is shown."""
+def test_an_engine_that_does_not_start_again_stops_every_rank(mode, size, role):
+    """At the next hand-over; its log's end is shown."""
     moment, rank = middle_of_serving(mode, size, 1), size - 1 if role == "genrm" else 0
 
     def for_good(servers, controllers):
@@ -184,99 +239,74 @@ def test_an_engine_that_never_starts_again_stops_every_rank(mode, size, role):
             server.starts = 0
         strike("die", role, rank)(servers, controllers)
 
-    message = f"the {role} engine of rank {rank} failed 3 times in a row: it didn't start again: its log; the end of its log"
+    message = rf"the {role} engine of rank {rank} (died|didn't answer) and didn't start again: its log"
     controllers = []
     with pytest.raises(ValueError, match=message):
         simulate(mode, size, events=[(moment, for_good)], controllers=controllers, **UNBROKEN)
-    assert len({len(c.report.steps) for c in controllers}) == 1  # other engines may finish steps meanwhile
+    assert [len(c.report.steps) for c in controllers] == [1] * size
 
 
-@pytest.mark.parametrize("deaths,stops", [(1, False), (2, False), (3, True)])
-def test_failures_are_forgiven_when_a_step_is_done(deaths, stops):
-    """The only rollout engine dies once, twice or three times in every step, each time just after it was
-    pushed weights.
-    """
-    left = []
+def test_an_engine_that_dies_in_every_step_is_started_again_in_every_step():
+    """Soon after it woke, each time; the other rollout engine does its work."""
 
     def die_again(c):
         if c.world.rank == 0:
-            (engine,), end_step, wake = c.rollout.own, c.rollout.end_step, c.rollout.wake_kv_cache
-
-            def again():
-                left[:] = [deaths]
-                return end_step()
+            pool = c.placement.rollout
+            wake = pool.wake_kv_cache
 
             async def wake_and_die():
                 await wake()
-                if left and left[0]:
-                    left[0] -= 1
-                    asyncio.get_running_loop().call_later(0.2, engine.server.die)
+                asyncio.get_running_loop().call_later(0.2, pool.own.server.die)
 
-            c.rollout.end_step, c.rollout.wake_kv_cache = again, wake_and_die
+            vars(pool)["wake_kv_cache"] = wake_and_die
 
-    if stops:
-        with pytest.raises(
-            ValueError, match="rollout engine of rank 0 failed 3 times in a row: it died; the end of its log"
-        ):
-            simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
-    else:
-        controllers, _ = simulate("partial", 2, prepare_job=die_again, **UNBROKEN)
-        check_as_unbroken(controllers)
-        assert controllers[0].report.restarts == [0] + [deaths] * 3
+    controllers, _ = simulate("partial", 4, prepare_controller=die_again, **UNBROKEN)
+    check_as_unbroken(controllers)
+    assert controllers[0].report.restarts == [1] * 4
 
 
 # ---------------------------------------------------------------- stops
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.booleans(), st.integers(0, 3)
-)
-@example(("partial", 2), 0.0, 1.0, False, 0)
-def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, partial_rollout, rank):
-    """Asked of any rank at any time: all end at the same step, save once, and the prompts to come are those
-    of an unbroken run.
+@given(st.sampled_from(LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
+@example(("partial", 2), 0.0, 1.0, 0)
+def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
+    """Asked of any rank at any time: all end at the same step, and save once.
+
+    The prompts to come are those of an unbroken run.
     """
     mode, size = layout
-    options = dict(UNBROKEN, over_dispatch=over_dispatch, partial_rollout=partial_rollout)
-
-    def ask(servers, controllers):
-        controllers[rank % size].stop.asked = 15
-
-    controllers, _ = simulate(mode, size, events=[(seconds, ask)], **options)
+    options = dict(UNBROKEN, over_dispatch=over_dispatch)
+    controllers, _ = simulate(mode, size, events=[(seconds, ask_to_stop(rank))], **options)
     unbroken, _ = simulate(mode, size, **options)
     (done,) = {c.state.step for c in controllers}
-    assert [c.stopping for c in controllers] == (
-        [15] * size if done < 4 or controllers[0].stopping else [0] * size
-    )
-    if not controllers[0].stopping:
+    stopped = done < 4 or controllers[0].stopping
+    assert [c.stopping for c in controllers] == ([15] * size if stopped else [0] * size)
+    if not stopped:
         return
     for c in controllers:
-        ((step, cursor, buffer),) = c.checkpoints.saved
+        ((step, cursor, requeued),) = c.checkpoints.saved
         assert step == done == c.placement.actor.version == len(c.report.steps)
-        to_come = (buffer + list(range(cursor, 100)))[:50]
-        report = c.report
+        to_come, report = (requeued + list(range(cursor, 100)))[:50], c.report
         before = (
-            report.buffers[done - 1] + list(range(report.cursors[done - 1], 100))
-            if done
-            else list(range(100))
+            report.requeued[done - 1] + list(range(report.cursors[done - 1], 100)) if done else range(100)
         )
-        assert to_come == before[:50]
+        assert to_come == list(before)[:50]
     if over_dispatch == 1:
         assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
 
 
-def test_a_stop_while_every_engine_is_down():
-    """Nobody waits for answers that will not be needed."""
-    moment = middle_of_serving("partial", 2, 1)
-
-    def ask(servers, controllers):
-        controllers[1].stop.asked = 2
-
-    controllers, _ = simulate(
-        "partial", 2, events=[(moment, strike("die", "rollout", None)), (moment + 2, ask)], **UNBROKEN
-    )
-    assert [c.checkpoints.saved[0][0] for c in controllers] == [1, 1]
+@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2)])
+@pytest.mark.parametrize("verb", ["die", "hang"])
+def test_a_stop_while_every_engine_is_down(mode, size, verb):
+    """Nobody waits for answers that will not be needed, and no engine is started again."""
+    moment = middle_of_serving(mode, size, 1)
+    events = [(moment, strike(verb, "rollout", None)), (moment, ask_to_stop(1, 2))]
+    controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
+    assert [c.checkpoints.saved[0][0] for c in controllers] == [1] * size
+    assert [c.stopping for c in controllers] == [2] * size
+    assert {engine.server.starts for engine in engines_of(controllers, "rollout").values()} == {10**6}
 
 
 # ---------------------------------------------------------------- updates that aren't finite
@@ -287,10 +317,11 @@ def test_a_stop_while_every_engine_is_down():
 def test_updates_in_a_row_that_are_not_finite_stop_the_run(
     monkeypatch, skipped, steps_done, model, algorithm
 ):
-    """Three of them, the actor's or a critic's, with the samples of the last one in a file; fewer only cost
-    their update.
+    """Three of them, the actor's or a critic's, with the samples of the last one in a file.
+
+    Fewer only cost their update.
     """
-    update, settings = model.update, {**UNBROKEN, "algorithm": algorithm}
+    update, options = model.update, dict(UNBROKEN, algorithm=(algorithm,))
 
     async def sometimes(self, mini_batches):
         version = self.version
@@ -299,28 +330,21 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(
     monkeypatch.setattr(model, "update", sometimes)
     controllers = []
     if steps_done == 4:
-        simulate("partial", 2, controllers=controllers, **settings)
+        simulate("partial", 2, controllers=controllers, **options)
     else:
-        with pytest.raises(ValueError, match=r"--max-skips 3: .* in OUT/skipped_samples\.jsonl"):
-            simulate("partial", 2, controllers=controllers, **settings)
+        message = r"of 3 updates in a row was not finite; .* in OUT/skipped_samples\.jsonl"
+        with pytest.raises(ValueError, match=message):
+            simulate("partial", 2, controllers=controllers, **options)
         assert all(c.report.dumped == c.placement.actor.batches[-1] for c in controllers)
     assert [len(c.report.steps) for c in controllers] == [steps_done] * 2
+    notes = [note for note in controllers[0].report.notes if "the update is skipped" in note]
+    assert [note.split(":")[0] for note in notes] == [f"step {step + 1}" for step in sorted(skipped)]
 
 
 # ---------------------------------------------------------------- real runs
 
-SHORT = [
-    "--steps",
-    "5",
-    "--prompts-per-step",
-    "6",
-    "--eval-every",
-    "3",
-    "--engine-probe-s",
-    "8",
-    "--save-every",
-    "2",
-]
+SHORT = ["--steps", "5", "--prompts-per-step", "6", "--eval-every", "3", "--save-every", "2"]
+SHORT += ["--timeout-s", "180"]  # an engine that hangs is ended after 12 s
 
 
 def real_run(folder, port, *arguments, launch=()):
@@ -329,7 +353,7 @@ def real_run(folder, port, *arguments, launch=()):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What every other run of this seed must come to."""
+    """What every other run of this seed must come to, in either mode."""
     run = real_run(tmp_path_factory.mktemp("undisturbed") / "run", 24000).start().finish()
     assert run.status == 0, run.stderr + run.stdout
     return run
@@ -363,40 +387,31 @@ def rows_done(count):
 def ranks_of(run):
     """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
     everything = list(run.processes())
-    (launcher,) = [
-        process.pid for process, command in everything if "torchrun" in command and " run.py " in command
-    ]
-    return [
-        process
-        for process in psutil.Process(launcher).children()
-        if " run.py " in " ".join(process.cmdline())
-    ]
+    (launcher,) = [p.pid for p, command in everything if "torchrun" in command and " run.py " in command]
+    children = psutil.Process(launcher).children()
+    return [process for process in children if " run.py " in " ".join(process.cmdline())]
 
 
-def engine_of(run, role, name):
-    """The processes called `name` of the only server of a role."""
+def engine_of(run, role, rank, name):
+    """The processes called `name` of a role's server on a rank."""
     everything = list(run.processes())
-    # rollout on rank 0, genrm on rank 1
-    port = f"--port {run.port + 2 * (role == 'genrm') + (role == 'genrm')} "
-    (server,) = [process for process, command in everything if "cpu.sglang" in command and port in command]
-    return [
-        process
-        for process, command in everything
-        if name in command and server.pid in (process.pid, process.ppid())
-    ]
+    port = f"--port {run.port + 2 * rank + (role == 'genrm')} "
+    (server,) = [p for p, command in everything if "cpu.sglang" in command and port in command]
+    return [p for p, command in everything if name in command and server.pid in (p.pid, p.ppid())]
 
 
-def test_a_real_run_loses_both_its_engines(tmp_path, undisturbed):
-    """kill -9 of the rollout server's scheduler in one step, SIGSTOP of the genrm server in another: the same
-    numbers in the end.
+def test_a_real_run_loses_an_engine_of_each_role(tmp_path, undisturbed):
+    """kill -9 of a rollout server's scheduler in one step, SIGSTOP of a genrm server in another.
+
+    The other ranks' engines go on with their work: the same numbers in the end.
     """
-    run = real_run(tmp_path / "run", 24020).start()
+    run = real_run(tmp_path / "run", 24020, "--mode", "full").start()
     try:
         run.wait_for(rows_done(1))
-        (scheduler,) = engine_of(run, "rollout", "sglang::scheduler")
+        (scheduler,) = engine_of(run, "rollout", 0, "sglang::scheduler")
         scheduler.kill()
         run.wait_for(rows_done(3))
-        (server,) = engine_of(run, "genrm", "cpu.sglang")
+        (server,) = engine_of(run, "genrm", 1, "cpu.sglang")
         server.suspend()
     finally:
         run.finish(600)
@@ -406,11 +421,28 @@ def test_a_real_run_loses_both_its_engines(tmp_path, undisturbed):
     assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 2
 
 
-def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
-    """SIGTERM to one rank: what is done is saved, all end well, and the command in the last line goes on to
-    the same numbers.
+def test_a_real_run_without_a_judge_ends_in_one_line_and_goes_on(tmp_path, undisturbed):
+    """kill -9 of the only genrm server after a save; a second start goes on to the same numbers."""
+    run = real_run(tmp_path / "run", 24100).start()
+    try:
+        run.wait_for(lambda run: (run.folder / "out" / "checkpoints" / "step_2").is_dir())
+        (server,) = engine_of(run, "genrm", 1, "cpu.sglang")
+        server.kill()
+    finally:
+        run.finish(120)
+    run.check_one_line("no genrm engine is left to ask: the genrm engine of rank 1")
+    run.check_nothing_is_left()
+    again = real_run(tmp_path / "again", 24100)
+    shutil.copytree(run.folder / "out", again.folder / "out")
+    again.start().finish()
+    assert re.search(r"step_[24], after [24] steps", again.stdout)
+    check_as(again, undisturbed)
 
-    Ctrl-C is test_command.py's.
+
+def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
+    """SIGTERM to one rank: what is done is saved, all end well, and the command in the last line goes on.
+
+    To the same numbers. Ctrl-C is test_command.py's.
     """
     run = real_run(tmp_path / "run", 24040).start()
     try:

@@ -358,6 +358,24 @@ def test_each_lost_engine_is_told_once():
     assert pool.apply_status(statuses_of(3, (0, 1))) == [line.format(1)] and pool.route().rank == 2
 
 
+def test_an_engine_of_its_own_that_is_lost_is_asked_no_more():
+    """Before the others hear of it, too."""
+    pool = pool_of(0, 5)
+    pool._trouble = "died"
+    assert pool.route().rank == 1 and pool.status() == EngineStatus({1: 5}, {}, False, "died")
+
+
+def test_sleep_forgets_what_others_awaited():
+    """Or the first requests of a step would go other ways in a run that was resumed."""
+
+    async def work(pool):
+        pool.apply_status([EngineStatus({0: 100}, {})] * 2)
+        await pool.sleep()
+        assert pool.route().rank == pool.world.rank
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize(
     "models,lost,dead", [([0, 0], (0, 1), "01"), ([0, 1, 1], (0, 1), "0"), ([0], (0,), "0")]
 )

@@ -51,7 +51,6 @@ CACHE = Path.home() / ".cache" / "nanoyatt"
 GATE = 0.03  # false accepts among wrong answers, and false rejects among right ones, at most
 
 
-
 async def prepare(config: Config, world: World, progress: Progress) -> tuple[Path, Path]:
     """The demo's actor and judge, made if they aren't cached (collective). ValueError if the gate fails."""
     recipe = hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()[:8]
