@@ -176,7 +176,7 @@ def facts_of(sample):
 
 
 def check_moment(servers, controllers):
-    """No rank in two roles, no engine asleep at work, none that writes with other weights than its actor's."""
+    """No rank in two roles, no engine asleep at work, none with other weights than its actor's."""
     actors = [c.placement.actor for c in controllers]
     newest = max(actor.version for actor in actors)
     for server in servers:
