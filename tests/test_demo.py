@@ -1,6 +1,4 @@
-"""The plain command on the demo: real engines, real actor, the warm start included (minutes the first time,
-then cached).
-"""
+"""The plain command on the demo: real engines and trainers, the warm start included (once, minutes)."""
 
 import json
 import os
@@ -84,8 +82,9 @@ def train(out, *flags, port):
 
 @pytest.mark.parametrize("mode,port", [("partial", 31000), ("full", 31200)])
 def test_the_demo_learns_in_a_few_steps(tmp_path, mode, port):
-    """Ten steps: accuracy from at most 0.45 to at least 0.85, engine and trainer agree, and everything
-    promised is left behind.
+    """Ten steps: accuracy from at most 0.45 to at least 0.85, and engine and trainer agree.
+
+    Everything that is promised is left behind.
     """
     out = tmp_path / mode
     printed = train(out, "--mode", mode, "--steps", "10", "--eval-every", "10", port=port)
