@@ -146,6 +146,7 @@ class Pool:
     async def _next(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
         """The next part, None at the end. TimeoutError if the engine wrote for nobody in stalled_s."""
         coming = asyncio.ensure_future(anext(parts, None))
+        coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
         try:
             while not coming.done():
                 before = self._parts[engine.rank] + self._parts_elsewhere[engine.rank]

@@ -5,6 +5,7 @@ On fakes and a virtual clock, then on real servers.
 
 import asyncio
 import functools
+import gc
 import json
 import random
 import re
@@ -295,6 +296,16 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         assert to_come == list(before)[:50]
     if over_dispatch == 1:
         assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
+
+
+@pytest.mark.parametrize("mode,size", [("full", 1), ("partial", 4)])
+def test_a_run_that_ends_for_want_of_engines_says_no_more_than_its_line(mode, size, caplog):
+    """No request that broke off meanwhile leaves an exception that nobody saw, which asyncio would print."""
+    events = [(middle_of_serving(mode, size, 1), strike("hang", "rollout", None))]
+    with pytest.raises(ValueError, match="no rollout engine is left to ask"):
+        simulate(mode, size, events=events, **UNBROKEN)
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2)])
