@@ -206,12 +206,13 @@ class Pool:
         return restarts
 
     async def _restart_own(self) -> None:
-        if self._trouble:
+        if self._trouble:  # maybe of an engine that isn't of the plan: all come up awake
+            own = next(engine for engine in self.all_engines if engine.rank == self.world.rank)
             try:
-                await self.own.restart(self.config.engine_start_s)
-                await self.own.sleep()
+                await own.restart(self.config.engine_start_s)
+                await own.sleep()
             except (EngineLost, ValueError) as error:
-                lost = f"the {self.own.name} {self._trouble}"
+                lost = f"the {own.name} {self._trouble}"
                 raise ValueError(f"{lost} and didn't start again: {error}") from None
 
     async def _on_own(self, call: Callable[[Engine], Awaitable[None]]) -> None:
