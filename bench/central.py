@@ -282,8 +282,7 @@ def prepare(c: controller.Controller) -> None:
 
 
 def every_rank_alike(ranks: int):
-    """A writer of answers of many lengths, for which one in KEPT_ONE_IN of every rank's prompts is
-    informative.
+    """A writer of answers of many lengths: one in KEPT_ONE_IN of every rank's prompts is informative.
 
     The k-th prompts of all controllers are alike, so that the figures are their own and not the luck of the
     draw: on any number of ranks a step has the same waves and meetings.

@@ -37,8 +37,10 @@ def splits_of(ranks: int) -> list[str]:
 
 
 def make_sides(given: Namespace, ranks: int) -> list[dict]:
-    """Full and every partial split of each workload, in alternating order; after the first round those that
-    choose: rebalance from 1|N-1, auto from the middle split."""
+    """Full and every partial split of each workload, in alternating order.
+
+    After the first round those that choose: rebalance from 1|N-1, auto from the middle split.
+    """
     splits = splits_of(ranks)
     static = [(name, [name]) for name in ("full", *splits) if name in (given.sides or ("full", *splits))]
     middle = splits[(len(splits) - 1) // 2]

@@ -50,12 +50,11 @@ class Wave(NamedTuple):
 
 
 class DynamicSampler:
-    """The prompts of one step and what is known of each; keeps the first `target` informative groups to
-    finish.
+    """The prompts of one step and what is known of each; keeps the first `target` groups to finish.
 
-    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the first wave,
-    over `target`. max_refills: waves after the first. A replacement belongs to the wave after the group's
-    own.
+    Of informative ones. groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size
+    of the first wave, over `target`. max_refills: waves after the first. A replacement belongs to the wave
+    after the group's own.
     """
 
     def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):
@@ -148,8 +147,7 @@ class DynamicSampler:
 
 
 class OrderedSampler(DynamicSampler):
-    """Keeps the first `target` informative groups in the order of drawing: reproducible, whatever finishes
-    first.
+    """Keeps the first `target` informative groups in the order of drawing, whatever finishes first.
 
     The batch comes from the waves of a step that knows each wave's rewards before it draws the next (see
     `wave_ends`), so it depends on no rank, mode or timing, whatever was drawn before that was known.
@@ -165,8 +163,7 @@ class OrderedSampler(DynamicSampler):
         return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
 
     def wave_ends(self) -> list[int]:
-        """How many prompts there are by the end of each wave, where a wave replaces what those before it
-        lack.
+        """How many prompts there are by the end of each wave, if it replaces what those before it lack.
 
         Prompts in flight count as filtered: an end behind one is the most that may be drawn so far.
         """

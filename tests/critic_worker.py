@@ -4,13 +4,10 @@ Usage: critic_worker.py case.pt result.pt, as parallel_worker.py. The result hol
 of every update, and how far values and weights of any rank were from those of the plain reference.
 """
 
-import datetime
-import sys
+from functools import partial
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from parallel_worker import actor_config, balanced, set_constants
+from parallel_worker import actor_config, balanced, each_layout, main
 
 from config import Config
 from scheduling.balance import flat
@@ -51,26 +48,7 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     }
 
 
-def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size
-    )
-    results = {
-        name: train(case["model_dirs"][family], layout, case["references"][family], f"{result_path}.{name}")
-        for name, (family, ranks, layout) in case["layouts"].items()
-        if ranks == size
-    }
-    if rank == 0:
-        torch.save(results, f"{result_path}.{size}")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     import critic  # noqa: F401  before the fork
 
-    set_constants()
-    torch.set_num_threads(1)
-    case = torch.load(sys.argv[1], weights_only=False)
-    for size in (2, 4):
-        mp.start_processes(rank_main, (size, case, sys.argv[2]), nprocs=size, start_method="fork")
+    main(partial(each_layout, train), sizes=(2, 4))

@@ -4,13 +4,8 @@ Usage: finetune_worker.py case.pt result.pt, as parallel_worker.py. The result h
 of every step, and how far the weights of any rank are from those of the plain reference at the end.
 """
 
-import datetime
-import sys
-
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from parallel_worker import set_constants
+from parallel_worker import main
 
 from config import Config
 
@@ -43,29 +38,19 @@ def learn(command: str, model_dir: str, layout: dict, reference: dict, export_to
     return {"metrics": metrics, "held_out": held_out, "weight_distance": max(other[2] for other in everyone)}
 
 
-def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
-    timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size
-    )
-    results = {
+def every_command(case: dict, size: int, path: str) -> dict:
+    """Results by command and layout, of the layouts of `size` ranks."""
+    return {
         (command, name): learn(
-            command, reference["model_dir"], layout, reference, f"{result_path}.{command}.{name}"
+            command, reference["model_dir"], layout, reference, f"{path}.{command}.{name}"
         )
         for command, reference in case["references"].items()
         for name, (ranks, layout) in case["layouts"].items()
         if ranks == size
     }
-    if rank == 0:
-        torch.save(results, f"{result_path}.{size}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     from commands import finetune  # noqa: F401  before the fork
 
-    set_constants()
-    torch.set_num_threads(1)
-    case = torch.load(sys.argv[1], weights_only=False)
-    for size in (1, 2):
-        mp.start_processes(rank_main, (size, case, sys.argv[2]), nprocs=size, start_method="fork")
+    main(every_command, sizes=(1, 2))

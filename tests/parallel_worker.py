@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -191,24 +192,32 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     }
 
 
-def rank_main(rank: int, size: int, case: dict, result_path: str) -> None:
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", f"file://{result_path}.store{size}", timeout=timeout, rank=rank, world_size=size
-    )
-    results = {
-        name: train(case["model_dirs"][family], layout, case["references"][family], f"{result_path}.{name}")
+def each_layout(train: Callable[..., dict], case: dict, size: int, path: str) -> dict:
+    """Results by name, of the layouts of `size` ranks."""
+    return {
+        name: train(case["model_dirs"][family], layout, case["references"][family], f"{path}.{name}")
         for name, (family, ranks, layout) in case["layouts"].items()
         if ranks == size
     }
+
+
+def rank_main(rank: int, size: int, work: Callable[[dict, int, str], dict], case: dict, path: str) -> None:
+    store, timeout = f"file://{path}.store{size}", datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", store, timeout=timeout, rank=rank, world_size=size)
+    results = work(case, size, path)
     if rank == 0:
-        torch.save(results, f"{result_path}.{size}")
+        torch.save(results, f"{path}.{size}")
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    set_constants()  # imports, before the fork
+def main(work: Callable[[dict, int, str], dict], sizes: tuple[int, ...]) -> None:
+    """Fork so many ranks, one time after another. What they need is imported by now, or by set_constants."""
+    set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
-    for size in (2, 4):
-        mp.start_processes(rank_main, (size, case, sys.argv[2]), nprocs=size, start_method="fork")
+    for size in sizes:
+        mp.start_processes(rank_main, (size, work, case, sys.argv[2]), nprocs=size, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(partial(each_layout, train), sizes=(2, 4))

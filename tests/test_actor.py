@@ -5,10 +5,7 @@ import copy
 import gc
 import json
 import math
-import os
 import random
-import signal
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -23,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parallel_worker import actor_config, balanced, set_constants, supervised
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from workers import run_worker
 
 from algorithms import Algorithm, algorithm_of
 from sample import Sample
@@ -34,12 +32,8 @@ VOCAB = 64
 NEAR = {"float32": 1e-3}  # how far trainer and engine may be apart, where a test is about it
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 CLIP_GRAD = 0.5  # as in set_constants
-LEARNING_RATES = [
-    5e-4,
-    1e-3,
-    7.5e-4,
-    5e-4,
-]  # worked by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, to one half
+# worked by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, to one half
+LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]
 
 
 def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
@@ -121,6 +115,14 @@ def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, flo
     }
 
 
+def plain_optimizer(model) -> torch.optim.AdamW:
+    """With the weight decay of actor_config, of matrices alone."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
+
+
 def plain_reference(model_dir: str) -> dict:
     """Three updates of plain transformers and AdamW.
 
@@ -128,15 +130,7 @@ def plain_reference(model_dir: str) -> dict:
     """
     config = actor_config()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    decayed, not_decayed = (
-        [p for p in model.parameters() if p.ndim > 1],
-        [p for p in model.parameters() if p.ndim == 1],
-    )
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": not_decayed, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = plain_optimizer(model)
     batches, metrics = [], []
     for step in range(3):
         samples, noise = make_samples(step), random.Random(step)
@@ -193,19 +187,9 @@ def layouts_path(references, tmp_path_factory) -> Path:
 
     Returns what all result paths begin with.
     """
-    path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
+    path = tmp_path_factory.mktemp("layouts")
     torch.save({**references, "layouts": LAYOUTS}, path / "case.pt")
-    command = [sys.executable, str(root / "parallel_worker.py"), str(path / "case.pt"), str(path / "result")]
-    environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output.decode()[-4000:]
+    run_worker("parallel_worker.py", path / "case.pt", path / "result")
     return path / "result"
 
 
@@ -411,12 +395,7 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
         sample.reference_logprobs = [logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs]
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [
-        {"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
-    losses = []
+    optimizer, losses = plain_optimizer(model), []
     for part in (samples[0::2], samples[1::2]):
         optimizer.zero_grad()
         losses.append(plain_row_loss(model, part, actor.config, actor.algorithm))
@@ -448,11 +427,7 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
     actor.texts = texts
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    decayed = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [
-        {"params": part, "weight_decay": decay} for part, decay in zip(decayed, (0.1, 0.0), strict=True)
-    ]
-    optimizer, losses = torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95)), []
+    optimizer, losses = plain_optimizer(model), []
     for number, part in enumerate((samples[0::2], samples[1::2])):
         chosen = ptx.choose(texts, number, 2, actor.config.seed, 0, 1)
         examples = [Sample(0, 0, prompt, response=response) for prompt, response in chosen]

@@ -10,7 +10,6 @@ import pickle
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import pytest
 from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from workers import run_worker
 
 import checkpoint
 import placement
@@ -540,16 +540,7 @@ def saved(tmp_path_factory) -> Path:
     case = {"batches": [[vars(sample) for sample in batch] for batch in batches]}
     case["model_dir"] = make_model(out / "model", "qwen3", tied=True)
     torch.save(case, out / "case.pt")
-    command = [sys.executable, str(ROOT / "tests" / "checkpoint_worker.py"), str(out / "case.pt"), str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    how = dict(start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = subprocess.Popen(command, env=environment, **how)
-    try:
-        output, _ = process.communicate(timeout=500)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output.decode()[-4000:]
+    run_worker("checkpoint_worker.py", out / "case.pt", out, timeout_s=500)
     return out
 
 

@@ -7,12 +7,8 @@ import asyncio
 import copy
 import gc
 import math
-import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +19,9 @@ from critic_worker import critic_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel_worker import set_constants, supervised
-from test_actor import CLIP_GRAD, NEAR, make_model, make_samples, save
+from test_actor import CLIP_GRAD, NEAR, make_model, make_samples, plain_optimizer, save
 from transformers import AutoModelForSequenceClassification
+from workers import run_worker
 
 import controller
 from config import Config
@@ -32,11 +29,7 @@ from sample import Sample
 from training.model import check_critic
 from training.packing import NO_TARGET, make_micro_batches
 
-LEARNING_RATES = [
-    1e-3,
-    2e-3,
-    2e-3,
-]  # worked by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
+LEARNING_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:
@@ -107,23 +100,11 @@ def trained_on(step: int) -> list[Sample]:
     return [sample for sample in make_samples(step) if sample.advantages is not None]
 
 
-def plain_optimizer(model, config) -> torch.optim.AdamW:
-    decayed, not_decayed = (
-        [p for p in model.parameters() if p.ndim > 1],
-        [p for p in model.parameters() if p.ndim == 1],
-    )
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": not_decayed, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
-
-
 def plain_reference(model_dir: str) -> dict:
     """Three updates of plain transformers and AdamW."""
     config = critic_config()
     model = AutoModelForSequenceClassification.from_pretrained(model_dir)
-    optimizer, batches, metrics = plain_optimizer(model, config), [], []
+    optimizer, batches, metrics = plain_optimizer(model), [], []
     for step in range(3):
         samples = trained_on(step)
         samples = with_returns(samples, [plain_values(model, sample).tolist() for sample in samples], step)
@@ -169,19 +150,9 @@ def layouts_path(references, tmp_path_factory) -> Path:
 
     Returns what all result paths begin with.
     """
-    path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
+    path = tmp_path_factory.mktemp("layouts")
     torch.save({**references, "layouts": LAYOUTS}, path / "case.pt")
-    command = [sys.executable, str(root / "critic_worker.py"), str(path / "case.pt"), str(path / "result")]
-    environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output.decode()[-4000:]
+    run_worker("critic_worker.py", path / "case.pt", path / "result")
     return path / "result"
 
 

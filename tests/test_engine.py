@@ -260,28 +260,22 @@ def test_a_short_answer_brings_its_first_token_and_its_end(engine, run):
     assert [len(part.tokens) for part in run(stream())] == [1, 99]
 
 
-def test_abort_returns_what_was_written(engine, run):
-    async def ask_and_abort():
-        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900, ignore_eos=True)))
-        await asyncio.sleep(0.5)
-        await engine.abort()
-        return await asked
+async def ask_and_abort(engine, answers):
+    asked = asyncio.create_task(collect(engine, PROMPT, answers, Sampling(1.0, 900, ignore_eos=True)))
+    await asyncio.sleep(0.5)
+    await engine.abort()
+    return await asked
 
-    answers = run(ask_and_abort())
+
+def test_abort_returns_what_was_written(engine, run):
+    answers = run(ask_and_abort(engine, 8))
     assert [answer.finish for answer in answers] == ["abort"] * 8
     assert all(len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in answers)
 
 
 def test_an_answer_that_is_aborted_in_the_queue_has_no_tokens(engine, run):
     """One engine decodes 64 at once; the others wait."""
-
-    async def ask_and_abort():
-        asked = asyncio.create_task(collect(engine, PROMPT, 80, Sampling(1.0, 900, ignore_eos=True)))
-        await asyncio.sleep(0.5)
-        await engine.abort()
-        return await asked
-
-    lengths = [len(answer.tokens) for answer in run(ask_and_abort())]
+    lengths = [len(answer.tokens) for answer in run(ask_and_abort(engine, 80))]
     assert sorted(lengths)[:16] == [0] * 16 and max(lengths) > 0
 
 

@@ -4,11 +4,7 @@ import asyncio
 import gc
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from finetune_worker import config_of
 from models import save_tokenizer
-from test_actor import VOCAB, make_model
+from test_actor import VOCAB, make_model, plain_optimizer
 from test_critic import make_value_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from workers import run_worker
 
 import data
 import genrm
@@ -99,10 +96,7 @@ def plain_learning(command: str, model_dir: str) -> dict:
     """Three steps of plain transformers and AdamW, and held-out examples before and after."""
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     model, reference = kind.from_pretrained(model_dir), kind.from_pretrained(model_dir)
-    decayed = {"params": [p for p in model.parameters() if p.ndim > 1]}
-    others = {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}
-    decay = config_of(command, model_dir).weight_decay
-    optimizer = torch.optim.AdamW([decayed, others], betas=(0.9, 0.95), weight_decay=decay)
+    optimizer = plain_optimizer(model)
     batches, metrics = [make_examples(command, step, 7) for step in range(3)], []
     held_out = make_examples(command, 9, 3)
 
@@ -141,19 +135,9 @@ def references(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def results(references, tmp_path_factory) -> tuple[dict, Path]:
     """Of every command under every layout, and what the paths of the exports begin with."""
-    path, root = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
+    path = tmp_path_factory.mktemp("layouts")
     torch.save({"references": references, "layouts": LAYOUTS}, path / "case.pt")
-    command = [sys.executable, str(root / "finetune_worker.py"), str(path / "case.pt"), str(path / "result")]
-    environment = {**os.environ, "PYTHONPATH": str(root.parent), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=400)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output.decode()[-4000:]
+    run_worker("finetune_worker.py", path / "case.pt", path / "result", timeout_s=400)
     return torch.load(path / "result.1") | torch.load(path / "result.2"), path / "result"
 
 

@@ -25,8 +25,9 @@ SUMS = ("ptx", "ptx_tokens")  # statistics of the texts, beside the policy's
 
 
 def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequence]:
-    """(prompt, response) tokens of each row: of `text`, learned from its second token on, or of `prompt` and
-    `response`, cut off at `longest` tokens. ValueError with file and line for a row that can't be used.
+    """(prompt, response) tokens of each row, cut off at `longest`. ValueError with file and line.
+
+    A row has `text`, learned from its second token on, or `prompt` and `response`.
     """
     sequences = []
     for line, row in data.read_rows(path):

@@ -1,0 +1,23 @@
+"""Starts a script of tests/ as a process."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def run_worker(script: str, *arguments: Path, timeout_s: float = 300) -> None:
+    """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    how = dict(start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, env=environment, **how)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output.decode()[-4000:]
