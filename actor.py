@@ -14,22 +14,18 @@ from torch import Tensor
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
-from sample import Sample
-from scheduling.balance import Key, flat
+from sample import Key, Sample
+from scheduling.balance import flat
 from training import ptx
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.parallel import VocabParallelEntropy, over_context_parallel, vocab_parallel_cross_entropy
-from training.trainer import LossSums, OutputLoss, Packed, Trainer, all_reduce, as_sequences
+from training.trainer import LossSums, OutputLoss, Packed, TokenLoss, Trainer, all_reduce, as_sequences
 
 LR_DECAY_TO = 0.1  # of the learning rate, at the last step
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 1.0}  # of trainer and engine on one token, by --dtype
 # statistics of a micro-batch: sums over its targets, reported as means over tokens, and others
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff_max", *ptx.SUMS)
-
-# (slots, logprobs, entropy), each [targets] -> the loss of each target and a micro-batch's statistics, among
-# them `divisor`: what the sum of the loss is divided by
-TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Actor(Trainer):
@@ -57,7 +53,7 @@ class Actor(Trainer):
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
             packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
-            steps.append(self.learn(packed, self._output_loss(loss), STATS, lr, check))
+            steps.append(self.optimizer_step(packed, self._output_loss(loss), STATS, lr, check))
         self.version += 1
         return update_metrics(steps, lr) | {"train/micro_batches": float(sum(map(len, mini_batches)))}
 
@@ -87,7 +83,7 @@ class Actor(Trainer):
         if len(mini_batches) == 1 or not wanted:
             return {}
         rows = zip(wanted, self.logprobs(wanted), strict=True)
-        return {(sample.prompt_id, sample.index): row for sample, row in rows}
+        return {sample.key: row for sample, row in rows}
 
     def _add_texts(self, number: int, targets: PackedTargets, loss: TokenLoss) -> tuple[Packed, TokenLoss]:
         """This rank's texts for optimizer step `number`, and the loss with them: see ptx.py (collective)."""
@@ -149,8 +145,8 @@ class PackedTargets:
     advantages: Tensor
     stale: Tensor  # whether older weights than the step's wrote it
     proximal_logprobs: Tensor | None  # under the weights at the start of the step; None: those that train
-    weights: Tensor  # of each token's loss in the sum, and
-    divisors: Tensor  # what it adds to that by which the sum is divided: see algorithms.MEANS
+    weights: Tensor  # of each token's loss in the sum: see algorithms.MEANS
+    divisors: Tensor  # the sum of the loss is divided by the sum of these
     sequence: Tensor  # the answer that a token belongs to, by its number in the mini-batch
     lengths: Tensor  # [answers]
     reference_logprobs: Tensor | None  # None: there is no reference model
@@ -166,7 +162,7 @@ def pack_targets(
         return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype, device=device)
 
     means = [MEANS[algorithm.mean](len(sample.response), algorithm.max_new_tokens) for sample in samples]
-    old = [proximal.get((sample.prompt_id, sample.index), sample.logprobs) for sample in samples]
+    old = [proximal.get(sample.key, sample.logprobs) for sample in samples]
     reference = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
     lengths = [len(sample.response) for sample in samples]
     return PackedTargets(
@@ -195,7 +191,7 @@ def policy_loss(
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
     old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
-    logprobs = logprobs.where(kept, logprobs.detach())  # nor has an answer's ratio a masked one's gradient
+    logprobs = logprobs.where(kept, logprobs.detach())  # gspo's ratio, of the whole answer, without those
     advantages, sequence = targets.advantages[slots], targets.sequence[slots]
     inputs = LossInputs(logprobs, old_logprobs, advantages, sequence, targets.lengths, total)
     loss, clipped = algorithm.loss(inputs, algorithm)

@@ -1,4 +1,4 @@
-"""Algorithms as pure functions: scores, advantage estimators, losses, means; a row of `ALGORITHMS` for each.
+"""Algorithms: scores, estimators, losses and means as pure functions; a row of `ALGORITHMS` for each.
 
 Losses use tensors by their methods alone, so that importing this doesn't import torch. A target is a response
 token that is trained on; tensors are [targets] unless it says otherwise.
@@ -13,8 +13,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from config import Config, as_text
-from sample import Sample
-from scheduling.balance import Key
+from sample import Key, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +150,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a row may set otherwise, and the command line after it: `--algorithm ppo gae_lambda=0.95`."""
+    """Defaults; a row may set others, and so may the command line: `--algorithm ppo gae_lambda=0.95`."""
 
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)

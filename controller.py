@@ -74,7 +74,7 @@ class Controller:
 
 
 async def train(c: Controller) -> int:
-    """The training loop (collective: every rank calls). One turn is one column of the paper's figure.
+    """The training loop (collective: every rank calls). One turn is one step: serve, then train.
 
     Returns the signal that ended it early, else 0; the state in which the step began has been saved then.
     """
@@ -95,7 +95,7 @@ async def train(c: Controller) -> int:
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
         c.timeline.mark("weights", f"v{c.placement.actor.version}")
         await c.report.step(c, step, batch, flat(mini_batches), stats | decision)
-        await c.checkpoints.finish(c)  # after the report: what a checkpoint takes for done has its row
+        await c.checkpoints.finish(c)  # after the report: a step that a checkpoint has, has its row
         stop_on_empty_steps(c)
         del batch, mini_batches  # not held while the next step is served
     return await finish(c)
@@ -119,7 +119,7 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     Each works out the whole plan from gathered lengths (scheduling/balance.py). Samples then move point to
     point, never through one rank; all of a model-parallel group get the same.
     """
-    actor, mine = c.placement.actor, {(sample.prompt_id, sample.index): sample for sample in samples}
+    actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
     lengths = {key: len(sample.prompt) + len(sample.response) for key, sample in mine.items()}
     facts = await c.world.gather((actor.dp_rank, lengths))
     tokens = {key: length for _, lengths_of_rank in facts for key, length in lengths_of_rank.items()}
@@ -128,7 +128,7 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     shares = [[mine[key] for key in flat(plan[dp_rank]) if key in mine] for dp_rank in range(actor.dp_size)]
     outgoing = {rank: shares[dp_rank] for rank, (dp_rank, _) in enumerate(facts) if shares[dp_rank]}
     incoming = await c.world.exchange(outgoing)
-    found = {(sample.prompt_id, sample.index): sample for parcel in incoming.values() for sample in parcel}
+    found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
     return [[[found[key] for key in micro] for micro in mini_batch] for mini_batch in plan[actor.dp_rank]]
 
 
@@ -163,7 +163,7 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
 
 
 async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
-    """Take the split that should serve the next step soonest (collective). Returns metrics."""
+    """Take the split that should serve the next step fastest (collective). Returns metrics."""
     placement, config = c.placement, c.config
     gathered = await c.world.gather((stats, placement.restarts))
     parts, restarts = zip(*gathered, strict=True)

@@ -79,7 +79,7 @@ class Critic(Trainer):
             rows = [s.returns[self.name] for s in samples], [s.values[self.name] for s in samples]
             columns = (torch.tensor([*chain(*c)], dtype=torch.float32, device=self.device) for c in rows)
             loss = returns_loss(*columns, self.algorithm.value_clip)
-            steps.append(self.learn(as_sequences(micro_batches), loss, STATS, lr))
+            steps.append(self.optimizer_step(as_sequences(micro_batches), loss, STATS, lr))
         self.version += 1
         return {f"{self.prefix}/{name}": value for name, value in value_metrics(steps, lr).items()}
 

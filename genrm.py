@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it takes seconds to import
     from engines.pool import Pool
 
 JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
-MAX_JUDGE_FAILURES = 64  # answers without a verdict, of a judge that never gave one, that end the run
+MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Judge:
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer)
         self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
-        self.key = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
+        self.signal = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
         self.judgements = 1 if self.format.scores else config.judgements
         self.sampling = Sampling(config.judge_temperature, max_new_tokens, stop)
         self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
@@ -160,15 +160,17 @@ class Judge:
 
         What can't be read is asked for again, unless the judge is greedy: it would only repeat itself.
         """
-        if answer is None:  # at no cost it would be the cheapest of answers
-            return Judgement("no final answer", 0.0 if self.key == "reward" else None)
+        if answer is None:  # it has no cost either: 0 would reward the lack of an answer
+            return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
         # a special token that they spell out is text: it can't end the turn
         plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
         encode = data.encode_exchange if self.format.scores else data.encode
         prompt = encode(self.tokenizer, self.format.prompt(*plain))
+        if len(prompt) > self.max_prompt_tokens:
+            self.failed += 1
+            return Judgement(f"not asked: {len(prompt)} tokens, of at most {self.max_prompt_tokens}", None)
         texts, verdicts, missing = [], [], list(range(self.judgements))
-        calls = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES
-        for attempt in range(calls if len(prompt) <= self.max_prompt_tokens else 0):
+        for attempt in range(1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES):
             seeds = [seed_of(self.seed, question, answer, self.number, which, attempt) for which in missing]
             found = [self._read(reply) for reply in await self._replies(prompt, seeds, pool)]
             texts += [text for text, _ in found]
@@ -206,6 +208,6 @@ def check_judges(config: Config, counts: list[tuple[list[int], list[int]]]) -> N
         verdicts = sum(parsed[number] for _, parsed in counts)
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
             raise ValueError(
-                f"the judge {model}: none of the first {failures} answers got a verdict: it can't be read by "
-                f"--judge-format {as_text(config.judge_format)} (see FORMATS in genrm.py)"
+                f"the judge {model}: none of the first {failures} answers got a verdict: they don't fit "
+                f"its context, or its text can't be read by --judge-format {as_text(config.judge_format)}"
             )

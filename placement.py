@@ -1,8 +1,7 @@
 """Placement: which ranks each role holds, and the hand-over of the devices between serving and training.
 
-A mode is data, a `Plan`: the ranks of each role. While serving, rollout and genrm engines hold ranks; while
-training, the actor holds all of them. The hand-overs are the vertical rules of the paper's figure, and their
-order decides the memory peak:
+Who holds what is data, a `Plan`: the ranks of each role. While serving, rollout and genrm engines hold ranks;
+while training, the actor holds all of them. The order of the hand-overs decides the memory peak:
 
     to training   every engine sleeps (weights and KV cache go), then the actor wakes, and the critics
     to serving    critics sleep, rollout weights come back, push, the actor sleeps, the KV cache comes back
@@ -115,7 +114,8 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
     """Those in which every judge has an engine. Without a judge, rollout shares the ranks with nobody."""
     everyone, judges, tp = tuple(range(world_size)), len(config.judge_models), config.genrm_tp
     if not judges:
-        return [Plan("partial", everyone, (), everyone, config.rollout_tp, tp)]
+        mode = "partial" if config.mode == "auto" else config.mode
+        return [Plan(mode, everyone, (), everyone, config.rollout_tp, tp)]
     plans = PLANS[config.mode](everyone, config.rollout_tp, tp)
     return [p for p in plans if len({judge_of(rank, tp, judges) for rank in p.leads("genrm")}) == judges]
 
@@ -143,7 +143,7 @@ def least_ranks(config: Config) -> str:
 
 
 def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
-    """Which of several judge models the genrm engine that `rank` leads serves: they take turns."""
+    """Which of several judge models the genrm engine that `rank` leads serves: they are dealt in turn."""
     return rank // genrm_tp % judges
 
 

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
@@ -85,7 +86,7 @@ class UserCode(AbstractContextManager):
 class Rule(NamedTuple):
     """A function of one answer, and whether its number is part of the "reward" or the "cost"."""
 
-    key: str
+    signal: str
     function: Callable[[TextSample], float | Awaitable[float]]
     code: UserCode
 
@@ -100,16 +101,16 @@ class Rule(NamedTuple):
         return Judgement(f"{self.code.title}: {float(value)}", float(value))
 
 
-def load(key: str, spec: str) -> Rule:
+def load(signal: str, spec: str) -> Rule:
     """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
 
     Runs the file. ValueError in one line for what can't be used.
     """
-    title = f"{'--rule' if key == 'reward' else '--cost-rule'} {spec}"
+    title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
-            return Rule(key, partial(function, **match.groupdict()), UserCode(title))
-    path, _, name = (spec, "", key) if spec.endswith(".py") else spec.rpartition(":")
+            return Rule(signal, partial(function, **match.groupdict()), UserCode(title))
+    path, _, name = (spec, "", signal) if spec.endswith(".py") else spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise ValueError(f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7")
     code = UserCode(title, str(Path(path).resolve()))
@@ -119,7 +120,7 @@ def load(key: str, spec: str) -> Rule:
         found.loader.exec_module(module)
     if not callable(function := vars(module).get(name)):
         raise ValueError(f"{title}: {path} has no function {name}(sample)")
-    return Rule(key, function, code)
+    return Rule(signal, function, code)
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -133,8 +134,8 @@ class Rewards:
     def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
         self.judges, self.rules, self._decode = judges, rules, decode
         self._format = formats_of(config)[0]
-        self._keys = [source.key for source in (*judges, *rules)]
-        self._weights = config.reward_weights or (1.0,) * self._keys.count("reward")
+        self._signals = [source.signal for source in (*judges, *rules)]
+        self._weights = config.reward_weights or (1.0,) * self._signals.count("reward")
         self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}  # of this step, by what is asked of whom
 
     def reset(self) -> None:
@@ -147,7 +148,8 @@ class Rewards:
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
-        The reward is the weighted mean, the cost the sum; the verdict says if the judges' mean is above 0.5.
+        The reward is the weighted mean, the cost the sum; the verdict says if the mean of the reward's
+        generative judges is above 0.5.
         If one of them has no number, all stay None: the mean of the rest has another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
@@ -158,9 +160,11 @@ class Rewards:
         sample.critique = "\n".join(filter(None, critiques))
         if any(judgement.value is None for judgement in judgements):
             return
-        values = [(key, judgement.value) for key, judgement in zip(self._keys, judgements, strict=True)]
-        rewards, costs = ([value for of, value in values if of == key] for key in ("reward", "cost"))
-        judged = [value for key, value in values[: len(self.judges)] if key == "reward"]
+        values = [judgement.value for judgement in judgements]
+        named = list(zip(self._signals, values, strict=True))
+        rewards, costs = ([value for of, value in named if of == signal] for signal in ("reward", "cost"))
+        judges = [judge.signal == "reward" and not judge.format.scores for judge in self.judges]
+        judged = list(compress(values, judges))
         sample.verdict = fmean(judged) > 0.5 if judged else None
         sample.reward = weighted_mean(rewards, self._weights)
         sample.cost = math.fsum(costs) if costs else None

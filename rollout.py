@@ -1,6 +1,6 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
-A mode is one short loop here, a row of the paper's figure. Groups whose rewards are all equal are replaced
+A mode is one short loop here. Groups whose rewards are all equal are replaced
 (dynamic sampling). While they serve, controllers meet in one small gather at a time: which groups finished,
 and with what. Every decision, to draw more, to stop, to cut off the rest, is a pure function of what was
 gathered, so that all controllers take the same one.
@@ -71,10 +71,13 @@ class Tasks:
 
 
 class RolloutStep:
-    """One controller's part of a step: the sampler that all controllers share, and this one's groups."""
+    """One controller's part of a step: the sampler that all controllers share, and this one's groups.
 
-    def __init__(self, c: Controller, sampler: DynamicSampler, group_filter: Callable[[list[Sample]], bool]):
-        self.c, self.sampler, self.group_filter = c, sampler, group_filter
+    keeps: whether a judged group teaches something.
+    """
+
+    def __init__(self, c: Controller, sampler: DynamicSampler, keeps: Callable[[list[Sample]], bool]):
+        self.c, self.sampler, self.keeps = c, sampler, keeps
         self.groups: dict[int, list[Sample]] = {}  # by prompt_id
         self.tasks, self.batch, self.swap_s = Tasks(), RolloutBatch(), 0.0
 
@@ -107,6 +110,8 @@ class RolloutStep:
 
     async def wake(self, pool: Pool, instead_of: Pool | None = None) -> None:
         """A pool gets its devices, which another may hold; nothing to do if it has them (collective)."""
+        if not pool.engines:
+            return  # of a run without a judge
         clock = self.c.timeline.now
         start = clock()
         if instead_of:
@@ -125,8 +130,8 @@ async def collect(c: Controller) -> RolloutBatch:
     """
     config, start = c.config, c.timeline.now()
     kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
-    experience = (c.state.groups_per_kept, config.over_dispatch, config.max_refill_waves)
-    sampler = kind(config.prompts_per_step, *experience)
+    waves = dict(over_dispatch=config.over_dispatch, max_refills=config.max_refill_waves)
+    sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
     step = RolloutStep(c, sampler, is_informative if c.algorithm.filters else is_judged)
     c.rewards.reset()
     with c.timeline.span("serve"):
@@ -137,13 +142,15 @@ async def collect(c: Controller) -> RolloutBatch:
         return step.batch
     c.state.groups_per_kept = sampler.updated_groups_per_kept()
     partition(step)
-    stats = (c.placement.rollout.pop_stats(), c.placement.genrm.pop_stats(), sampler.waves)
-    seconds = (c.timeline.now() - start, step.swap_s, c.placement.hand_over_s)
-    step.batch.stats = StepStats(c.placement.plan.split, *stats, *seconds)
+    placement = c.placement
+    step.batch.stats = StepStats(
+        placement.plan.split, placement.rollout.pop_stats(), placement.genrm.pop_stats(), sampler.waves,
+        serve_s=c.timeline.now() - start, swap_s=step.swap_s, hand_over_s=placement.hand_over_s,
+    )  # fmt: skip
     return step.batch
 
 
-# ---------------------------------------------------------------- one loop per row of the figure
+# ---------------------------------------------------------------- one loop per mode
 
 
 async def generate_then_judge(step: RolloutStep) -> None:
@@ -187,7 +194,7 @@ async def ask(
             [sample.prompt + sample.response for sample in unfinished],
             sampling,
             limits=[sampling.max_new_tokens - len(sample.response) for sample in unfinished],
-            seeds=[seed_of(c.config.seed, sample.prompt_id, sample.index) for sample in unfinished],
+            seeds=[seed_of(c.config.seed, *sample.key) for sample in unfinished],
             greedy=[sample.greedy for sample in unfinished],
         )
         async for answer in answers:
@@ -204,7 +211,7 @@ async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sa
 
 def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
     """Add what an engine generated to a sample."""
-    version, timeline, key = step.c.placement.actor.version, step.c.timeline, (sample.prompt_id, sample.index)
+    version, timeline, key = step.c.placement.actor.version, step.c.timeline, sample.key
     assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
     generating = "resumed" if sample.response else "decoding"
     timeline.sample("queued", *key, answer.rank, answer.sent, answer.first_token)
@@ -243,8 +250,8 @@ async def judge_one(step: RolloutStep, sample: Sample) -> None:
     start = clock()
     await c.rewards.score(sample, c.placement.genrm)
     end = clock()
-    c.timeline.sample("judging", sample.prompt_id, sample.index, c.world.rank, start, end)
-    c.timeline.sample("done", sample.prompt_id, sample.index, c.world.rank, end, end)
+    c.timeline.sample("judging", *sample.key, c.world.rank, start, end)
+    c.timeline.sample("done", *sample.key, c.world.rank, end, end)
 
 
 def partition(step: RolloutStep) -> None:
@@ -298,14 +305,14 @@ async def gather_finished_groups(step: RolloutStep) -> None:
     """All controllers tell which of their groups finished, and whether those are informative (collective)."""
     c, sampler = step.c, step.sampler
     ended = step.groups.keys() - step.tasks.running.keys() - sampler.informative.keys()
-    finished = {p: step.group_filter(step.groups[p]) for p in sorted(ended) if is_generated(step.groups[p])}
-    generated = sum(map(is_generated, step.groups.values()))
-    meeting = await sync_controllers(c, (finished, generated, c.rewards.counts()))
+    mine = {p: step.keeps(step.groups[p]) for p in sorted(ended) if is_generated(step.groups[p])}
+    num_generated = sum(map(is_generated, step.groups.values()))
+    meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts()))
     follow(c, meeting)
-    groups, generated, counts = zip(*meeting.facts, strict=True)
-    sampler.num_generated = sum(generated)
-    for finished in groups:
-        sampler.record(finished)
+    finished, nums_generated, counts = zip(*meeting.facts, strict=True)
+    sampler.num_generated = sum(nums_generated)
+    for groups in finished:
+        sampler.record(groups)
     genrm.check_judges(c.config, counts)
 
 
@@ -320,7 +327,7 @@ async def wait_for_all(c: Controller, tasks: Tasks) -> None:
 
 
 async def wait_for_enough(step: RolloutStep) -> None:
-    """Wait for as many groups as should do by experience, then cut off the others (collective)."""
+    """With over-dispatch wait for as many groups as should do, then cut off the others (collective)."""
     c, sampler = step.c, step.sampler
     if c.config.over_dispatch == 1:
         return await wait_for_all(c, step.tasks)

@@ -80,7 +80,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     elif not ranks:
         raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     else:
-        work = run(config, plans, stop) if config.command == "rl" else learn(config)
+        work = run(config, plans, stop) if config.command == "rl" else learn_from_examples(config)
     return asyncio.run(shutdown.run_until_signal(work, stop))
 
 
@@ -110,11 +110,13 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
+        if config.rollout_only:
+            progress.line(f"to train on what was served: --train-only --replay {config.out}/replay.jsonl")
         return ""
 
 
-async def learn(config: Config) -> str:
-    """sft, rm, dpo: the same from examples, without engines (collective: every rank)."""
+async def learn_from_examples(config: Config) -> str:
+    """sft, rm, dpo: train without engines (collective: every rank)."""
     from commands import finetune
 
     async with joined(config) as (world, progress):
@@ -189,7 +191,7 @@ async def with_models(config: Config, world: World, progress: Progress) -> Confi
 
 
 def load_inputs(config: Config) -> tuple:
-    """What decodes the policy's tokens, texts of the pretraining term, parts of a Controller by name."""
+    """(decode, texts of the pretraining term, fields of Controller by name): what is read before a start."""
     from training import model, ptx
 
     model.read_hf_config(config.model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+Key = tuple[int, int]  # prompt_id and index of a sample
+
 
 @dataclass
 class Sample:
@@ -25,7 +27,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)  # one per token, under the weights that wrote it
     finish: str = ""  # stop | length: finished; abort: it may be continued
     versions: list[int] = field(default_factory=list)  # weight version that wrote each response token
-    # genrm.py, rewards.py
+    # rewards.py, which asks the judges of genrm.py
     critique: str = ""
     verdict: bool | None = None
     reward: float | None = None
@@ -36,6 +38,10 @@ class Sample:
     values: dict[str, list[float]] = field(default_factory=dict)
     returns: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.prompt_id, self.index
 
     @property
     def is_finished(self) -> bool:

@@ -83,7 +83,7 @@ def shares_of(
     batch: all samples, by the rank that sent them; members: every rank's data-parallel rank.
     """
     actor, samples = c.placement.actor, [sample for part in batch.values() for sample in part]
-    found = {(sample.prompt_id, sample.index): sample for sample in samples}
+    found = {sample.key: sample for sample in samples}
     tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in found.items()}
     plan = controller.plan_batch(tokens, actor.cost, c.config, actor.dp_size)
     shares = [

@@ -100,8 +100,7 @@ class Load:
     def add(self, group: list[Sample]) -> None:
         """Answers that will be asked for."""
         for sample in group:
-            key = (sample.prompt_id, sample.index)
-            self._keys[seed_of(self._config.seed, *key)] = key
+            self._keys[seed_of(self._config.seed, *sample.key)] = sample.key
 
     def tokens_left(self, seed: int, done: int) -> int:
         """Of an answer, `done` tokens of which are there. Begun anew, it gets another length."""

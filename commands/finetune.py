@@ -185,7 +185,7 @@ class Learner:
     def step(self, examples: list[Example]) -> dict[str, float]:
         """Learn a batch; returns its metrics from before (collective)."""
         lr = learning_rate(self.trainer.version, self.config)
-        stats = self.trainer.learn(*self._prepare(examples), self.task.stats, lr)
+        stats = self.trainer.optimizer_step(*self._prepare(examples), self.task.stats, lr)
         self.trainer.version += 1
         return self._means(stats) | {name: stats[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
 

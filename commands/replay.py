@@ -56,7 +56,8 @@ class Replay:
             raise ValueError(f"--replay {self._path}: {newer}")
         groups = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.prompt_id)]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
-        stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), 0, 0.0, 0.0, 0.0)
+        seconds = dict(serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
+        stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), waves=0, **seconds)
         return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 
@@ -77,4 +78,4 @@ def read_replay(path: Path) -> list[list[Sample]]:
     if not by_step:
         raise ValueError(f"--replay {path}: the file holds no sample")
     steps = range(min(by_step), max(by_step) + 1)
-    return [sorted(by_step.get(step, []), key=lambda s: (s.prompt_id, s.index)) for step in steps]
+    return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

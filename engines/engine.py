@@ -21,7 +21,6 @@ from engines import server
 if TYPE_CHECKING:
     from torch import Tensor
 
-FINISHED = ("stop", "length")  # how a finished answer ends; one that ends in "abort" may be continued
 LOOK_S = 0.5  # between two looks at whether a server is ready, or down
 
 

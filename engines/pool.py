@@ -30,8 +30,7 @@ class EngineStatus(NamedTuple):
 
     outstanding: dict[int, int]  # tokens that it awaits from the engine of each rank
     parts: dict[int, int]  # of answers, that came from it so far
-    up: bool = True  # whether its own engine answers; True if it has none
-    trouble: str = ""  # how that was lost
+    trouble: str = ""  # how this controller's own engine was lost, if it was
 
 
 class Pool:
@@ -178,7 +177,7 @@ class Pool:
         """What this controller has to tell the others."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
-        return EngineStatus(dict(+self._outstanding), dict(self._parts), not self._trouble, self._trouble)
+        return EngineStatus(dict(+self._outstanding), dict(self._parts), self._trouble)
 
     def apply_status(self, statuses: list[EngineStatus]) -> list[str]:
         """Act on all ranks' statuses; a line on each new loss. ValueError if a model has no engine left."""
@@ -187,7 +186,7 @@ class Pool:
             if rank != self.world.rank:
                 self._elsewhere.update(status.outstanding)
                 self._parts_elsewhere.update(status.parts)
-        down = [engine for engine in self.engines if not statuses[engine.rank].up]
+        down = [engine for engine in self.engines if statuses[engine.rank].trouble]
         self._lost = {engine.rank: f"the {engine.name} {statuses[engine.rank].trouble}" for engine in down}
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:

@@ -9,8 +9,7 @@ import heapq
 from collections.abc import Callable
 
 from config import Config
-
-Key = tuple[int, int]  # prompt_id and index of a sample
+from sample import Key
 
 
 def plan_batch(

@@ -41,7 +41,7 @@ class Split(NamedTuple):
     genrm: int
 
     def __str__(self) -> str:
-        return f"{self.rollout}|{self.genrm}" if self.mode == "partial" else self.mode
+        return "full" if self.mode == "full" else f"{self.rollout}|{self.genrm}"
 
 
 @dataclass(frozen=True)

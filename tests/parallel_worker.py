@@ -46,7 +46,7 @@ def supervised(trainer, sequences: list, lr: float) -> float:
     from actor import cross_entropy_loss
 
     packed = [[sequences[index] for index in chosen] for chosen in trainer.pack(sequences)]
-    stats = trainer.learn(packed, cross_entropy_loss, (), lr)
+    stats = trainer.optimizer_step(packed, cross_entropy_loss, (), lr)
     return stats["loss"] / stats["divisor"]
 
 

@@ -70,6 +70,21 @@ def test_a_mode_of_one_s_own_runs(monkeypatch):
         assert batches[0] == batches[1] and batches[0]
 
 
+def test_a_mode_of_one_s_own_needs_no_judge(monkeypatch):
+    """Its own loop runs, with rules alone."""
+    run_example("my_mode.py", monkeypatch)
+    loop, turns = rollout.MODES["by_group"], []
+
+    async def counted(step):
+        turns.append(step)
+        await loop(step)
+
+    monkeypatch.setitem(rollout.MODES, "by_group", counted)
+    controllers, _ = simulate("by_group", 3, model="m", judge=(), rule=("right",), steps=2)
+    assert len(turns) == 6 and controllers[0].placement.plan.rollout == (0, 1, 2)
+    assert all(c.report.steps[1][1].kept for c in controllers)
+
+
 def test_a_reward_of_one_s_own_runs():
     """Alone: 1 for the right answer, a tenth less for every ten tokens over forty."""
     rule = str(EXAMPLES / "my_reward.py")

@@ -234,7 +234,7 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     listed, engine, too_long = make_rewards(max_prompt_tokens=8), Engine(accept), sample(">125")
     score_all(listed, Pool(engine), [too_long])
     assert (too_long.verdict, too_long.reward, engine.asked) == (None, None, [])
-    assert listed.counts() == ([1], [0])
+    assert too_long.critique == "not asked: 11 tokens, of at most 8" and listed.counts() == ([1], [0])
 
 
 @settings(deadline=None)
@@ -465,7 +465,7 @@ def test_an_answer_that_was_cut_off_costs_what_its_text_does():
 
 
 def test_a_scalar_reward_model_scores_the_whole_response():
-    """Once, whatever --judgements says; one that was cut off, too. The accuracy reads its final answer."""
+    """Once, whatever --judgements says; one that was cut off, too. Accuracy reads its final answer."""
     listed = sampled("addition_score", judgements=4)
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
@@ -473,7 +473,7 @@ def test_a_scalar_reward_model_scores_the_whole_response():
     assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 2
     assert listed.counts() == ([0], [2])
     assert (judged.reward, judged.critique, listed.final_answer(judged)) == (1.25, "score 1.25", "125")
-    assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, False, None)
+    assert (cut.reward, judged.verdict, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None, None)
 
 
 def test_no_final_answer_for_one_judge_is_0_from_that_judge():

@@ -343,7 +343,7 @@ def test_requests_wait_while_no_engine_of_the_model_is_up():
 
 def statuses_of(size, lost):
     return [
-        EngineStatus({}, {}, rank not in lost, "died (signal 9)" if rank in lost else "")
+        EngineStatus({}, {}, "died (signal 9)" if rank in lost else "")
         for rank in range(size)
     ]
 
@@ -362,7 +362,7 @@ def test_an_engine_of_its_own_that_is_lost_is_asked_no_more():
     """Before the others hear of it, too."""
     pool = pool_of(0, 5)
     pool._trouble = "died"
-    assert pool.route().rank == 1 and pool.status() == EngineStatus({1: 5}, {}, False, "died")
+    assert pool.route().rank == 1 and pool.status() == EngineStatus({1: 5}, {}, "died")
 
 
 def test_sleep_forgets_what_others_awaited():

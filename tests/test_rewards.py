@@ -39,8 +39,8 @@ class StubJudge:
 
     format, failed, parsed = genrm.FORMATS["chat"], 0, 0
 
-    def __init__(self, value, key="reward"):
-        self.value, self.key = value, key
+    def __init__(self, value, signal="reward"):
+        self.value, self.signal = value, signal
 
     def reset(self):
         pass
@@ -49,9 +49,9 @@ class StubJudge:
         return genrm.Judgement(f"says {self.value}", self.value)
 
 
-def says(value, key="reward"):
+def says(value, signal="reward"):
     """A rule that says `value` of every answer."""
-    return rewards.Rule(key, lambda sample: value, rewards.UserCode(f"--{key} {value}"))
+    return rewards.Rule(signal, lambda sample: value, rewards.UserCode(f"--{signal} {value}"))
 
 
 def score(sample, judges=(), rules=(), weights=()):

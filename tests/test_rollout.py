@@ -232,6 +232,23 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
     assert (7 in controllers[0].prompts.requeued) == (over_dispatch > 1)
 
 
+@pytest.mark.parametrize("mode", ["full", "partial"])
+def test_without_a_judge_rollout_keeps_the_devices(mode):
+    """In no mode is anything swapped while it serves, through all waves; the samples are the same."""
+    options = dict(model="m", judge=(), rule=("right",), steps=3)
+    controllers, log = simulate(mode, 2, **options)
+    history = controllers[0].state.history
+    assert [stats.swap_s for stats in history] == [0.0] * 3 and max(stats.waves for stats in history) > 1
+    assert not any("genrm" in str(event) for event in log)
+    other, _ = simulate("partial", 3, **options)
+    for step in range(3):
+        mine, theirs = (
+            sorted((s.key, s.response, s.reward) for batch in batches_of(run, step) for s in batch.kept)
+            for run in (controllers, other)
+        )
+        assert mine == theirs and mine
+
+
 @pytest.mark.parametrize("mode,size", [("partial", 2), ("full", 2), ("partial", 4)])
 def test_the_longest_prompt_is_trained_on_in_the_end(mode, size):
     """Cut off in every step, it goes on where it was: no prompt starves."""
@@ -313,8 +330,8 @@ def test_a_meeting_by_itself_changes_nothing():
     in_a_meeting(4, act, hit)
     assert len(seen) == 4 and all(meeting == seen[0] for meeting in seen)
     assert seen[0].facts == ["fact 0", "fact 1", "fact 2", "fact 3"] and seen[0].stop == 15
-    assert [status.up for status in seen[0].rollout] == [False, True, True, True]
-    assert all(status.up for status in seen[0].genrm)
+    assert [bool(status.trouble) for status in seen[0].rollout] == [True, False, False, False]
+    assert not any(status.trouble for status in seen[0].genrm)
 
 
 def test_whoever_follows_a_meeting_routes_around_lost_engines():

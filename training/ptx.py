@@ -8,7 +8,6 @@ Source: PPO-ptx of InstructGPT (arXiv 2203.02155), section 3.5; Safe RLHF (arXiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from training.packing import Sequence
-
-    TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # as in actor.py
+    from training.trainer import TokenLoss
 
 SUMS = ("ptx", "ptx_tokens")  # statistics of the texts, beside the policy's
 

@@ -44,6 +44,9 @@ Packed = list[list[Sequence]]  # micro-batches of a pass
 Stats = dict[str, Tensor]
 LossSums = tuple[Tensor, int | Tensor, Stats]
 OutputLoss = Callable[[MicroBatch, Tensor], LossSums]  # of the output, [1, T, vocab / tp] or [1, T, 1]
+# (slots, logprobs, entropy), each [targets] -> the loss of each target and a micro-batch's statistics, among
+# them `divisor`: what the sum of the loss is divided by
+TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Stats]]
 
 
 class Trainer:
@@ -132,7 +135,7 @@ class Trainer:
                 self.optimizer.restore_from_cpu()
         self.awake = True
 
-    def learn(
+    def optimizer_step(
         self, packed: Packed, output_loss: OutputLoss, names: Iterable[str], lr: float,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
@@ -149,7 +152,7 @@ class Trainer:
         if check and is_finite:
             check(stats)
         learns = is_finite and stats["divisor"] > 0
-        grad_norm = self._optimizer_step(lr) if learns else 0.0
+        grad_norm = self._step_optimizer(lr) if learns else 0.0
         is_finite &= math.isfinite(grad_norm)
         seconds = {"slowest_s": self._own_seconds, "fastest_s": -self._own_seconds}
         seconds = {name: abs(value) for name, value in all_reduce(seconds, dist.ReduceOp.MAX).items()}
@@ -232,7 +235,7 @@ class Trainer:
                     sums[name] += value.item()
         return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
 
-    def _optimizer_step(self, lr: float) -> float:
+    def _step_optimizer(self, lr: float) -> float:
         """AdamW on DDP's gradients, if they are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr

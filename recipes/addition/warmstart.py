@@ -98,7 +98,8 @@ def train(
         scale = min(1.0, (step + 1) / 20) * max(0.05, min(1.0, 2.0 * (1 - step / steps)))
         mine = [data.encode_pair(tokenizer, *pair) for pair in batches(step)[world.rank :: world.size]]
         packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
-        assert not actor.learn(packed, cross_entropy_loss, (), scale)["skipped"], "the gradient isn't finite"
+        stats = actor.optimizer_step(packed, cross_entropy_loss, (), scale)
+        assert not stats["skipped"], "the gradient isn't finite"
     actor.export(end)
     actor.close()
 
