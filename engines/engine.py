@@ -131,17 +131,19 @@ class Engine:
     async def until_down(self) -> str:
         """Waits until the server, which is awake, is dead or hangs; says which.
 
-        It hangs if no stream brings anything and /health doesn't say yes, as a busy server does every batch.
+        It hangs if no stream brings anything and /health doesn't say yes. That is asked after silence alone:
+        SGLang holds such a request for a second beside others, and pausing would wait as long.
         """
-        clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 2
+        clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 4
         while silent_s < self._silence_s:
             if status := self._process.exit_status():
                 return f"died ({status})"
             events, start = self._events, clock()
-            is_alive = await self._is_healthy(patience_s) or self._events != events
-            # at most: this process may have been stopped, and couldn't listen
-            silent_s = 0.0 if is_alive else silent_s + LOOK_S + min(clock() - start, patience_s)
             await asyncio.sleep(LOOK_S)
+            is_alive = silent_s >= patience_s and await self._is_healthy(patience_s)
+            # at most: this process may have been stopped, and couldn't listen
+            waited_s = min(clock() - start, LOOK_S + patience_s)
+            silent_s = 0.0 if is_alive or self._events != events else silent_s + waited_s
         return f"gave no sign of life for {self._silence_s:g} s"
 
     async def restart(self, deadline_s: float) -> None:

@@ -796,8 +796,9 @@ def test_an_error_in_the_stream_is_a_refusal():
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkeypatch, busy):
-    """It answers nothing for silence_s; while it writes, it needs no health."""
+    """It answers nothing for silence_s; while it writes, it isn't asked: pausing would wait for that."""
     monkeypatch.setattr("engines.engine.LOOK_S", 0.05)
+    asked = []  # when
 
     async def script(response, body):
         for number in range(20):
@@ -805,18 +806,20 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
             await send(response, event_of(0, [11], number + 1, "stop" if number == 19 else None))
 
     async def silent(_):
+        asked.append(time.monotonic())
         await asyncio.sleep(3600)
 
     async def talk():
         async with scripted(script, silent) as engine:
-            engine._silence_s, start = 0.6, time.monotonic()
+            engine._silence_s, start = 3.0, time.monotonic()
             writing = asyncio.create_task(stream(engine, REQUESTS[:1])) if busy else None
             trouble = await engine.until_down()
             assert not busy or writing.done()
-            return trouble, time.monotonic() - start
+            return trouble, time.monotonic() - start, asked[0] - start
 
-    trouble, seconds = asyncio.run(talk())
-    assert trouble == "gave no sign of life for 0.6 s" and seconds > (2.0 if busy else 0.5)
+    trouble, seconds, first_s = asyncio.run(talk())
+    written_s = 2.0 if busy else 0.0
+    assert trouble == "gave no sign of life for 3 s" and first_s > written_s and seconds > written_s + 2.5
 
 
 @pytest.mark.parametrize("status", ["signal 9", "exit status 1"])
