@@ -1,9 +1,7 @@
-"""The numbers of real runs before and after a change: equal to the last digit, but for times and who served
-what.
+"""The numbers of real runs before and after a change: equal but for times and who served what.
 
-    python tests/compare_numbers.py record DIR        10 steps of every run in RUNS, a folder each: about 12
-    minutes python tests/compare_numbers.py compare DIR DIR2  a line a run; exit status 1 if any number
-    differs
+    python tests/compare_numbers.py record DIR        10 steps of each of RUNS, a folder each: 12 minutes
+    python tests/compare_numbers.py compare DIR DIR2  a line a run; exit status 1 if any number differs
 
 A run that is there already (a file `done` in its folder) is kept, so that a recording goes on where it
 stopped. Columns that a change renames or drops on purpose go into RENAMED and GONE for the comparison.

@@ -1,6 +1,4 @@
-"""The reader's budget: of files, functions, rooms and the whole; imports one way; no dynamic attribute
-access.
-"""
+"""The reader's budget: files, functions, rooms and the whole; imports one way; nothing dynamic."""
 
 import ast
 import statistics
