@@ -453,7 +453,7 @@ def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
 
 
 def test_the_warm_start_learns(tmp_path, single_rank):
-    """With its own optimizer: 20 steps on demonstrations, exported, take two fifths off the loss on others."""
+    """With its own optimizer: 20 steps on demonstrations take two fifths off the loss on others."""
     start, end, batches = tmp_path / "new", tmp_path / "end", warmstart.demonstrations(0)
     warmstart.new_model(start, 0)
     world = SimpleNamespace(rank=0, size=1)
