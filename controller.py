@@ -95,7 +95,7 @@ async def train(c: Controller) -> int:
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
         c.timeline.mark("weights", f"v{c.placement.actor.version}")
         await c.report.step(c, step, batch, flat(mini_batches), stats | decision)
-        await c.checkpoints.finish(c)  # after the report: a step that a checkpoint has, has its row
+        await c.checkpoints.finish(c)  # after the report: a saved step has its row
         stop_on_empty_steps(c)
         del batch, mini_batches  # not held while the next step is served
     return await finish(c)

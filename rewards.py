@@ -134,8 +134,10 @@ class Rewards:
     def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
         self.judges, self.rules, self._decode = judges, rules, decode
         self._format = formats_of(config)[0]
-        self._signals = [source.signal for source in (*judges, *rules)]
-        self._weights = config.reward_weights or (1.0,) * self._signals.count("reward")
+        signals = [source.signal for source in (*judges, *rules)]
+        self._of_reward, self._of_cost = ([signal == of for signal in signals] for of in ("reward", "cost"))
+        self._of_verdict = [judge.signal == "reward" and not judge.format.scores for judge in judges]
+        self._weights = config.reward_weights or (1.0,) * sum(self._of_reward)
         self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}  # of this step, by what is asked of whom
 
     def reset(self) -> None:
@@ -149,8 +151,8 @@ class Rewards:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
         The reward is the weighted mean, the cost the sum; the verdict says if the mean of the reward's
-        generative judges is above 0.5.
-        If one of them has no number, all stay None: the mean of the rest has another scale.
+        generative judges is above 0.5. If one of them has no number, all stay None: the mean of the rest has
+        another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
@@ -161,12 +163,9 @@ class Rewards:
         if any(judgement.value is None for judgement in judgements):
             return
         values = [judgement.value for judgement in judgements]
-        named = list(zip(self._signals, values, strict=True))
-        rewards, costs = ([value for of, value in named if of == signal] for signal in ("reward", "cost"))
-        judges = [judge.signal == "reward" and not judge.format.scores for judge in self.judges]
-        judged = list(compress(values, judges))
-        sample.verdict = fmean(judged) > 0.5 if judged else None
-        sample.reward = weighted_mean(rewards, self._weights)
+        verdicts, costs = list(compress(values, self._of_verdict)), list(compress(values, self._of_cost))
+        sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
+        sample.reward = weighted_mean(list(compress(values, self._of_reward)), self._weights)
         sample.cost = math.fsum(costs) if costs else None
 
     async def cancel(self) -> None:

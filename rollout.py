@@ -1,9 +1,9 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
-A mode is one short loop here. Groups whose rewards are all equal are replaced
-(dynamic sampling). While they serve, controllers meet in one small gather at a time: which groups finished,
-and with what. Every decision, to draw more, to stop, to cut off the rest, is a pure function of what was
-gathered, so that all controllers take the same one.
+A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While
+they serve, controllers meet in one small gather at a time: which groups finished, and with what. Every
+decision, to draw more, to stop, to cut off the rest, is a pure function of what was gathered, so that all
+controllers take the same one.
 """
 
 from __future__ import annotations

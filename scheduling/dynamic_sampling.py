@@ -50,11 +50,10 @@ class Wave(NamedTuple):
 
 
 class DynamicSampler:
-    """The prompts of one step and what is known of each; keeps the first `target` groups to finish.
+    """The prompts of one step; its batch is the first `target` informative groups to finish.
 
-    Of informative ones. groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size
-    of the first wave, over `target`. max_refills: waves after the first. A replacement belongs to the wave
-    after the group's own.
+    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the first wave,
+    over `target`. max_refills: waves after the first. A replacement is of the wave after the group's own.
     """
 
     def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):

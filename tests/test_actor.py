@@ -360,7 +360,7 @@ def weights_of(actor) -> dict[str, torch.Tensor]:
 
 def gradient(actor, samples, monkeypatch) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(actor, "_step_optimizer", lambda lr: 0.0)
+        patch.setattr(actor, "_apply_gradients", lambda lr: 0.0)
         update(actor, samples)
     actor.version -= 1
     return actor.ddp.buffers[0].grad_data.clone()

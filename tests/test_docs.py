@@ -84,6 +84,11 @@ def test_readme_says_where_to_change_what():
     assert len(table(README, "to change")) >= 8
 
 
+def test_every_fault_has_its_place():
+    for what, _, place in table(ROOT / "docs" / "faults.md", "what happens"):
+        assert places_in(place), what
+
+
 def test_every_mechanism_has_its_place_or_isnt_here():
     """Each row of the three papers."""
     _, *papers = (ROOT / "docs" / "papers_to_code.md").read_text().split("\n## ")

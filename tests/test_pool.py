@@ -342,10 +342,7 @@ def test_requests_wait_while_no_engine_of_the_model_is_up():
 
 
 def statuses_of(size, lost):
-    return [
-        EngineStatus({}, {}, "died (signal 9)" if rank in lost else "")
-        for rank in range(size)
-    ]
+    return [EngineStatus({}, {}, "died (signal 9)" if rank in lost else "") for rank in range(size)]
 
 
 def test_each_lost_engine_is_told_once():

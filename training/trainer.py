@@ -152,7 +152,7 @@ class Trainer:
         if check and is_finite:
             check(stats)
         learns = is_finite and stats["divisor"] > 0
-        grad_norm = self._step_optimizer(lr) if learns else 0.0
+        grad_norm = self._apply_gradients(lr) if learns else 0.0
         is_finite &= math.isfinite(grad_norm)
         seconds = {"slowest_s": self._own_seconds, "fastest_s": -self._own_seconds}
         seconds = {name: abs(value) for name, value in all_reduce(seconds, dist.ReduceOp.MAX).items()}
@@ -235,7 +235,7 @@ class Trainer:
                     sums[name] += value.item()
         return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
 
-    def _step_optimizer(self, lr: float) -> float:
+    def _apply_gradients(self, lr: float) -> float:
         """AdamW on DDP's gradients, if they are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr

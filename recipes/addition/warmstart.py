@@ -117,7 +117,7 @@ class MuonActor(Actor):
         adam = torch.optim.AdamW(rest, lr=RECIPE["adam_lr"], betas=ADAM_BETAS, weight_decay=0.0)
         self._optimizers = ((muon, RECIPE["muon_lr"]), (adam, RECIPE["adam_lr"]))
 
-    def _step_optimizer(self, lr: float) -> float:
+    def _apply_gradients(self, lr: float) -> float:
         """One step; `lr` scales both learning rates. Returns the gradients' norm before clipping."""
         parameters = list(self.ddp.module.parameters())
         for parameter in parameters:
