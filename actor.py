@@ -17,15 +17,19 @@ from config import Config
 from sample import Key, Sample
 from scheduling.balance import flat
 from training import ptx
+from training.lm_head import LMOutput, output_of, read_targets
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.parallel import VocabParallelEntropy, over_context_parallel, vocab_parallel_cross_entropy
+from training.parallel import over_context_parallel
 from training.trainer import LossSums, OutputLoss, Packed, TokenLoss, Trainer, all_reduce, as_sequences
 
 LR_DECAY_TO = 0.1  # of the learning rate, at the last step
-MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 1.0}  # of trainer and engine on one token, by --dtype
+# of trainer and engine, the mean over tokens: single ones are far apart in bfloat16, and say little
+MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
+DIFF_BINS = tuple(f"diff_bin_{number}" for number in range(130))  # of a histogram: 16 a decade, from 1e-7
 # statistics of a micro-batch: sums over its targets, reported as means over tokens, and others
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
-STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff_max", *ptx.SUMS)
+STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff", *DIFF_BINS, *ptx.SUMS)
+STATS += ("engine_logprob_diff_max",)
 
 
 class Actor(Trainer):
@@ -66,10 +70,12 @@ class Actor(Trainer):
             assert fits, f"a sample of weights {sample.versions} meets weights {self.version}"
 
     def _check_engine(self, stats: dict[str, float]) -> None:
-        """ValueError if on some token that the step's weights wrote trainer and engine are too far apart."""
-        difference, most = stats["engine_logprob_diff_max"], MAX_LOGPROB_DIFF[self.config.dtype]
-        if difference > most:
-            apart = f"the trainer's log-probabilities differ from the engine's by up to {difference:.2e}"
+        """ValueError if trainer and engine are too far apart on the tokens that the step's weights wrote."""
+        found, most = engine_differences(stats), MAX_LOGPROB_DIFF[self.config.dtype]
+        if found["engine_logprob_diff_mean"] > most:
+            apart = "the trainer's log-probabilities differ from the engine's by {:.2e} in the mean".format(
+                found["engine_logprob_diff_mean"]
+            )
             raise ValueError(f"{apart}, more than the {most:.2e} that --dtype {self.config.dtype} may make")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
@@ -82,8 +88,10 @@ class Actor(Trainer):
         wanted = [s for s in samples if every or min(s.versions, default=self.version) < self.version]
         if len(mini_batches) == 1 or not wanted:
             return {}
-        rows = zip(wanted, self.logprobs(wanted), strict=True)
-        return {sample.key: row for sample, row in rows}
+        if any(sample.policy_logprobs is None for sample in wanted):
+            for sample, row in zip(wanted, self.logprobs(wanted), strict=True):
+                sample.policy_logprobs = row
+        return {sample.key: sample.policy_logprobs for sample in wanted}
 
     def _add_texts(self, number: int, targets: PackedTargets, loss: TokenLoss) -> tuple[Packed, TokenLoss]:
         """This rank's texts for optimizer step `number`, and the loss with them: see ptx.py (collective)."""
@@ -98,15 +106,17 @@ class Actor(Trainer):
         return [[mine[index] for index in chosen] for chosen in self.pack(mine)], loss
 
     def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
-        def output_loss(batch: MicroBatch, logits: Tensor) -> LossSums:
-            chosen = batch.slots != NO_TARGET
-            logits = target_logits(batch, logits, self.config.temperature)
-            entropy = VocabParallelEntropy.apply(logits if self.algorithm.entropy_coef else logits.detach())
-            logprobs = -vocab_parallel_cross_entropy(logits, batch.targets[chosen])  # overwrites logits
-            loss, stats = token_loss(batch.slots[chosen], logprobs, entropy)
+        entropy_learns = self.algorithm.entropy_coef > 0
+
+        def output_loss(batch: MicroBatch, output: LMOutput) -> LossSums:
+            logprobs, entropy = read_targets(batch, output, self.config.temperature, entropy_learns)
+            loss, stats = token_loss(batch.slots[batch.slots != NO_TARGET], logprobs, entropy)
             return loss.sum(), stats.pop("divisor"), stats
 
         return output_loss
+
+    def _as_output(self, tensor: Tensor) -> LMOutput:
+        return output_of(self.gpt, tensor)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Of every response token under the current weights (collective over the model-parallel group)."""
@@ -120,20 +130,14 @@ class Actor(Trainer):
         return self.read_tokens(micro_batches, partial(target_logprobs, temperature=self.config.temperature))
 
 
-def target_logits(batch: MicroBatch, logits: Tensor, temperature: float) -> Tensor:
-    """[targets, vocab / tp], a copy in float32. SGLang, too, reports log_softmax(logits / temperature)."""
-    return logits[0, batch.slots != NO_TARGET].float() / temperature
-
-
-def target_logprobs(batch: MicroBatch, logits: Tensor, temperature: float = 1.0) -> Tensor:
+def target_logprobs(batch: MicroBatch, output: LMOutput, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of the targets: [targets] (collective over the tensor-parallel group)."""
-    targets = batch.targets[batch.slots != NO_TARGET]
-    return -vocab_parallel_cross_entropy(target_logits(batch, logits, temperature), targets)
+    return read_targets(batch, output, temperature)[0]
 
 
-def cross_entropy_loss(batch: MicroBatch, logits: Tensor) -> LossSums:
+def cross_entropy_loss(batch: MicroBatch, output: LMOutput) -> LossSums:
     """The mean of -log p(token) over all targets, as TRL's SFTTrainer has it with completion_only_loss."""
-    logprobs = target_logprobs(batch, logits)
+    logprobs = target_logprobs(batch, output)
     return -logprobs.sum(), len(logprobs), {}
 
 
@@ -214,7 +218,29 @@ def policy_loss(
         "masked_frac": (~kept).sum(),
         "stale_token_frac": stale.sum(),
         "stale_weight": weights[stale].sum(),
-        "engine_logprob_diff_max": largest(log_ratio[~stale].abs()),
+    } | difference_stats(log_ratio[~stale].abs())
+
+
+def difference_stats(differences: Tensor) -> dict[str, Tensor]:
+    """Sum, maximum and histogram of [tokens], not negative."""
+    place = 1 + ((differences.clamp(min=1e-9).log10() + 7) * 16).floor()  # bin 0: below 1e-7
+    place = torch.nan_to_num(place, nan=math.inf).clamp(0, len(DIFF_BINS) - 1).long()
+    counts = torch.bincount(place, minlength=len(DIFF_BINS))
+    bins = dict(zip(DIFF_BINS, counts.unbind(), strict=True))
+    return bins | {"engine_logprob_diff": differences.sum(), "engine_logprob_diff_max": largest(differences)}
+
+
+def engine_differences(stats: dict[str, float]) -> dict[str, float]:
+    """Mean, 99.9th percentile (the end of its bin, up to 15 % above) and maximum, over all ranks' tokens."""
+    counts = [stats[name] for name in DIFF_BINS]
+    rest, number = 0.001 * sum(counts), len(counts) - 1
+    while number and counts[number] <= rest:
+        rest, number = rest - counts[number], number - 1
+    most = stats["engine_logprob_diff_max"]
+    return {
+        "engine_logprob_diff_mean": stats["engine_logprob_diff"] / max(sum(counts), 1.0),
+        "engine_logprob_diff_p999": min(10 ** (number / 16 - 7), most),
+        "engine_logprob_diff_max": most,
     }
 
 
@@ -270,10 +296,9 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
         "loss": total["policy_loss"] / max(total["divisor"], 1.0),
         "lr": lr,
         "grad_norm": total["grad_norm"] / len(steps),
-        "engine_logprob_diff_max": steps[0]["engine_logprob_diff_max"],
         "seconds_spread": (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"],
         "stale_weight_mean": total["stale_weight"] / stale if stale else 1.0,
-    }
+    } | engine_differences(steps[0])
     return {f"train/{name}": value for name, value in metrics.items()} | ptx.metrics(steps)
 
 
@@ -281,24 +306,28 @@ class Reference:
     """The weights that `actor` has now, for good, on the host. For a pass they take the policy's place."""
 
     def __init__(self, actor: Actor):
-        self._actor = actor
-        self._host = [parameter.detach().to("cpu", copy=True) for parameter in actor.gpt.parameters()]
+        self._actor, has_gpu = actor, actor.device.type == "cuda"
+        copies = [parameter.detach().to("cpu", copy=True) for parameter in actor.gpt.parameters()]
+        self._host = [copy.pin_memory() if has_gpu else copy for copy in copies]
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` of samples, packed as for training (collective: model-parallel group)."""
-        self._swap()
-        try:
-            rows = self._actor.packed_logprobs(list(chain(*mini_batches)))
-        finally:
-            self._swap()
-        for sample, row in zip(flat(mini_batches), rows, strict=True):
-            sample.reference_logprobs = row
+        """Fill `reference_logprobs` of samples, packed as for training (collective: model-parallel group).
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        """The device's weights and the host's change places; the optimizer's own float32 ones stay."""
+        With the KL in the reward `policy_logprobs`, too: an engine's are other numbers than the trainer's.
+        """
         assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
-        for parameter, host in zip(self._actor.gpt.parameters(), self._host, strict=True):
-            on_device = parameter.to("cpu", copy=True)
-            parameter.copy_(host)
-            host.copy_(on_device)
+        samples, micro_batches = flat(mini_batches), list(chain(*mini_batches))
+        if self._actor.algorithm.kl_in == "reward":
+            for sample, row in zip(samples, self._actor.packed_logprobs(micro_batches), strict=True):
+                sample.policy_logprobs = row
+        parameters = list(self._actor.gpt.parameters())
+        own = [parameter.data for parameter in parameters]
+        for parameter, host in zip(parameters, self._host, strict=True):
+            parameter.data = host.to(self._actor.device, non_blocking=True)
+        try:
+            rows = self._actor.packed_logprobs(micro_batches)
+        finally:  # nothing was moved out: beside a pass that keeps no activations there is room for both
+            for parameter, data in zip(parameters, own, strict=True):
+                parameter.data = data
+        for sample, row in zip(samples, rows, strict=True):
+            sample.reference_logprobs = row

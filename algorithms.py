@@ -162,7 +162,7 @@ class Settings:
     gae_lambda: float = 1.0  # from the critic's word (0) to what was rewarded (1)
     kl_coef: float = 0.0  # weight of the KL to the start weights, a reference model; 0: none is made
     kl_in: str = "loss"  # where the KL goes: loss | reward
-    kl_estimator: str = "k3"  # k1 | k2 | k3; in the loss take k2 or k3, in the reward k1
+    kl_estimator: str = "k3"  # k1 | k2 | k3; in the loss take k2 or k3; in the reward the default is k1
     entropy_coef: float = 0.0  # weight of the entropy, which lowers the loss
     overlong_from: int = 0  # tokens from where the reward of an answer falls; 0: it doesn't
     overlong_penalty: float = 1.0  # by so much at --max-new-tokens
@@ -223,12 +223,17 @@ ALGORITHMS = {
 }
 
 
+# An engine's numbers aren't the trainer's there: the ratio is to the trainer's own at the start of the step
+BFLOAT16 = dict(tis_cap=2.0)
+
+
 def algorithm_of(config: Config) -> Algorithm:
     """The row that --algorithm names, with the settings behind it. ValueError in one sentence."""
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise ValueError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    algorithm = replace(ALGORITHMS[name], max_new_tokens=config.max_new_tokens)
+    by_dtype = BFLOAT16 if config.dtype == "bfloat16" else {}
+    algorithm = replace(ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **by_dtype)
     defaults = {field.name: field.default for field in fields(Settings)}
     for setting, _, value in (text.partition("=") for text in given):
         try:
@@ -236,6 +241,8 @@ def algorithm_of(config: Config) -> Algorithm:
         except (KeyError, ValueError):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
             raise ValueError(f"--algorithm: {setting}={value} is none of the settings {known}") from None
+    if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
+        algorithm = replace(algorithm, kl_estimator="k1")
     for fits, need in needs(algorithm, config):
         if not fits:
             raise ValueError(f"--algorithm {as_text(config.algorithm)} needs {need}")
@@ -257,6 +264,8 @@ def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     has_cost = bool(config.cost_rule or config.cost_judge)
     yield has_cost or "cost" not in a.signals, "a --cost-rule or a --cost-judge: what an answer costs"
     yield bool(a.ptx_coef) == bool(a.ptx_data), "both of ptx_coef and ptx_data, or none"
+    corrects = a.loss is not gspo_loss or config.dtype == "float32" or a.corrects_mismatch
+    yield corrects, "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip"
     yield a.overlong_from < a.max_new_tokens, f"overlong_from below --max-new-tokens {a.max_new_tokens}"
 
 
@@ -276,12 +285,16 @@ def set_baseline(group: list[Sample], algorithm: Algorithm) -> None:
 
 
 def kl_penalties(sample: Sample, algorithm: Algorithm) -> list[float]:
-    """[T], off the reward: kl_coef times the KL of the weights that wrote a token to the reference model."""
+    """[T], off the reward: kl_coef times the KL of the step's weights to the reference model.
+
+    Both are the trainer's numbers: with equal weights it is 0, as it isn't with an engine's in bfloat16.
+    """
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
         return [0.0] * len(sample.response)
     from torch import float64, tensor
 
-    log_ratio = tensor(sample.logprobs, dtype=float64) - tensor(sample.reference_logprobs, dtype=float64)
+    policy, reference = sample.policy_logprobs, sample.reference_logprobs
+    log_ratio = tensor(policy, dtype=float64) - tensor(reference, dtype=float64)
     return (algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](log_ratio)).tolist()
 
 

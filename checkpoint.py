@@ -9,9 +9,9 @@
     OUT/checkpoints/step_<n>.partial-<pid>/   being written, or was when the run died; never read
     OUT/checkpoints/archived_<n>-<i>/         damaged, or of steps that were done again; never read
 
-A save takes its snapshot while the actor is awake: each rank forks a process, whose memory stays as it was,
-and goes on. Once all of these have ended well, rank 0 completes the checkpoint: checksums, then the folder's
-name, each on the disk before the next. A save that fails costs a line, not the run.
+A save takes its snapshot while the trainers have the device: each rank forks a process, whose memory stays
+as it was, and goes on. Once all of these have ended well, rank 0 completes the checkpoint: checksums, then
+the folder's name, each on the disk before the next. A save that fails costs a line, not the run.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def trainers_of(c: Controller) -> dict[str, Trainer]:
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Take a checkpoint over, on any number of ranks (collective). Actor and critics must be awake."""
+    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective)."""
     for name, trainer in trainers_of(c).items():
+        await c.placement.give_device_to(trainer)
         await c.world.run(trainer.restore, folder / name)
     common = json.loads((folder / COMMON).read_text())
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
@@ -160,14 +161,14 @@ class Checkpoints:
         return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
-        """Begin a checkpoint, if one is due. Returns once the snapshot is taken. The actor must be awake."""
+        """Begin a checkpoint, if one is due. Returns once the snapshot is taken. All engines sleep."""
         if self.is_due(c.state.step, self.config.save_every, self.config.save_hf_every):
             with c.timeline.span("save"):
                 await self.finish(c, wait=True)
                 await self._begin(c)
 
     async def save_now(self, c: Controller) -> None:
-        """Save and wait for it, before a run with --save-every stops. The actor must be awake."""
+        """Save and wait for it, before a run with --save-every stops. All engines sleep."""
         await self.finish(c, wait=True)
         if self.newest != c.state.step and self.config.save_every:
             await self._begin(c)
@@ -202,20 +203,17 @@ class Checkpoints:
             await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
-        shards, complete_shards = {}, {}
-        for name, trainer in trainers.items():
+        shards, complete_shards, hf = {}, {}, {}
+        for name, trainer in reversed(trainers.items()):  # the actor last, whose weights are pushed next
+            await c.placement.give_device_to(trainer)
             shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
-        work = partial(write_part, folder, rank, state, shards, await self._hf_writers(trainers, step))
+            if self.is_due(step, self.config.save_hf_every):
+                weights = await self.world.run(trainer.whole_weights)
+                as_hf = "hf" if name == "megatron" else f"hf_{name}"
+                hf |= {as_hf: partial(trainer.write_hf, weights)} if weights else {}
+        work = partial(write_part, folder, rank, state, shards, hf)
         writer = await self.world.run(self.start_writer, work)  # its thread lives as long as the run
         self.saving = Saving(step, folder, writer, complete_shards)
-
-    async def _hf_writers(self, trainers: dict[str, Trainer], step: int) -> Writers:
-        """What writes the Hugging Face directories, if they are due. Takes their weights now."""
-        writers = {}
-        for name, trainer in trainers.items() if self.is_due(step, self.config.save_hf_every) else ():
-            if weights := await self.world.run(trainer.whole_weights):
-                writers["hf" if name == "megatron" else f"hf_{name}"] = partial(trainer.write_hf, weights)
-        return writers
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""

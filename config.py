@@ -32,12 +32,13 @@ class Config:
     preset: str = ""  # a row of PRESETS; default: tiny, which is the demo, or base with --model
     out: str = ""  # where the run leaves its files; default: runs/<preset>-<mode>
     seed: int = 0  # of the demo's models, the order of prompts, and sampling
+    device: str = "cpu"  # cpu | cuda, one for each rank; default: cuda where there is one
     host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on
     timeout_s: float = 600.0  # the longest wait for another rank; other timeouts are parts of it
     # ---- model and data
     model: str = ""  # Hugging Face directory of the policy; default: the demo's, made on first use
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
-    dtype: str = "float32"  # float32 | bfloat16
+    dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     trust_remote_code: bool = False  # run Python code that a model's directory brings along
     # ---- the loop
     mode: str = "partial"  # who holds the devices when: full | partial | auto
@@ -76,6 +77,7 @@ class Config:
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
     sp: bool = False  # sequence parallelism beside tp
+    recompute: bool = False  # keep the inputs of each layer alone, and compute the rest again going back
     # ---- reinforcement learning
     updates_per_step: int = 1  # optimizer updates on one batch of samples
     critic: str = ""  # Hugging Face directory of the value model; default: the policy's with a head of zeros
@@ -87,7 +89,7 @@ class Config:
     max_running_requests: int = 128  # answers that one engine decodes at once
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans
-    mem_fraction: float = 0.7  # CUDA: part of the device that an awake engine may hold
+    mem_fraction: float = 0.7  # CUDA: weights and KV cache of an awake engine, a part of what a device has
     deterministic: bool = True  # same seed, same tokens, whatever shares a batch; costs speed
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
     # ---- checkpoints
@@ -123,6 +125,11 @@ class Config:
         return self.timeout_s / 15
 
     @property
+    def engine_move_s(self) -> float:
+        """For an engine to sleep, to wake, or to take a bucket of weights."""
+        return self.timeout_s / 5
+
+    @property
     def stalled_s(self) -> float:
         """A request of which nothing new came for so long is asked of another engine."""
         return self.timeout_s / 5
@@ -152,6 +159,9 @@ class Config:
         """Whether settings, models, data and rewards go together; what to say if not."""
         known = self.dtype in ("float32", "bfloat16")
         yield known, f"--dtype {self.dtype} is unknown; choose float32 or bfloat16"
+        yield self.device in DEVICES, f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}"
+        flash = self.device == "cpu" or self.dtype == "bfloat16" or self.command not in ("rl", "eval")
+        yield flash, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
         yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
         in_full = self.rebalance and self.mode == "full"
         yield not in_full, "--rebalance moves ranks between the roles: in --mode full both hold all ranks"
@@ -174,12 +184,13 @@ class Config:
         yield finite, f"{shown}: finite numbers are needed, none below 0 and one above"
 
 
-# A preset is what differs from Config's defaults. tiny is the demo's: recipes/addition.
+DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16")}  # and what differs there from Config's defaults
+# A preset is what differs from those. tiny is the demo's: recipes/addition.
 PRESETS = {
     "base": {},
     "tiny": dict(lr=5e-4, critic_lr=1e-3, max_new_tokens=72, judge_max_new_tokens=100, max_model_len=256),
     "cuda": dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, max_running_requests=256)
-    | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, deterministic=False),
+    | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, deterministic=False, recompute=True),
 }
 
 
@@ -201,6 +212,13 @@ COMMANDS = {
     "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, {}),
     "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
+
+
+def found_device() -> str:
+    """What this machine has; one that CUDA_VISIBLE_DEVICES hides isn't there."""
+    from torch import cuda
+
+    return "cuda" if cuda.is_available() else "cpu"
 
 
 def make_out(config: Config) -> Path:
@@ -252,7 +270,8 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
     if preset not in PRESETS:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
-    config = Config(**command.defaults | PRESETS[preset] | given | {"preset": preset, "command": name})
+    given |= {"preset": preset, "command": name, "device": given.get("device") or found_device()}
+    config = Config(**command.defaults | DEVICES.get(given["device"], {}) | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"
@@ -262,7 +281,8 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
 def option(field: dataclasses.Field) -> dict:
     """What argparse has to know of a setting; a tuple takes one value or more."""
     if field.type == "bool":
-        return {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+        is_on = field.default or any(field.name in preset for preset in PRESETS.values())
+        return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
     kind = field.type.removeprefix("tuple[").removesuffix(", ...]")
     known = {"type": {"int": int, "float": float, "str": str}[kind], "metavar": kind.upper()}
     return known if kind == field.type else known | {"nargs": "+"}

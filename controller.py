@@ -86,7 +86,7 @@ async def train(c: Controller) -> int:
         if c.stopping:
             break
         mini_batches = await exchange(batch.kept, c)  # all controllers meet: equal work for every rank
-        await c.placement.to_training()  # engines sleep, trainers wake
+        await c.placement.to_training()  # engines sleep; trainers wake as they are needed
         with c.timeline.span("train"):
             stats = await c.learn(c, mini_batches)
         decision = await rebalance(c, batch.stats)  # everything sleeps but the trainers: the split may move
@@ -135,7 +135,8 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
 async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Advantages, then one update of every critic and of the actor (collective). Returns their metrics."""
     stats = await compute_advantages(c, mini_batches)
-    for model in (*c.placement.critics, c.placement.actor):
+    for model in (*reversed(c.placement.critics), c.placement.actor):  # the last critic has the device
+        await c.placement.give_device_to(model)
         stats |= await c.world.run(model.update, mini_batches)
     stop_on_nan(c, stats, mini_batches)
     return stats
@@ -148,8 +149,10 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
     """
     samples = flat(mini_batches)
     for reference in c.references:
+        await c.placement.give_device_to(c.placement.actor)
         await c.world.run(reference.compute_ref_logprobs, mini_batches)
     for critic in c.placement.critics:
+        await c.placement.give_device_to(critic)
         await c.world.run(critic.compute_values, mini_batches)
     mine = samples if c.placement.actor.is_head else []  # others of its model-parallel group hold the same
     parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))

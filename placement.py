@@ -3,7 +3,7 @@
 Who holds what is data, a `Plan`: the ranks of each role. While serving, rollout and genrm engines hold ranks;
 while training, the actor holds all of them. The order of the hand-overs decides the memory peak:
 
-    to training   every engine sleeps (weights and KV cache go), then the actor wakes, and the critics
+    to training   every engine sleeps (weights and KV cache go); then actor and critics wake, one at a time
     to serving    critics sleep, rollout weights come back, push, the actor sleeps, the KV cache comes back
 
 Between the two everything sleeps: there a run may switch to another plan, and lost engines are started again.
@@ -173,9 +173,7 @@ class Placement:
         self.hand_over_s, self.restarts = 0.0, 0
 
     async def begin(self) -> None:
-        """Engines come up awake, and so does the actor: hand the devices to serving (collective)."""
-        await self.rollout.sleep()
-        await self.genrm.sleep()
+        """Engines come up asleep, as trainers do: hand the devices to serving (collective)."""
         self.switch(self.plan)
         await self.to_serving()
 
@@ -186,30 +184,29 @@ class Placement:
         self.genrm.assign(plan.leads("genrm"))
 
     async def to_training(self, go_on: bool = True) -> None:
-        """Engines sleep; then the actor and the critics wake (collective).
-
-        If the run goes on, lost engines are started again between the two.
-        """
+        """Engines sleep (collective). If the run goes on, lost ones are started again."""
         await self.rollout.sleep()
         await self.genrm.sleep()
         if go_on:
             self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
-        for trainer in (self.actor, *self.critics):
+
+    async def give_device_to(self, trainer: Trainer | None) -> None:
+        """Wake a trainer, once the one that has the device sleeps: none needs another (collective)."""
+        for other in (self.actor, *self.critics):
+            if other.awake and other is not trainer:
+                with self._timeline.span("switch"):
+                    await self._world.run(other.sleep)
+                    await self._world.barrier()
+        if trainer and not trainer.awake:
             with self._timeline.span("switch"):
                 await self._world.run(trainer.wake)
 
     async def to_serving(self) -> None:
         """Critics out, weights back, push, actor out, KV cache back (collective). The mode wakes genrm."""
         start = self._timeline.now()
-        for critic in self.critics:
-            await self._put_to_sleep(critic)
+        await self.give_device_to(self.actor)
         await self.rollout.wake_weights()
         await self.rollout.load_weights(self.actor.named_weights(), self.actor.version)
-        await self._put_to_sleep(self.actor)
+        await self.give_device_to(None)
         await self.rollout.wake_kv_cache()
         self.hand_over_s = self._timeline.now() - start
-
-    async def _put_to_sleep(self, trainer: Trainer) -> None:
-        with self._timeline.span("switch"):
-            await self._world.run(trainer.sleep)
-            await self._world.barrier()

@@ -73,6 +73,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     if config.dry_run:
         dry_run.dry_run(config, plans, ranks or 2)
         return ""
+    choose_device(config)
     if config.command == "eval":
         if ranks > 1:
             raise ValueError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
@@ -92,6 +93,18 @@ def check_settings(config: Config, ranks: int) -> list[Plan]:
     algorithm_of(config)
     formats_of(config)
     return make_plans(config, ranks) if config.command == "rl" else []
+
+
+def choose_device(config: Config) -> None:
+    """CUDA devices are hidden from a run without them. ValueError if ranks of this machine lack one."""
+    if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    from torch import cuda
+
+    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
+        needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
+        raise ValueError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
@@ -232,19 +245,21 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
 
 
 def build_trainers(config: Config, texts: list) -> tuple[list[Trainer], list[Reference]]:
-    """The actor, the critics; the reference, which has the weights from before a restore (collective)."""
+    """Actor and critics, asleep; the reference, with the weights from before a restore (collective)."""
     from actor import Actor, Reference
     from critic import Critic
     from training.model import check_critic
 
     algorithm, actor = algorithm_of(config), Actor(config, config.model)
-    actor.texts = texts
-    if config.rollout_only:
-        return [actor], []
+    actor.texts, trainers = texts, [actor]
+    references = [Reference(actor)] if algorithm.kl_coef and not config.rollout_only else []
+    actor.sleep()
     if config.critic:
         check_critic(config)
-    critics = [Critic(config, config.critic or config.model, name) for name in algorithm.critics]
-    return [actor, *critics], [Reference(actor)] if algorithm.kl_coef else []
+    for name in () if config.rollout_only else algorithm.critics:
+        trainers.append(Critic(config, config.critic or config.model, name))
+        trainers[-1].sleep()
+    return trainers, references
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Sample:
     baseline: float = 0.0  # taken off the reward; by algorithms.py
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
+    policy_logprobs: list[float] | None = None  # the trainer's, under the weights at the start of the step
     values: dict[str, list[float]] = field(default_factory=dict)
     returns: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] | None = None

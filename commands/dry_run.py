@@ -9,24 +9,18 @@ import shutil
 import sys
 import textwrap
 from importlib.metadata import distributions
-from math import prod
 from pathlib import Path
 
 import psutil
 
-from algorithms import algorithm_of
+from commands.memory import PROCESS, memory
 from config import Config, as_text, dashed
-from engines import server
 from placement import Plan
 from reporting.describe import describe
 from runtime import rendezvous
 
-BYTES = {"float32": 4, "bfloat16": 2}
-PROCESS_MB = 1200  # about, of libraries: each rank, and each server with its children
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
-
-Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
 
 
 def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
@@ -60,44 +54,6 @@ def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
 
 
-def memory(config: Config, ranks: int) -> list[str]:
-    """About what each rank has of the trainers, and an engine on each of its ranks."""
-    algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
-    model, _ = read_model(config.model, config)
-    vocabulary, tokens = model["model.embed_tokens.weight"][0], config.max_tokens_per_micro_batch
-    logits = 4 * tokens * vocabulary // (config.cp * config.tp)
-    rows = {"actor": trainer_bytes(model, config, dp) | {"logits": logits}}
-    if not config.rollout_only:
-        critic = trainer_bytes(read_model(config.critic, config)[0] if config.critic else model, config, dp)
-        rows |= {f"{name} critic": critic for name in algorithm.critics}
-        if algorithm.kl_coef:
-            rows["reference, in the host's memory"] = {"weights": rows["actor"]["weights"]}
-    engines = [("rollout", config.model, config.rollout_tp)]
-    engines += [("genrm", path, config.genrm_tp) for path in config.judge_models]
-    for role, path, tp in [] if config.train_only else engines:
-        rows[f"{role} {path}".strip()] = engine_bytes(*read_model(path, config), config, tp)
-    lines = ["  about MB of memory, activations aside, of a rank's part or an engine on each of its ranks:"]
-    for name, parts in rows.items():
-        each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
-        lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
-    return [*lines, f"    libraries: {PROCESS_MB} for each rank and each server"]
-
-
-def read_model(path: str, config: Config) -> tuple[Shapes, int]:
-    """Tensors and context of a model's directory; the demo's, which has no name, before it is made."""
-    if path:
-        return server.checkpoint_shapes(path), server.context_length(path, config)
-    from torch import device
-    from transformers import AutoModelForCausalLM
-
-    from recipes.addition.warmstart import model_config
-
-    with device("meta"):  # no numbers, only shapes
-        model = AutoModelForCausalLM.from_config(model_config())
-    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
-    return shapes, config.max_model_len or model.config.max_position_embeddings
-
-
 def check_models(config: Config) -> None:
     """ValueError if the trainers can't be cut as the settings say."""
     from recipes.addition.warmstart import model_config
@@ -107,22 +63,6 @@ def check_models(config: Config) -> None:
     model.check_sizes(hf, config)
     if config.critic:
         model.check_critic(config)
-
-
-def trainer_bytes(shapes: Shapes, config: Config, dp: int) -> dict[str, int]:
-    """Of one rank, as if tensor and pipeline parallelism cut all tensors evenly."""
-    count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
-    # in float32 and sharded: AdamW's states, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
-    return {"weights": count * BYTES[config.dtype], "gradients": 4 * count, "optimizer": states}
-
-
-def engine_bytes(shapes: Shapes, context: int, config: Config, tp: int) -> dict[str, int]:
-    """Of an engine on each of its ranks. A token's keys and values: a number for each row of the weights."""
-    kv = ("k_proj.weight", "v_proj.weight")
-    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": server.kv_tokens(context) * rows}
-    return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 
 def check(config: Config) -> int:
@@ -135,7 +75,7 @@ def check(config: Config) -> int:
     folder = next(path for path in (out, *out.parents) if path.exists())
     space = (
         ("disk", shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
-        ("memory", psutil.virtual_memory().available, PROCESS_MB * ranks, ""),
+        ("memory", psutil.virtual_memory().available, PROCESS / 1e6 * ranks, ""),
         ("shared memory", shutil.disk_usage("/dev/shm").free, SHARED_MB, " in /dev/shm"),
     )
     rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11)), *packages()]

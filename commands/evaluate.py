@@ -49,6 +49,7 @@ async def generate(config: Config, prompts: list[list[int]], sampling: Sampling)
             await fleet.launch([ServerSpec("rollout", config.port, config.model)])
             await fleet.ready()
             pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
+            await pools["rollout"].wake()
             # the operating system allows few connections: as many at once as keep the engine busy
             at_once = asyncio.Semaphore(-(-config.max_running_requests // (config.samples + 1)))
             asked = (ask(n, p, pools["rollout"], sampling, config, at_once) for n, p in enumerate(prompts))

@@ -34,10 +34,10 @@ from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.packing import NO_TARGET, MicroBatch
 from training.parallel import over_context_parallel
-from training.trainer import OutputLoss, Trainer, as_sequences
+from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target from the output
+Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
 def encode_answer(
@@ -133,7 +133,7 @@ def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.dev
     rows = [sample.reference_logprobs or [0.0] * len(sample.response) for sample in samples]
     reference = torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=device)
 
-    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
         values = read(batch, output) - reference[slots]  # before they are summed: equal weights give 0
         both = torch.stack([values, torch.ones_like(values)], -1)

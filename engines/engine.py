@@ -96,7 +96,8 @@ class Engine:
         self._process: server.ServerProcess | None = None
         self._shapes: dict[str, list[int]] = {}
         self._tp, self._session = 1, None
-        self._silence_s = 40.0  # without a sign of life it hangs; the deadline of every call but `generate`
+        self._silence_s = 40.0  # without a sign of life it hangs; the deadline of short calls
+        self._move_s = 120.0
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
@@ -107,10 +108,12 @@ class Engine:
         """Starts a server, which dies with this thread. Then `await ready()`. ValueError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
-        engine._tp, engine._silence_s = server.ranks_of_an_engine(role, config), config.engine_silence_s
+        engine._silence_s, engine._move_s = config.engine_silence_s, config.engine_move_s
+        engine._tp = server.ranks_of_an_engine(role, config)
         engine._shapes = server.checkpoint_shapes(model_dir)
         flags = [*server.server_flags(role, rank, port, model_dir, config), *cls.flags]
-        engine._process = server.ServerProcess([sys.executable, "-m", cls.module, *flags], key, log)
+        command = [sys.executable, "-m", cls.module, *flags]
+        engine._process = server.ServerProcess(command, key, log, config.device)
         engine._process.start()
         return engine
 
@@ -170,15 +173,15 @@ class Engine:
         self._has_aborted = False
         await self._call("POST", "/pause_generation", mode="abort")  # in other modes the idle scheduler spins
         await self._call("POST", "/flush_cache?timeout=30")
-        await self._call("POST", "/release_memory_occupation", tags=["kv_cache", "weights"])
+        await self._move("/release_memory_occupation", tags=["kv_cache", "weights"])
 
     async def wake_weights(self) -> None:
         """Room for the weights. A judge's are as they were, a rollout engine's are to be loaded."""
-        await self._call("POST", "/resume_memory_occupation", tags=["weights"])
+        await self._move("/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
         """Room for the KV cache, once the actor is out; requests are welcome again."""
-        await self._call("POST", "/resume_memory_occupation", tags=["kv_cache"])
+        await self._move("/resume_memory_occupation", tags=["kv_cache"])
         await self._call("POST", "/continue_generation")
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -205,14 +208,14 @@ class Engine:
             yield name, tensor
 
     async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: Any) -> None:
-        body |= {"load_format": "flattened_bucket", "flush_cache": True}
-        await self._call("POST", "/begin_weight_update")
+        body |= {"load_format": "flattened_bucket", "flush_cache": False}  # it was flushed before it slept
+        await self._move("/begin_weight_update")
         try:
             for bucket in server.buckets(named_weights):
-                body["serialized_named_tensors"] = [server.serialize_bucket(bucket)] * self._tp
-                await self._call("POST", "/update_weights_from_tensor", **body)
+                body["serialized_named_tensors"] = server.serialize_bucket(bucket, self._tp)
+                await self._move("/update_weights_from_tensor", **body)
         finally:
-            await self._call("POST", "/end_weight_update")
+            await self._move("/end_weight_update")
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.
@@ -272,6 +275,11 @@ class Engine:
     async def _call(self, method: str, path: str, **body: Any) -> Any:
         async with self._open(method, path, body, self._silence_s) as response:
             return await response.json() if response.content_type == "application/json" else None
+
+    async def _move(self, path: str, **body: Any) -> None:
+        """Has weights or the KV cache come or go: of a large model that takes a while."""
+        async with self._open("POST", path, body, self._move_s):
+            pass
 
 
 def read_part(event: dict, written: int) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from config import Config
 from engines import server
-from engines.engine import Engine
+from engines.engine import Engine, EngineLost
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
 from runtime.world import World, raise_on_all
 
 if TYPE_CHECKING:
     from reporting.timeline import Timeline
+
+
+ROLES = ("rollout", "genrm")
 
 
 class ServerSpec(NamedTuple):
@@ -35,6 +39,7 @@ class Fleet:
     def __init__(self, config: Config, world: World):
         self._config, self._world = config, world
         self._engines: list[Engine] = []  # those of this rank; once connected all
+        self._starting: list[Engine] = []
         self._pools: dict[str, Pool] = {}
 
     async def __aenter__(self) -> Self:
@@ -56,22 +61,38 @@ class Fleet:
         await raise_on_all(self._world, end())
 
     async def launch(self, specs: list[ServerSpec]) -> None:
-        """Start this rank's servers, without waiting for them (collective). ValueError if that fails."""
+        """Start this rank's servers (collective). ValueError if that fails.
+
+        With CUDA one role after the other, each asleep before the next and before a trainer is built: an
+        engine takes its part of the memory that it finds. On a CPU all at once, and nothing is waited for.
+        """
         key = await self._world.broadcast(secrets.token_hex(32))  # rank 0's: what all servers want to see
+        by_role = [[spec for spec in specs if spec.role == role] for role in ROLES]
+        for wave in by_role if self._config.device == "cuda" else [specs]:
+            await raise_on_all(self._world, self._start(wave, key))
+            if self._config.device == "cuda":
+                await self.ready()
 
-        async def start() -> None:
-            for spec in specs:
-                log = Path(self._config.out, "logs", f"{spec.role}-{self._world.rank}.log")
-                kind = ScoringEngine if spec.scores else Engine
-                where = self._world.rank, spec.port, spec.model_dir
-                self._engines.append(kind.launch(spec.role, *where, self._config, log, key, spec.model))
-
-        await raise_on_all(self._world, start())
+    async def _start(self, specs: list[ServerSpec], key: str) -> None:
+        for spec in specs:
+            log = Path(self._config.out, "logs", f"{spec.role}-{self._world.rank}.log")
+            kind, where = ScoringEngine if spec.scores else Engine, (self._world.rank, spec.port)
+            engine = kind.launch(spec.role, *where, spec.model_dir, self._config, log, key, spec.model)
+            self._engines.append(engine)
+            self._starting.append(engine)
 
     async def ready(self) -> None:
-        """Wait for every rank's servers (collective). ValueError with the end of a log if one fails."""
-        waiting = asyncio.gather(*(engine.ready(self._config.engine_start_s) for engine in self._engines))
-        await raise_on_all(self._world, waiting)
+        """Wait until the servers that are starting sleep, ready (collective).
+
+        ValueError with the end of a log if one doesn't come up.
+        """
+        starting, self._starting = self._starting, []
+        await raise_on_all(self._world, asyncio.gather(*map(self._until_asleep, starting)))
+
+    async def _until_asleep(self, engine: Engine) -> None:
+        await engine.ready(self._config.engine_start_s)
+        with contextlib.suppress(EngineLost):  # one that died by now is found lost at the first hand-over
+            await engine.sleep()
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """By role, a handle on every engine of the run (collective)."""
@@ -80,7 +101,7 @@ class Fleet:
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]
         self._engines.sort(key=lambda engine: engine.rank)
-        for role in ("rollout", "genrm"):
+        for role in ROLES:
             engines = [engine for engine in self._engines if engine.role == role]
             self._pools[role] = Pool(engines, self._world, timeline, self._config)
         return self._pools

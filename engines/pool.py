@@ -45,7 +45,7 @@ class Pool:
         self.role = engines[0].role if engines else ""
         self.all_engines, self.engines = engines, engines  # the latter: of the plan
         self.world, self.timeline, self.config = world, timeline, config
-        self.awake = True  # an engine comes up awake
+        self.awake = False  # an engine sleeps once it is ready
         self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits
         self._elsewhere: Counter[int] = Counter()  # the same of all others, when they last met
         self._parts: Counter[int] = Counter()  # rank -> parts of answers that came from its engine

@@ -34,8 +34,6 @@ END_S = 10.0  # for a killed server to be gone
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
     """The server's command line. An engine of several ranks takes the devices from this rank's on."""
-    import torch
-
     context, tp = context_length(model_dir, config), ranks_of_an_engine(role, config)
     flags = {
         "model-path": Path(model_dir).resolve(), "weight-version": 0, "host": config.host, "port": port,
@@ -55,8 +53,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         flags["enable-deterministic-inference"] = None
     if tp > 1:  # written for CUDA, not yet run
         flags["tp-size"] = tp
-    if torch.cuda.is_available():
-        flags |= {"base-gpu-id": torch.cuda.current_device(), "mem-fraction-static": config.mem_fraction}
+    if config.device == "cuda":
+        flags |= {"base-gpu-id": os.environ["LOCAL_RANK"], "mem-fraction-static": config.mem_fraction}
         flags["enable-memory-saver"] = None
         if role == "genrm" or config.mode != "partial":
             # nobody pushes a judge its weights after it slept, nor a rollout engine between waves in turns
@@ -69,20 +67,23 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     return [text for flag, value in flags.items() for text in (f"--{flag}", str(value)) if text != "None"]
 
 
-def server_environment(key: str, private: str) -> dict[str, str]:
+def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group.
 
     key: what requests must show; in the environment, because anybody may read a command line. private: a
     folder of the server's own. There its processes find each other in a file (by default, on a port that is
     open on every interface), and there are its sockets, which a killed server doesn't remove.
     """
-    import torch
-
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
     environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore", "NANOYATT_API_KEY": key}
     environment |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/store", "TMPDIR": private}
-    if not torch.cuda.is_available():
+    if device == "cuda":
+        # a sleeping engine's weights keep their pinned memory: to pin it anew takes a second for 1 or 2 GB
+        environment["TMS_RETAIN_CPU_BACKUP"] = "1"
+        # actors and other engines share the devices: that these have unequal memory free is no fault
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    else:
         # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
         environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
         # MKL's products have other last bits for few rows on some processors, if not told to be strict
@@ -141,8 +142,9 @@ def check_port(host: str, port: int, name: str) -> None:
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a .pid file beside that, a private folder."""
 
-    def __init__(self, command: list[str], key: str, log: Path):
+    def __init__(self, command: list[str], key: str, log: Path, device: str):
         self._command, self._key, self._log, self._pid_file = command, key, log, log.with_suffix(".pid")
+        self._device = device
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,9 @@ class ServerProcess:
     def start(self) -> None:
         """What an earlier server said stays in the log."""
         assert self._process is None, f"{self._log.stem} still runs"
-        environment, root = server_environment(self._key, self.folder.name), Path(__file__).parents[1]
+        Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
+        environment = server_environment(self._key, self.folder.name, self._device)
+        root = Path(__file__).parents[1]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -249,8 +253,11 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
         yield bucket
 
 
-def serialize_bucket(bucket: list[tuple[str, Tensor]]) -> str:
-    """A bucket as SGLang's "flattened_bucket": one flat tensor, as a handle, and what lies where in it."""
+def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
+    """A bucket as SGLang's "flattened_bucket": one flat tensor, as a handle, and what lies where in it.
+
+    A handle for each reader: CUDA takes the memory back once as many have read as were sent.
+    """
     from multiprocessing.reduction import ForkingPickler
 
     import torch
@@ -264,6 +271,7 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]]) -> str:
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         offset += tensor.nbytes
     flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
-    payload = io.BytesIO()
-    ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
-    return base64.b64encode(payload.getvalue()).decode()
+    payloads = [io.BytesIO() for _ in range(readers)]
+    for payload in payloads:
+        ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
+    return [base64.b64encode(payload.getvalue()).decode() for payload in payloads]

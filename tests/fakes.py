@@ -102,13 +102,12 @@ MAY_SHARE = (
     {"rollout weights", "rollout cache"},
     {"genrm weights", "genrm cache"},
 )
-MAY_SHARE += ({"actor", "reward critic"}, {"actor", "cost critic"}, {"reward critic", "cost critic"})
 
 
 class Device:
     """One rank's memory: who holds it.
 
-    Allowed beside the actor: the critic to train, and rollout weights for the push.
+    Allowed beside the actor: rollout weights, for the push.
     """
 
     def __init__(self, rank, log):
@@ -137,7 +136,7 @@ class FakeServer:
     """
 
     def __init__(self, device, role, rank):
-        self.device, self.role, self.rank, self.version, self.awake = device, role, rank, None, True
+        self.device, self.role, self.rank, self.version, self.awake = device, role, rank, None, False
         self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
         self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
@@ -172,7 +171,7 @@ class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
     def __init__(self, role, rank, device, write, capacity=16, model=0):
-        self.role, self.rank, self.capacity, self.awake, self.model = role, rank, capacity, True, model
+        self.role, self.rank, self.capacity, self.awake, self.model = role, rank, capacity, False, model
         self.server = FakeServer(device, role, rank)
         self._write, self.name = write, f"{role} engine of rank {rank}"
 
@@ -320,9 +319,8 @@ class FakeTrainer:
     """What actor and critic have in common. Its weights are its version."""
 
     def __init__(self, title, rank, size, device, tp):
-        self.title, self.device, self.version, self.awake, self.batches = title, device, 0, True, []
+        self.title, self.device, self.version, self.awake, self.batches = title, device, 0, False, []
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
-        device.take(title)
 
     def wake(self):
         assert not self.awake, "woken while awake"
@@ -424,10 +422,11 @@ class FakeReference:
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.reference_logprobs = [token / 200 for token in sample.response]
+            sample.policy_logprobs = sample.logprobs
 
 
 class FakeCheckpoints:
-    """Counts saves, and looks whether the actor is awake and nothing is in flight."""
+    """Counts saves, and looks whether nothing is in flight."""
 
     newest = None
 
@@ -443,9 +442,7 @@ class FakeCheckpoints:
     async def save_now(self, c):
         await c.world.barrier()
         placement = c.placement
-        assert placement.actor.awake, "saved while the actor slept"
         assert not placement.rollout.awake and not placement.genrm.awake, "saved while an engine was awake"
-        assert all(critic.awake for critic in placement.critics), "saved while a critic slept"
         self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
 
 

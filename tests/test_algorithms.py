@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actor import PackedTargets, importance_weights, pack_targets, policy_loss, update_metrics
+from actor import DIFF_BINS, PackedTargets, importance_weights, pack_targets, policy_loss, update_metrics
 from algorithms import (
     ALGORITHMS,
     KL_ESTIMATORS,
@@ -231,7 +231,7 @@ def samples_of(groups) -> list[Sample]:
                 reference,
                 {"reward": values, "cost": [0.3 - value / 2 for value in values]},
             )
-            sample.cost = cost_of(reward, tokens)
+            sample.cost, sample.policy_logprobs = cost_of(reward, tokens), engine
             samples.append(sample)
     return samples
 
@@ -814,6 +814,8 @@ def test_metrics_of_two_optimizer_steps_by_hand():
         "ptx_tokens": 0.0,
     }
     first |= {"not_finite": 0.0, "skipped": 0.0, "grad_norm": 1.0, "engine_logprob_diff_max": 0.1}
+    first |= dict.fromkeys(DIFF_BINS, 0.0) | {"diff_bin_64": 3.0, "diff_bin_90": 1.0}
+    first["engine_logprob_diff"] = 0.2
     first |= {"slowest_s": 3.0, "fastest_s": 2.0}
     second = dict.fromkeys(first, 0.0) | {
         "engine_logprob_diff_max": 0.7,
@@ -826,6 +828,7 @@ def test_metrics_of_two_optimizer_steps_by_hand():
         "train/entropy": 0.4, "train/kl": 0.1, "train/clip_frac": 0.3, "train/grad_norm": 0.5,
         "train/lr": 0.01,
         "train/tokens": 10.0, "train/skipped": 1.0, "train/not_finite": 0.0,
+        "train/engine_logprob_diff_mean": 0.05, "train/engine_logprob_diff_p999": 10 ** (90 / 16 - 7),
         "train/engine_logprob_diff_max": 0.1,
         "train/seconds_spread": 0.25, "train/stale_token_frac": 0.4, "train/stale_weight_mean": 1.5,
     }  # fmt: skip

@@ -157,7 +157,7 @@ CHECKED = {
     "judge_max_new_tokens",
     "max_tokens_per_micro_batch",
 }
-CHECKED |= {"replay", "critic", "model", "data", "dtype", "judge", "cost_judge", "reward_weights"}
+CHECKED |= {"replay", "critic", "model", "data", "dtype", "device", "judge", "cost_judge", "reward_weights"}
 CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool" or field.type.startswith("tuple")}
 OF_RL = {
     field.name

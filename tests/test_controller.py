@@ -61,21 +61,16 @@ def test_devices_change_hands_in_order(mode, size, tp):
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
-def test_a_critic_has_the_devices_with_the_actor(mode, size, tp):
-    """It leaves before the rollout weights come back.
+def test_trainers_take_turns_on_the_devices(mode, size, tp):
+    """The actor for its reference, the critic for its values and its update, the actor for its own.
 
-    It is asked before there are advantages (the fakes assert it), and all learn.
+    A critic is asked before there are advantages (the fakes assert it), and all learn.
     """
     controllers, log = simulate(mode, size, tp=tp, algorithm=PPO)
-    roles = ("actor", "reward critic", "rollout weights")
-    came, left = ("take", "reward critic"), ("give", "reward critic")
+    turns = ["actor"] + ["actor", "reward critic", "actor"] * controllers[0].config.steps
     for rank in range(size):
-        mine = [(verb, who) for r, verb, who in log if r == rank and who in roles]
-        trainers = [event for event in mine if event[1] != "rollout weights"]
-        hand_over = [("take", "actor"), came, left, ("give", "actor")]
-        assert trainers == hand_over * (controllers[0].config.steps + 1)
-        taken = [event for event in mine if event != ("give", "rollout weights")]
-        assert all(taken[i + 1] == left for i, event in enumerate(taken) if event == came)
+        mine = [(verb, who) for r, verb, who in log if r == rank and who in turns]
+        assert mine == [(verb, who) for who in turns for verb in ("take", "give")]
     for c in controllers:
         (critic,), actor = c.placement.critics, c.placement.actor
         assert critic.version == actor.version == 3 and critic.batches == actor.batches

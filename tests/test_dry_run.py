@@ -17,8 +17,9 @@ from tiny_models import make_tiny_qwen3
 
 import run
 import training  # noqa: F401  makes Megatron importable without CUDA
-from commands import dry_run
-from commands.dry_run import device_map, engine_bytes, grid, read_model, trainer_bytes
+from commands import dry_run, memory
+from commands.dry_run import device_map, grid
+from commands.memory import engine_parts, read_model, trainer_parts
 from config import Config, parse_config
 from engines import server
 from engines.server import checkpoint_shapes
@@ -56,21 +57,22 @@ def test_bytes_of_a_trainer_by_hand():
 
     4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; bfloat16 has 2 and then 4 of weight.
     """
-    parts = trainer_bytes(TWO_LAYERS, settings(), dp=2)
-    assert parts == {"weights": 5152, "gradients": 5152, "optimizer": 5152}
-    cut = trainer_bytes(TWO_LAYERS, settings(tp=2, pp=2), dp=1)
-    assert cut == {"weights": 4 * 322, "gradients": 4 * 322, "optimizer": 8 * 322}
-    bf16 = trainer_bytes(TWO_LAYERS, settings(dtype="bfloat16"), dp=1)
-    assert bf16 == {"weights": 2576, "gradients": 5152, "optimizer": 15456}
+    def parts(config, dp):
+        found = trainer_parts(TWO_LAYERS, config, dp)
+        return {name: found[name] for name in ("weights", "gradients", "optimizer")}
+
+    assert parts(settings(), 2) == {"weights": 5152, "gradients": 5152, "optimizer": 5152}
+    assert parts(settings(tp=2, pp=2), 1) == {"weights": 4 * 322, "gradients": 4 * 322, "optimizer": 8 * 322}
+    assert parts(settings(dtype="bfloat16"), 1) == {"weights": 2576, "gradients": 5152, "optimizer": 15456}
 
 
 def test_memory_counts_critics_and_the_reference():
     """Only where the algorithm has them, and is trained; engines, where any is started."""
 
     def names(**more):
-        lines = dry_run.memory(settings(**more), 2)
-        assert "logits 2.1" in lines[1]  # 8192 tokens of 64 in float32
-        return [line.split(":")[0].strip() for line in lines[1:-1]]
+        lines = memory.memory(settings(**more), 2)
+        assert "loss 4.2" in lines[1]  # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
+        return [line.split(":")[0].strip() for line in lines[1:-2]]
 
     ppo = ("ppo", "kl_coef=0.1")
     assert names() == ["actor", "rollout", "genrm"]
@@ -88,8 +90,8 @@ def test_memory_counts_critics_and_the_reference():
 def test_bytes_of_an_engine_by_hand():
     """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.kv_tokens(256)
-    assert engine_bytes(TWO_LAYERS, 256, settings(), 1) == {"weights": 5152, "KV cache": tokens * 64}
-    assert engine_bytes(TWO_LAYERS, 256, settings(), 2) == {"weights": 2576, "KV cache": tokens * 32}
+    assert engine_parts(TWO_LAYERS, 256, settings(), 1) == {"weights": 5152, "KV cache": tokens * 64}
+    assert engine_parts(TWO_LAYERS, 256, settings(), 2) == {"weights": 2576, "KV cache": tokens * 32}
 
 
 @pytest.mark.parametrize(

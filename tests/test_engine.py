@@ -107,7 +107,9 @@ class OneRank:
 
 
 def pool_of(*engines, config=CONFIG):
-    return Pool(list(engines), OneRank(), Timeline(0, time.monotonic), config)
+    pool = Pool(list(engines), OneRank(), Timeline(0, time.monotonic), config)
+    pool.awake = True
+    return pool
 
 
 def hf_model(directory):

@@ -86,6 +86,7 @@ def test_route_is_the_least_of_those_that_may_be_asked(engines, data):
 def test_the_split_moves_only_while_all_sleep():
     """An engine that is awake and out of the plan would never be put to sleep."""
     pool = pool_of(0, 0, 0)
+    pool.awake = True
     with pytest.raises(AssertionError, match="while every engine sleeps"):
         pool.assign((0,))
     pool.awake = False
@@ -161,6 +162,7 @@ def run_alone(engines, work):
     """`await work(pool)` with the pool of one rank, on a virtual clock; what it returned, and when."""
     clock = VirtualClock()
     pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), CONFIG)
+    pool.awake = True
     try:
         return clock.run_until_complete(work(pool)), clock.time()
     finally:
@@ -385,19 +387,17 @@ def test_a_role_or_judge_without_an_engine_ends_the_run(models, lost, dead):
 
 
 def run_ranks(size, work):
-    """`work(pool)` on every rank of a fleet of fake engines on a virtual clock."""
+    """`work(pool)` on every rank of a fleet of fake engines, awake, on a virtual clock."""
     clock, meetings, log = VirtualClock(), {}, []
     write = lambda prompt, index, sampling: Answer(0, [1] * 40, [-0.5] * 40, "stop", [])  # noqa: E731
     own = [FakeEngine("genrm", rank, Device(rank, log), write) for rank in range(size)]
-    for engine in own:
-        engine.server.device.take("genrm weights")
-        engine.server.device.take("genrm cache")
     pools = []
     for rank in range(size):
         engines = [engine if engine.rank == rank else engine.handle() for engine in own]
         pools.append(Pool(engines, FakeWorld(rank, size, meetings), Timeline(rank, clock.time), CONFIG))
 
     async def all_ranks():
+        await asyncio.gather(*(pool.wake() for pool in pools))
         return await asyncio.gather(*(work(pool) for pool in pools))
 
     try:

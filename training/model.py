@@ -7,6 +7,7 @@ Apex refuse RMSNorm under sequence parallelism, and attention on packed sequence
 from __future__ import annotations
 
 import json
+import time
 from itertools import groupby
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from config import Config
+from training import lm_head
 
 FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
@@ -29,6 +31,7 @@ FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
 }
 FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout", "apply_rope")
+RELEASE_S = 10.0  # for an engine that was told to sleep to give its memory back on all of its ranks
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -128,6 +131,9 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
         persist_layer_norm=False,
+        recompute_granularity="full" if config.recompute else None,
+        recompute_method="uniform" if config.recompute else None,
+        recompute_num_layers=1 if config.recompute else None,
         **{f"{name}_fusion": False for name in FUSIONS},  # they need Apex, Transformer Engine or a compiler
         **FAMILIES[hf["model_type"]],
     )  # fmt: skip
@@ -159,7 +165,10 @@ def check_critic(config: Config) -> None:
 
 
 def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
-    """This rank's part, with random weights (collective over the pipeline group if embeddings are tied)."""
+    """This rank's part, with random weights (collective over the pipeline group if embeddings are tied).
+
+    The last stage's output is hidden states: see lm_head.py.
+    """
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model_config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -167,7 +176,7 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     rope, layers = hf["rope_parameters"], [layer] * get_num_layers_to_build(model_config)
-    return GPTModel(
+    gpt = GPTModel(
         model_config,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
@@ -176,6 +185,9 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
         position_embedding_type="rope", rotary_base=rope["rope_theta"],
         rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0),
     )  # fmt: skip
+    if gpt.post_process:
+        lm_head.leave_out_logits(gpt)
+    return gpt
 
 
 def device() -> torch.device:
@@ -185,8 +197,14 @@ def device() -> torch.device:
 
 
 def check_room(needed: int, who: str) -> None:
-    """ValueError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
-    (free, total), own = torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
+    """ValueError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU.
+
+    An engine of several ranks says that it sleeps once the first of them does: the others' memory is awaited.
+    """
+    until = time.monotonic() + RELEASE_S
+    while (free := torch.cuda.mem_get_info()[0]) < needed and time.monotonic() < until:
+        time.sleep(0.1)
+    total, own = torch.cuda.mem_get_info()[1], torch.cuda.memory_reserved()
     if needed > free:
         gib = [f"{size / 2**30:.1f}" for size in (needed, free, total, own, total - free - own)]
         raise ValueError(

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-__all__ = ["gather_from_sequence_parallel_region", "vocab_parallel_cross_entropy"]
+__all__ = ["gather_from_sequence_parallel_region"]
 
 
 def over_context_parallel(sums: Tensor) -> Tensor:
@@ -20,21 +19,24 @@ def over_context_parallel(sums: Tensor) -> Tensor:
     return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
 
 
-class VocabParallelEntropy(torch.autograd.Function):
-    """Entropy in nats of softmax(logits) per row; logits [rows, vocab / tp] (collective in forward).
+def shift_by_maximum(logits: Tensor) -> Tensor:
+    """The logits less the largest of their row, in place; [rows, vocab / tp] (collective)."""
+    maximum = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
+    return logits.sub_(maximum)
 
-    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z, where l is shifted by its maximum.
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """Entropy in nats of softmax(logits) per row; logits as from `shift_by_maximum` (collective in forward).
+
+    With Z = sum(exp(l)): H = log(Z) - sum(l * exp(l)) / Z.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor) -> Tensor:
-        group = mpu.get_tensor_model_parallel_group()
-        maximum = logits.amax(-1, keepdim=True)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-        shifted = logits - maximum
+    def forward(ctx, shifted: Tensor) -> Tensor:
         weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-        dist.all_reduce(sums, group=group)
+        sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1)])
+        dist.all_reduce(sums, group=mpu.get_tensor_model_parallel_group())
         entropy = sums[0].log() - sums[1] / sums[0]
         ctx.save_for_backward(shifted, sums[0].log(), entropy)
         return entropy

@@ -33,6 +33,8 @@ from sample import Sample
 from scheduling.balance import flat, pack, packed_length
 from training import hf_weights, sharded_checkpoint
 from training import model as models
+from training.lm_head import LMOutput
+from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 
 ADAM_BETAS = (0.9, 0.95)
@@ -43,7 +45,8 @@ Packed = list[list[Sequence]]  # micro-batches of a pass
 # maxima where a name ends with _max
 Stats = dict[str, Tensor]
 LossSums = tuple[Tensor, int | Tensor, Stats]
-OutputLoss = Callable[[MicroBatch, Tensor], LossSums]  # of the output, [1, T, vocab / tp] or [1, T, 1]
+Output = Tensor | LMOutput  # values, [1, T, 1], or what log-probabilities are read from
+OutputLoss = Callable[[MicroBatch, Output], LossSums]
 # (slots, logprobs, entropy), each [targets] -> the loss of each target and a micro-batch's statistics, among
 # them `divisor`: what the sum of the loss is divided by
 TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Stats]]
@@ -72,7 +75,7 @@ class Trainer:
         self.device = models.device()
         self.cost = partial(models.forward_cost, hf)
         self.awake, self.version = True, 0
-        self._asleep_bytes = 0  # that the last sleep gave back
+        self._host_copies, self._asleep_bytes = HostCopies(), 0  # the latter: that the last sleep gave back
         self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
         model_config = models.transformer_config(hf, self.config)
         self.gpt = self._load_model(hf, model_config)
@@ -115,25 +118,27 @@ class Trainer:
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             before = torch.cuda.memory_allocated()
             self.ddp.offload_grad_buffers()
-            for buffer in self.ddp.buffers:
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
-            if self.config.dtype == "bfloat16":  # else they are views of the weights: it would cut that tie
-                self.optimizer.offload_to_cpu()
+            self._host_copies.move_out(self._state_tensors())
+            torch.cuda.ipc_collect()  # the buckets of the last push
             torch.cuda.empty_cache()
             self._asleep_bytes = before - torch.cuda.memory_allocated()
         self.awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`. Not collective. ValueError if others hold the memory."""
+        """Undo `sleep`. Not collective. ValueError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             models.check_room(self._asleep_bytes, f"the {self.title}")
-            for buffer in self.ddp.buffers:
-                buffer.reload_from_cpu(move_params=True, move_grads=False)
+            self._host_copies.move_in()
             self.ddp.restore_grad_buffers()
-            if self.config.dtype == "bfloat16":
-                self.optimizer.restore_from_cpu()
         self.awake = True
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Weights, and the optimizer's own copies and moments of them, but not its counts of steps."""
+        yield from (buffer.param_data for buffer in self.ddp.buffers)
+        for adam in (part.optimizer for part in self.optimizer.chained_optimizers):
+            yield from (parameter for group in adam.param_groups for parameter in group["params"])
+            yield from (x for state in adam.state.values() for x in state.values() if x.ndim)
 
     def optimizer_step(
         self, packed: Packed, output_loss: OutputLoss, names: Iterable[str], lr: float,
@@ -166,7 +171,7 @@ class Trainer:
         return self._reduce(self._passes(packed, output_loss, forward_only=True), names)
 
     def read_tokens(
-        self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Tensor], Tensor]
+        self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Output], Tensor]
     ) -> list[list[float]]:
         """A number for every response token, a row a sample (collective over the model-parallel group).
 
@@ -176,9 +181,9 @@ class Trainer:
         lengths = [len(sample.response) for sample in flat([micro_batches])]
         result = torch.zeros(sum(lengths), device=self.device)
 
-        def collect(batch: MicroBatch, output: Tensor) -> LossSums:
+        def collect(batch: MicroBatch, output: Output) -> LossSums:
             result[batch.slots[batch.slots != NO_TARGET]] = read(batch, output)
-            return output.new_zeros(()), 1, {}
+            return result.new_zeros(()), 1, {}
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
         for group in (mpu.get_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
@@ -206,7 +211,7 @@ class Trainer:
             starts = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
             params = PackedSeqParams("thd", **starts, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
             output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=params)
-            return output, partial(_with_sums, output_loss, batch)
+            return output, lambda output: _with_sums(output_loss, batch, self._as_output(output))
 
         self.ddp.zero_grad_buffer()
         with torch.set_grad_enabled(not forward_only):
@@ -215,6 +220,10 @@ class Trainer:
                 num_microbatches=len(micro_batches), micro_batch_size=1, forward_only=forward_only,
                 seq_length=config.max_tokens_per_micro_batch,  # unused: stages send the real length
             )  # fmt: skip
+
+    def _as_output(self, tensor: Tensor) -> Output:
+        """The model's, on the last pipeline stage, as losses take it."""
+        return tensor
 
     def _finalize_model_grads(self, *args, **kwargs) -> None:
         """Megatron's own sum of the gradients over ranks, after the time of this rank's own work is taken."""
@@ -228,11 +237,12 @@ class Trainer:
         sums = {name: 0.0 for name in ("loss", "divisor", *names) if not name.endswith("_max")}
         maxima = {name: 0.0 for name in names if name.endswith("_max")}
         for stats in passes:
-            for name, value in stats.items():
+            values = torch.stack([value.to(self.device, torch.float64) for value in stats.values()])
+            for name, value in zip(stats, values.tolist(), strict=True):
                 if name in maxima:
-                    maxima[name] = max(maxima[name], value.item())
+                    maxima[name] = max(maxima[name], value)
                 elif mpu.get_tensor_model_parallel_rank() == 0:  # the others hold copies
-                    sums[name] += value.item()
+                    sums[name] += value
         return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
 
     def _apply_gradients(self, lr: float) -> float:
@@ -289,7 +299,7 @@ class Trainer:
         sharded_checkpoint.load(self, folder)
 
 
-def _with_sums(output_loss: OutputLoss, batch: MicroBatch, output: Tensor) -> LossSums:
+def _with_sums(output_loss: OutputLoss, batch: MicroBatch, output: Output) -> LossSums:
     """The loss as Megatron asks for it; its sum and divisor are statistics, too."""
     loss, divisor, stats = output_loss(batch, output)
     divisor = torch.as_tensor(divisor, dtype=torch.int32, device=loss.device)

@@ -1,0 +1,166 @@
+"""About how much memory a run takes: what each model holds, and whether that fits the devices."""
+
+from __future__ import annotations
+
+from math import prod
+
+import psutil
+
+from algorithms import algorithm_of
+from config import Config
+from engines import server
+
+BYTES = {"float32": 4, "bfloat16": 2}
+# of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
+# columns, measured on a CPU (tests/test_memory.py); fused kernels keep less
+KEPT = {"float32": (40, 12, 20), "bfloat16": (28, 6, 10)}
+ASLEEP = 5_000_000_000  # of a GPU, by all that sleep: contexts, CUDA graphs, NCCL's buffers; an estimate
+PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
+DEVICES = (80e9, 141e9)  # what is asked about where there is no GPU
+REFERENCE = "reference, in the host's memory"
+
+Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
+Parts = dict[str, int]  # bytes
+
+
+def memory(config: Config, ranks: int) -> list[str]:
+    """Lines: what a rank's part of each trainer takes, what an engine on each of its ranks; if it fits."""
+    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
+    for name, parts in (trainers | engines).items():
+        each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
+        lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
+    lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and each server")
+    return lines + verdicts(config, ranks, trainers, engines)
+
+
+def trainers_of(config: Config, ranks: int) -> dict[str, Parts]:
+    """What each trainer holds of a device while it learns, and the host's copy of the reference."""
+    algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
+    shapes, _ = read_model(config.model, config)
+    actor = trainer_parts(shapes, config, dp)
+    if config.rollout_only:
+        return {"actor": actor}
+    critic = trainer_parts(read_model(config.critic, config)[0] if config.critic else shapes, config, dp)
+    rows = {"actor": actor} | {f"{name} critic": critic | {"loss": 0} for name in algorithm.critics}
+    if algorithm.kl_coef:
+        rows[REFERENCE] = {"weights": actor["weights"]}
+    return rows
+
+
+def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
+    """Of one rank, as if tensor and pipeline parallelism cut all tensors evenly."""
+    size, count = BYTES[config.dtype], sum(map(prod, shapes.values())) // (config.tp * config.pp)
+    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
+    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
+    from training.lm_head import CHUNK_BYTES
+
+    vocabulary, hidden = shapes["model.embed_tokens.weight"]
+    head = vocabulary * hidden * size // config.tp
+    chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
+    loss = 2 * chunk + 2 * head  # two copies of a chunk's logits; the head's gradient, and a chunk's
+    parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
+    return parts | {"activations": activations(shapes, config), "loss": loss}
+
+
+def activations(shapes: Shapes, config: Config) -> int:
+    """Of a full micro-batch. A pipeline's first stage keeps those of as many as there are stages."""
+    rows = {name: shape[0] for name, shape in shapes.items() if name.endswith("_proj.weight")}
+    layers = sum(name.endswith("k_proj.weight") for name in rows)
+    widths = (shapes["model.embed_tokens.weight"][1], rows_of(rows, "k_proj"), rows_of(rows, "gate_proj"))
+    whole = config.tp if config.sp else 1  # of the hidden columns: tensor parallelism doesn't cut all
+    cuts = (whole, config.tp, config.tp)
+    kept = sum(b * width // cut for b, width, cut in zip(KEPT[config.dtype], widths, cuts, strict=True))
+    if config.recompute:  # the layers' inputs, and all of the one that is computed again
+        kept, layers = layers * BYTES[config.dtype] * widths[0] // whole + kept, 1
+    return kept * layers * config.max_tokens_per_micro_batch // config.cp
+
+
+def rows_of(rows: dict[str, int], kind: str) -> int:
+    return next(count for name, count in rows.items() if kind in name)
+
+
+def engines_of(config: Config) -> dict[str, Parts]:
+    """What an awake engine needs at least on each of its ranks. With CUDA its KV cache takes more."""
+    engines = [("rollout", config.model, config.rollout_tp)]
+    engines += [("genrm", path, config.genrm_tp) for path in config.judge_models]
+    rows = {}
+    for role, path, tp in [] if config.train_only else engines:
+        rows[f"{role} {path}".strip()] = engine_parts(*read_model(path, config), config, tp)
+    return rows
+
+
+def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts:
+    """A token's keys and values: a number for each row of the weights that make them."""
+    kv = ("k_proj.weight", "v_proj.weight")
+    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
+    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": server.kv_tokens(context) * rows}
+    return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
+
+
+def read_model(path: str, config: Config) -> tuple[Shapes, int]:
+    """Tensors and context of a model's directory; the demo's, which has no name, before it is made."""
+    if path:
+        return server.checkpoint_shapes(path), server.context_length(path, config)
+    from torch import device
+    from transformers import AutoModelForCausalLM
+
+    from recipes.addition.warmstart import model_config
+
+    with device("meta"):  # no numbers, only shapes
+        model = AutoModelForCausalLM.from_config(model_config())
+    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
+    return shapes, config.max_model_len or model.config.max_position_embeddings
+
+
+# ---------------------------------------------------------------- whether it fits
+
+
+def verdicts(config: Config, ranks: int, trainers: dict[str, Parts], engines: dict[str, Parts]) -> list[str]:
+    """A line for this machine's devices, or where it has none for each size of DEVICES."""
+    if config.device == "cpu":
+        needed = ranks * sum(sum(parts.values()) + PROCESS for parts in (trainers | engines).values())
+        free = psutil.virtual_memory().available
+        fits = "fit into" if needed <= free else "DON'T FIT INTO"
+        return [f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"]
+    from torch import cuda
+
+    sizes = [cuda.get_device_properties(0).total_memory] if cuda.is_available() else DEVICES
+    lines = []
+    for size in sizes:
+        peaks = moments(config, trainers, engines, size)
+        worst = max(peaks, key=peaks.get)
+        shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
+        fits = "takes it" if peaks[worst] <= size else "IS TOO SMALL"
+        lines.append(f"  a device of {size / 1e9:.0f} GB {fits}, in GB: {shown}")
+        if peaks[worst] > size:
+            lines.append(f"    first try {advice(worst, config, trainers)}")
+    return lines
+
+
+def moments(
+    config: Config, trainers: dict[str, Parts], engines: dict[str, Parts], device: float
+) -> dict[str, float]:
+    """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
+    actor, rollout = trainers["actor"], next(iter(engines.values()), {"weights": 0})
+    states = actor["weights"] + actor["gradients"] + actor["optimizer"]
+    share, peaks = config.mem_fraction * device, {}
+    for name, parts in engines.items():
+        peaks[f"serving {name}"] = max(share, sum(parts.values()))
+    if REFERENCE in trainers:
+        peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
+    learners = {name: parts for name, parts in trainers.items() if name != REFERENCE}
+    peaks |= {f"training the {name}": sum(parts.values()) for name, parts in learners.items()}
+    peaks["the push"] = states + rollout["weights"]
+    return {name: needed + ASLEEP for name, needed in peaks.items()}
+
+
+def advice(worst: str, config: Config, trainers: dict[str, Parts]) -> str:
+    """What to change first: what takes most, where it can be had for less."""
+    actor = trainers["actor"]
+    if worst.startswith("serving"):
+        return "a lower --mem-fraction, or a higher --rollout-tp or --genrm-tp"
+    if actor["activations"] < sum(actor.values()) / 2:
+        return f"--tp {2 * config.tp} --sp"
+    half = f"--max-tokens-per-micro-batch {config.max_tokens_per_micro_batch // 2}"
+    return half if config.recompute else "--recompute"

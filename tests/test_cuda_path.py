@@ -1,0 +1,254 @@
+"""What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import FakeWorld, VirtualClock, simulate
+
+import run
+from commands.memory import ASLEEP, engines_of, memory, moments, trainers_of
+from config import PRESETS, parse_config
+from engines import fleet
+from engines.fleet import Fleet, ServerSpec
+from engines.server import server_environment, server_flags
+
+ROOT = Path(__file__).parent.parent
+H200 = 141e9  # bytes
+QWEN_7B = dict(hidden=3584, layers=28, heads=28, kv_heads=4, ffn=18944, vocab=152064)
+QWEN_32B = dict(hidden=5120, layers=64, heads=40, kv_heads=8, ffn=27648, vocab=152064)
+CUDA = ["--preset", "cuda", "--device", "cuda", "--data", "prompts.jsonl"]
+LARGE = ["--tp", "4", "--sp", "--rollout-tp", "2", "--genrm-tp", "2"]
+
+
+def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str:
+    """A Hugging Face directory of published sizes in bfloat16; its tensors take no room on the disk."""
+    kv, layer = kv_heads * 128, {}
+    for name, shape in (("q_proj", (hidden, hidden)), ("k_proj", (kv, hidden)), ("v_proj", (kv, hidden))):
+        layer |= {f"self_attn.{name}.weight": shape, f"self_attn.{name}.bias": shape[:1]}
+    layer |= {"self_attn.o_proj.weight": (hidden, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+    layer |= {f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+    layer |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
+    shapes |= {"model.norm.weight": (hidden,)}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.mkdir()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    config = dict(model_type="qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=ffn)
+    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab)
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("models")
+    sizes = {"7B": QWEN_7B, "32B": QWEN_32B}
+    return {name: sparse_model(home / name, **size) for name, size in sizes.items()}
+
+
+def settings(models, name, *more):
+    return parse_config([*CUDA, "--model", models[name], "--judge", models[name], *more])
+
+
+# ---------------------------------------------------------------- flags
+
+PARSE = """
+import json, sys
+from cpu import sglang
+library = sglang.install()
+from argparse import ArgumentParser
+from sglang.srt.server_args import ServerArgs
+parser = ArgumentParser(allow_abbrev=False)
+ServerArgs.add_cli_args(parser)
+parser.error = lambda message: print(message)
+for flags in json.load(sys.stdin):
+    parser.parse_args(flags)
+print("parsed")
+"""
+
+
+def test_sglang_takes_every_flag(models, monkeypatch):
+    """Of each preset, device, role and mode, by its own parser."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    asked = []
+    for preset in PRESETS:
+        for device, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16")):
+            for mode in ("partial", "full"):
+                for role in ("rollout", "genrm"):
+                    where = ["--preset", preset, "--device", device, "--dtype", dtype, "--mode", mode]
+                    where += ["--rollout-tp", "2", "--trust-remote-code"] if device == "cuda" else []
+                    for deterministic in ("--deterministic", "--no-deterministic"):
+                        config = parse_config([*where, deterministic])
+                        asked.append(server_flags(role, 1, 30002, models["7B"], config))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(
+        [sys.executable, "-c", PARSE], input=json.dumps(asked, default=str), text=True,
+        capture_output=True, cwd=ROOT, env=environment, timeout=300,
+    )  # fmt: skip
+    assert found.stdout.splitlines()[-1:] == ["parsed"], found.stderr[-2000:]
+    assert len(found.stdout.splitlines()) == 1, found.stdout
+    texts = [" ".join(map(str, flags)) for flags in asked]
+    assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
+
+
+def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
+    """The names are those that torch_memory_saver and SGLang read."""
+    (home,) = importlib.util.find_spec("sglang").submodule_search_locations  # to import it takes triton
+    on_cuda, on_cpu = (server_environment("key", "/tmp/x", device) for device in ("cuda", "cpu"))
+    assert on_cuda["TMS_RETAIN_CPU_BACKUP"] == "1"
+    assert on_cuda["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert "TMS_RETAIN_CPU_BACKUP" not in on_cpu and on_cpu["MKL_CBWR"]
+    source = Path(home, "srt", "environ.py").read_text()
+    assert re.search(r"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool", source)
+
+
+# ---------------------------------------------------------------- the order at the start
+
+
+class Gpu:
+    """The memory of one device, and what took and gave it."""
+
+    def __init__(self):
+        self.used, self.log = 0.0, []
+
+    def take(self, who, size):
+        self.used += size
+        self.log.append((who, size))
+        assert self.used <= H200, f"{who} finds no room: {self.log}"
+
+
+class StartingEngine:
+    """As SGLang sizes its KV cache: a part of what was free when it began, less what it holds by then."""
+
+    gpu, weights, fraction = None, 0.0, 0.7
+
+    @classmethod
+    def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
+        engine = cls()
+        engine.role, engine.rank, engine.free = role, rank, H200 - cls.gpu.used
+        engine.url, engine.key, engine.model = "", key, model
+        cls.gpu.take(f"{role} weights", cls.weights)
+        return engine
+
+    async def ready(self, deadline_s):
+        self.cache = (H200 - self.gpu.used) - self.free * (1 - self.fraction)
+        assert self.cache > 0, "Loaded weights leave no GPU memory for the KV cache"
+        self.gpu.take(f"{self.role} cache", self.cache)
+
+    async def sleep(self):
+        self.gpu.take(f"{self.role} sleeps", -self.weights - self.cache)
+
+
+@pytest.mark.parametrize("roles", [("rollout",), ("genrm",), ("rollout", "genrm")])
+def test_engines_of_a_device_start_in_turn_and_sleep_before_the_trainer(models, monkeypatch, roles):
+    """Each has its whole part of the device, in full colocation, too, and the trainer finds it empty."""
+    config, gpu, clock = settings(models, "7B"), Gpu(), VirtualClock()
+    StartingEngine.gpu, StartingEngine.weights = gpu, engines_of(config)[f"genrm {models['7B']}"]["weights"]
+    monkeypatch.setattr(fleet, "Engine", StartingEngine)
+
+    async def start():
+        servers = Fleet(config, FakeWorld(0, 1, {}))
+        await servers.launch([ServerSpec(role, 30000, models["7B"]) for role in roles])
+        assert gpu.used == 0, "an engine is awake when the trainer is built"
+        gpu.take("actor", sum(trainers_of(config, 8)["actor"].values()))
+        await servers.ready()
+
+    clock.run_until_complete(asyncio.wait_for(start(), 60))
+    caches = [size for who, size in gpu.log if who.endswith("cache")]
+    assert len(caches) == len(roles) and min(caches) == max(caches)
+    assert caches[0] + StartingEngine.weights == pytest.approx(0.7 * H200)
+
+
+def test_side_by_side_the_second_engine_would_find_no_room(models, monkeypatch):
+    """What the order above prevents."""
+    config, gpu = settings(models, "7B"), Gpu()
+    StartingEngine.gpu, StartingEngine.weights = gpu, engines_of(config)[f"genrm {models['7B']}"]["weights"]
+    both = [StartingEngine.launch(role, 0, 0, "", config, None, "") for role in ("rollout", "genrm")]
+    both[0].free = both[1].free = H200
+    asyncio.run(both[0].ready(1))
+    with pytest.raises(AssertionError, match="no GPU memory for the KV cache"):
+        asyncio.run(both[1].ready(1))
+
+
+# ---------------------------------------------------------------- who holds how much when
+
+
+@pytest.mark.parametrize("mode", ["partial", "full"])
+@pytest.mark.parametrize("algorithm", [("grpo",), ("ppo", "kl_coef=0.1", "kl_in=reward")])
+@pytest.mark.parametrize("name,ranks,more", [("7B", 8, []), ("32B", 64, LARGE)])
+def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more, algorithm, mode):
+    """The loop's own takes and gives, with the sizes of each part: all fits a device of 141 GB, with room."""
+    config = settings(models, name, *more, "--mode", mode, "--algorithm", *algorithm)
+    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    _, log = simulate(mode, 4, algorithm=algorithm)
+    learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
+    states = {who: sum(p.values()) - p["activations"] - p["loss"] for who, p in learners.items()}
+    weights = {who.split()[0]: parts["weights"] for who, parts in engines.items()}
+    held, peak = {}, 0.0
+    for rank, verb, who in log:
+        mine = held.setdefault(rank, {})
+        if verb == "give":
+            mine.pop(who, None)
+            continue
+        role = who.split()[0]
+        cache = config.mem_fraction * H200 - weights.get(role, 0)
+        mine[who] = states[who] if who in states else weights[role] if who.endswith("weights") else cache
+        learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
+        peak = max(peak, sum(mine.values()), learning)
+    predicted = moments(config, trainers, engines, H200)
+    assert peak + ASLEEP == pytest.approx(max(v for k, v in predicted.items() if "reference" not in k))
+    assert max(predicted.values()) <= 0.9 * H200, predicted
+    shown = " ".join(memory(config, ranks))
+    assert "a device of 141 GB takes it" in shown
+    assert ("a device of 80 GB takes it" in shown) == all(v <= 80e9 for v in moments_at(80e9, config, ranks))
+
+
+def moments_at(device, config, ranks):
+    return moments(config, trainers_of(config, ranks), engines_of(config), device).values()
+
+
+def test_what_does_not_fit_is_said_with_the_first_thing_to_change(models):
+    """Without recomputation the activations of 16,384 tokens alone are more than the device."""
+    shown = memory(settings(models, "7B", "--no-recompute"), 8)
+    assert shown[-2].startswith("  a device of 141 GB IS TOO SMALL")
+    assert shown[-1] == "    first try --recompute"
+    shown = memory(settings(models, "32B"), 64)
+    assert shown[-1] == "    first try --tp 2 --sp"
+
+
+@pytest.mark.parametrize("devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)])
+def test_a_rank_needs_a_device_of_its_own(models, monkeypatch, devices, ranks, fits):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    if fits:
+        return run.choose_device(settings(models, "7B"))
+    with pytest.raises(ValueError, match=f"^--device cuda: .* {ranks} on this machine, which has {devices}"):
+        run.choose_device(settings(models, "7B"))
+
+
+def test_the_device_says_the_dtype():
+    """bfloat16 with CUDA; float32 where no engine's attention has to take it."""
+    assert parse_config(["--device", "cuda"]).dtype == "bfloat16"
+    assert parse_config(["--device", "cpu"]).dtype == parse_config([]).dtype == "float32"
+    with pytest.raises(ValueError, match=r"^--dtype float32: the engines' attention with --device cuda"):
+        parse_config(["--device", "cuda", "--dtype", "float32"])
+    with pytest.raises(ValueError, match=r"^--device tpu is unknown; choose cpu or cuda$"):
+        parse_config(["--device", "tpu"])
+    sft = ["sft", "--model", "m", "--device", "cuda"]
+    assert parse_config([*sft, "--dtype", "float32"]).dtype == "float32"

@@ -1,0 +1,128 @@
+"""Memory of a training pass at an eighth of a 7B's widths: what layers keep, how many copies of logits."""
+
+import weakref
+
+import pytest
+import torch
+from test_actor import actor_config, make_actor, make_model, make_samples, update, weights_of  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from commands.memory import KEPT
+from training import lm_head
+
+HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512
+CHUNK_ROWS = 64
+DTYPES = ["float32", "bfloat16"]
+WIDTHS = dict(hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28, num_key_value_heads=4)
+WIDTHS |= dict(vocab_size=VOCAB, max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="session")
+def shallow_and_deep(tmp_path_factory) -> list[str]:
+    """Qwen2 models of one and of three layers."""
+    home = tmp_path_factory.mktemp("widths")
+    shape = dict(family="qwen2", tied=False, **WIDTHS)
+    return [make_model(home / str(layers), num_hidden_layers=layers, **shape) for layers in (1, 3)]
+
+
+def kept_by(actor) -> int:
+    """Bytes that a forward pass keeps for the gradient, weights aside."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in actor.gpt.parameters()}
+    found = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: else its address is another's soon
+        return tensor
+
+    def nothing(batch, output):
+        raise StopIteration
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), pytest.raises(StopIteration):
+        actor._passes([[([1] * 12, [2] * (TOKENS - 11))]], nothing)
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # noqa: F811
+    """A token: by KEPT within 2 %; recomputed, the layer's input alone."""
+    kept = []
+    for model in shallow_and_deep:
+        kept.append(kept_by(make_actor(model, dtype=dtype, recompute=recompute)))
+    of_a_layer = (kept[1] - kept[0]) / 2 / TOKENS
+    all_of_it = sum(size * width for size, width in zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True))
+    expected = HIDDEN * {"float32": 4, "bfloat16": 2}[dtype] if recompute else all_of_it
+    print(f"{dtype}, recompute {recompute}: {of_a_layer:.0f} bytes kept for a token in a layer")
+    assert of_a_layer == pytest.approx(expected, rel=0.02)
+
+
+class Logits(TorchDispatchMode):
+    """The most bytes that tensors [.., vocabulary] took at one time, weights and their gradients aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] == VOCAB:
+                self._watch(tensor)
+        return out
+
+    def _watch(self, tensor):
+        storage = tensor.untyped_storage()
+        if tensor.shape[-2] == HIDDEN or storage.data_ptr() in self.live:  # the head's gradient, transposed
+            return
+        self.live[storage.data_ptr()] = storage.nbytes()
+        weakref.finalize(storage, self.live.pop, storage.data_ptr(), None)
+        self.peak = max(self.peak, sum(self.live.values()))
+
+
+@pytest.mark.parametrize("entropy_coef,most", [(0.0, 2.1), (0.01, 5.0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_of_logits_that_live_at_once(
+    make_actor, shallow_and_deep, monkeypatch, dtype, entropy_coef, most  # noqa: F811
+):
+    """In float32 copies of a chunk: two, where the loss asks for no entropy; there are 8 chunks."""
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", CHUNK_ROWS * 4 * VOCAB)
+    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", dict.fromkeys(DTYPES, 1e3))
+    sizes = dict(max_tokens_per_micro_batch=TOKENS, max_new_tokens=TOKENS - 1)
+    actor = make_actor(shallow_and_deep[0], dtype=dtype, entropy_coef=entropy_coef, **sizes)
+    sample = make_samples(0)[0]
+    sample.prompt, sample.response = [1] * 12, [2] * (TOKENS - 11)
+    sample.logprobs, sample.versions = [-1.0] * len(sample.response), [0] * len(sample.response)
+    sample.advantages = [1.0] * len(sample.response)
+    with Logits() as logits:
+        update(actor, [sample])
+    copies = logits.peak / (4 * CHUNK_ROWS * VOCAB)
+    print(f"{dtype}, entropy_coef {entropy_coef}: {copies:.2f} copies of a chunk's logits at most")
+    assert 1 <= copies <= most
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypatch, entropy_coef):  # noqa: F811
+    """Loss, statistics and weights after a step in float32, against one chunk that keeps all: within 1e-6.
+
+    Recomputed alone, to the last bit.
+    """
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    found = []
+    for rows, recompute in ((10**6, False), (10**6, True), (7, False), (7, True)):
+        monkeypatch.setattr(lm_head, "CHUNK_BYTES", rows * 4 * 64)
+        actor = make_actor(model, recompute=recompute, entropy_coef=entropy_coef)
+        samples = make_samples(0)
+        for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+            sample.logprobs, sample.versions = logprobs, [0] * len(logprobs)
+        metrics = update(actor, samples)
+        timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
+        found.append((timeless, weights_of(actor), actor.ddp.buffers[0].grad_data.clone()))
+    (metrics, weights, gradient), *others = found
+    assert others[0][0] == metrics and torch.equal(others[0][2], gradient) and gradient.abs().max() > 1e-3
+    for other, others_weights, others_gradient in others:
+        assert other == pytest.approx(metrics, abs=1e-6, rel=1e-5)
+        assert torch.allclose(others_gradient, gradient, rtol=0, atol=1e-6)
+        assert all(torch.allclose(others_weights[name], weights[name], rtol=0, atol=1e-4) for name in weights)

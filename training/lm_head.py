@@ -1,0 +1,78 @@
+"""The output layer of a language model, in chunks: log-probabilities of targets without all logits at once.
+
+Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
+Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
+made again for the gradient (torch.utils.checkpoint): two copies of a chunk live at once. Chunks are of all
+tokens, prompts' too: where there is one chunk, the sums have the same bits as without.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from training.packing import NO_TARGET, MicroBatch
+from training.parallel import VocabParallelEntropy, shift_by_maximum
+
+CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32
+
+
+class LMOutput(NamedTuple):
+    """What a pass of the last pipeline stage leaves, and what makes logits of it."""
+
+    hidden: Tensor  # [1, T, hidden]
+    weight: Tensor  # [vocab / tp, hidden]
+
+
+def leave_out_logits(gpt: GPTModel) -> None:
+    """Have the output layer hand on the hidden states of all tokens, on every tensor-parallel rank."""
+
+    def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:  # as Megatron calls it; [T, 1, hidden]
+        # going back, the ranks' gradients are summed: each has read a part of the vocabulary
+        if gpt.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden), None
+        return copy_to_tensor_model_parallel_region(hidden), None
+
+    gpt.output_layer.forward = forward
+
+
+def output_of(gpt: GPTModel, hidden: Tensor) -> LMOutput:
+    tied = gpt.share_embeddings_and_output_weights
+    return LMOutput(hidden, gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight)
+
+
+def read_targets(
+    batch: MicroBatch, output: LMOutput, temperature: float = 1.0, entropy_learns: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
+
+    entropy_learns: whether the entropies have a gradient, which costs two more copies of a chunk. SGLang,
+    too, reports log_softmax(logits / temperature). Collective over the tensor-parallel group, both ways.
+    """
+    rows = max(1, CHUNK_BYTES // (4 * len(output.weight)))
+    columns = (output.hidden[0], batch.targets, batch.slots != NO_TARGET)
+    read = partial(_read_chunk, output.weight, temperature, entropy_learns)
+    chunks = zip(*(column.split(rows) for column in columns), strict=True)
+    parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _read_chunk(
+    weight: Tensor, temperature: float, entropy_learns: bool, hidden: Tensor, targets: Tensor, chosen: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden.to(weight.dtype), weight)[chosen].float().div_(temperature)
+    logits = shift_by_maximum(logits)
+    entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
+    return -vocab_parallel_cross_entropy(logits, targets[chosen]), entropy  # overwrites logits

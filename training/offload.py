@@ -1,0 +1,39 @@
+"""Host memory for what a sleeping trainer takes off its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class HostCopies:
+    """Takes tensors off the device and brings them back. The host memory is kept: to pin it anew takes long.
+
+    The tensors stay the objects that they are and only their storages go, so that views and ties hold.
+    """
+
+    def __init__(self):
+        self._host: list[Tensor] = []  # pinned, [bytes] each
+        self._away: list[Tensor] = []  # views of the storages that are empty now
+
+    def move_out(self, tensors: Iterable[Tensor]) -> None:
+        """Copy every storage once, and free it. The same tensors in the same order each time, or more."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        for number, storage in enumerate(storages.values()):
+            on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if number == len(self._host):
+                pin = on_device.is_cuda
+                self._host.append(torch.empty(len(on_device), dtype=torch.uint8, pin_memory=pin))
+            self._host[number].copy_(on_device, non_blocking=True)
+            self._away.append(on_device)
+        for on_device in self._away:
+            on_device.untyped_storage().resize_(0)
+
+    def move_in(self) -> None:
+        """Everything back to where it was."""
+        for on_device, host in zip(self._away, self._host, strict=False):
+            on_device.untyped_storage().resize_(len(host))
+            on_device.copy_(host, non_blocking=True)
+        self._away = []
