@@ -82,7 +82,7 @@ class Logits(TorchDispatchMode):
         self.peak = max(self.peak, sum(self.live.values()))
 
 
-@pytest.mark.parametrize("entropy_coef,most", [(0.0, 2.1), (0.01, 5.0)])
+@pytest.mark.parametrize("entropy_coef,most", [(0.0, 2.1), (0.01, 6.1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_of_logits_that_live_at_once(
     make_actor, shallow_and_deep, monkeypatch, dtype, entropy_coef, most  # noqa: F811

@@ -57,22 +57,22 @@ def read_targets(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    entropy_learns: whether the entropies have a gradient, which costs two more copies of a chunk. SGLang,
+    entropy_learns: whether the entropies have a gradient, which costs four more copies of a chunk. SGLang,
     too, reports log_softmax(logits / temperature). Collective over the tensor-parallel group, both ways.
     """
     rows = max(1, CHUNK_BYTES // (4 * len(output.weight)))
-    columns = (output.hidden[0], batch.targets, batch.slots != NO_TARGET)
     read = partial(_read_chunk, output.weight, temperature, entropy_learns)
-    chunks = zip(*(column.split(rows) for column in columns), strict=True)
+    chunks = zip(output.hidden[0].split(rows), batch.targets.split(rows), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    chosen = batch.slots != NO_TARGET
+    logprobs, entropies = (torch.cat(column)[chosen] for column in zip(*parts, strict=True))
+    return logprobs, entropies
 
 
 def _read_chunk(
-    weight: Tensor, temperature: float, entropy_learns: bool, hidden: Tensor, targets: Tensor, chosen: Tensor
+    weight: Tensor, temperature: float, entropy_learns: bool, hidden: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden.to(weight.dtype), weight)[chosen].float().div_(temperature)
-    logits = shift_by_maximum(logits)
+    """Of all tokens, also those without a target: to select rows of logits would copy them."""
+    logits = shift_by_maximum(F.linear(hidden.to(weight.dtype), weight).float().div_(temperature))
     entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
-    return -vocab_parallel_cross_entropy(logits, targets[chosen]), entropy  # overwrites logits
+    return -vocab_parallel_cross_entropy(logits, targets), entropy  # overwrites logits
