@@ -9,6 +9,7 @@ import random
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -557,6 +558,30 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
         hook.remove()
     assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
     assert not all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
+
+
+def test_a_step_is_megatron_s_own_and_takes_the_norm_once(make_actor, model_dir, monkeypatch):
+    """Its `step()` would copy the gradients and sum their norm over all ranks a second time."""
+    from megatron.core.optimizer import optimizer as megatron
+
+    def whole_step(optimizer, lr: float) -> float:
+        optimizer.config.clip_grad = CLIP_GRAD
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, 0.1 * group["wd_mult"]
+        return optimizer.step()[1]
+
+    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
+    actor, norms, norm = make_actor(model_dir), [], megatron.get_grad_norm_fp32
+    with monkeypatch.context() as patch:
+        count = lambda *args, **group: norms.append(norm(*args, **group)) or norms[-1]  # noqa: E731
+        patch.setattr(megatron, "get_grad_norm_fp32", count)
+        supervised(actor, sequences, lr=1e-2)
+    weights = weights_of(actor)
+    actor = make_actor(model_dir)
+    monkeypatch.setattr(actor, "_apply_gradients", partial(whole_step, actor.optimizer))
+    supervised(actor, sequences, lr=1e-2)
+    assert len(norms) == 1 and norms[0] > CLIP_GRAD
+    assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
 
 
 def test_stale_samples_and_a_sleeping_actor_are_refused(make_actor, model_dir):

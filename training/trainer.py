@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -90,7 +91,7 @@ class Trainer:
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
         adamw = dict(optimizer="adam", lr=self.config.lr, weight_decay=self.config.weight_decay)
-        adamw |= dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1], clip_grad=CLIP_GRAD)
+        adamw |= dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
         adamw |= dict(bf16=self.config.dtype == "bfloat16", params_dtype=model_config.params_dtype)
         settings = OptimizerConfig(**adamw, use_distributed_optimizer=self.shards_optimizer)
         self.optimizer = get_megatron_optimizer(settings, [self.ddp], use_gloo_process_groups=False)
@@ -243,8 +244,10 @@ class Trainer:
         # not Megatron's check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
-        if math.isfinite(grad_norm):
-            self.optimizer.step()
+        if math.isfinite(grad_norm):  # not optimizer.step(), which would do both of the above again
+            for part in self.optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), CLIP_GRAD, grad_norm)
+            self.optimizer.step_with_ready_grads()
         return grad_norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
