@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from parallel_worker import actor_config, balanced, set_constants, supervised
+from test_attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from workers import run_worker
 
@@ -379,6 +380,18 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
     assert gradients[0].abs().max() > 1e-3
     for other in gradients[1:]:
         assert torch.allclose(gradients[0], other, rtol=0, atol=1e-6)
+
+
+def test_attention_in_one_call_gives_the_same_gradient(make_actor, model_dir, monkeypatch):
+    """As on CUDA, by the fake in test_attention.py."""
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)
+    expected = gradient(actor, samples, monkeypatch)
+    calls = []
+    monkeypatch.setattr("training.model.varlen_attn", lambda *a, **b: calls.append(a) or varlen(*a, **b))
+    monkeypatch.setattr("training.model.has_varlen", lambda query: True)
+    assert torch.allclose(gradient(actor, samples, monkeypatch), expected, rtol=0, atol=1e-6)
+    assert len(calls) >= actor.gpt.config.num_layers
 
 
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
@@ -1004,9 +1017,10 @@ def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(s
             counted = sum(
                 packed_length(len(prompt) + len(response), cp) for prompt, response in chosen_sequences
             )
-            assert counted <= batch.starts[-1] <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
+            total = sum(queries for queries, _ in batch.lengths) * cp
+            assert counted <= total <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
             chosen = batch.slots != NO_TARGET
-            assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == batch.starts[-1]
+            assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == total
             assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
             assert [responses[slot] for slot in batch.slots[chosen]] == batch.targets[chosen].tolist()
             seen += batch.slots[chosen].tolist()

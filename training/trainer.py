@@ -22,7 +22,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -76,6 +75,7 @@ class Trainer:
         self._asleep_bytes = 0  # that the last sleep gave back
         self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
         model_config = models.transformer_config(hf, self.config)
+        self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_model(hf, model_config)
         wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
         flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
@@ -204,9 +204,8 @@ class Trainer:
 
         def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):
             batch = next(remaining).to(self.device)
-            starts = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
-            params = PackedSeqParams("thd", **starts, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
-            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=params)
+            packing = models.packing_of(batch, self.frequencies, self.gpt.config.params_dtype)
+            output = model(batch.tokens, None, None, packed_seq_params=packing)
             return output, partial(_with_sums, output_loss, batch)
 
         self.ddp.zero_grad_buffer()
