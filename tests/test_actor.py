@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_worker import actor_config, balanced, set_constants, supervised
+from parallel_worker import actor_config, balanced, set_constants, set_overlap, supervised
 from test_attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from workers import run_worker
@@ -167,6 +167,8 @@ LAYOUTS = {  # name -> family, ranks, sizes
     "tp2_cp2_sp": ("qwen3", 4, {"tp": 2, "cp": 2, "sp": True}),
     "pp2_cp2_tied": ("qwen2", 4, {"pp": 2, "cp": 2}),
     "tp2_dp2": ("qwen3", 4, {"tp": 2}),
+    "dp2_overlapped": ("qwen3", 2, {"bucket": 2000}),
+    "pp2_dp2_tied_overlapped": ("qwen2", 4, {"pp": 2, "bucket": 2000}),
 }
 
 
@@ -290,10 +292,11 @@ def test_a_rank_without_sequences_takes_part_under_every_layout(name, layouts_pa
     )
 
 
-def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path):
+@pytest.mark.parametrize("name", ["dp2", "dp2_overlapped"])
+def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path, name):
     """A rank that takes a second more than the others shows, although they wait for it in the sum of the
     gradients."""
-    result = torch.load(f"{layouts_path}.2", weights_only=False)["dp2"]
+    result = torch.load(f"{layouts_path}.2", weights_only=False)[name]
     assert all(0 <= metrics["train/seconds_spread"] < 1 for metrics in result["metrics"])
     assert result["spread_with_a_slow_rank"] > 0.5
 
@@ -984,6 +987,32 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(
     assert actor.version == 7
     assert [supervised(actor, sequences, 1e-2) for _ in range(2)] == losses[2:]
     assert set(adam_steps(actor)) == {4.0}
+
+
+def test_a_fused_adamw_is_adamw_and_so_are_its_checkpoints(make_actor, model_dir, tmp_path, monkeypatch):
+    """Written by either, read by either, from several buckets."""
+    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
+    weights, losses = {}, {}
+    for saver in (None, 2000):
+        set_overlap(saver, monkeypatch.setattr)
+        actor = make_actor(model_dir)
+        assert (len(actor.ddp.buffers[0].buckets) > 2) == bool(saver)
+        for _ in range(2):
+            supervised(actor, sequences, 1e-2)
+        save(actor, tmp_path / f"{saver}")
+        losses[saver, saver] = supervised(actor, sequences, 1e-2)
+        weights[saver, saver] = weights_of(actor)
+        reader = 2000 if saver is None else None
+        set_overlap(reader, monkeypatch.setattr)
+        actor = make_actor(model_dir)
+        actor.restore(tmp_path / f"{saver}")
+        losses[saver, reader] = supervised(actor, sequences, 1e-2)
+        weights[saver, reader] = weights_of(actor)
+        assert {group["fused"] for group in actor.optimizer.param_groups} == {reader is not None}
+        assert set(adam_steps(actor)) == {3.0}
+    assert list(losses.values()) == pytest.approx([losses[None, None]] * 4, abs=1e-5)
+    for other in weights.values():
+        assert all(torch.allclose(other[n], x, rtol=0, atol=1e-5) for n, x in weights[None, None].items())
 
 
 def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):

@@ -79,7 +79,10 @@ class Trainer:
         self.gpt = self._load_model(hf, model_config)
         wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
         flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
+        self.overlaps = models.overlaps(self.device)
+        flags["overlap_grad_reduce"] = self.overlaps
         self.ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(**flags), wrapped)
+        model_config.no_sync_func = self.ddp.no_sync  # nothing is summed before the last micro-batch
         model_config.finalize_model_grads_func = self._finalize_model_grads
         self._build_optimizer(model_config)
 
@@ -219,7 +222,7 @@ class Trainer:
     def _finalize_model_grads(self, *args, **kwargs) -> None:
         """Megatron's own sum of the gradients over ranks, after the time of this rank's own work is taken."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the kernels have only been queued
+            torch.cuda.current_stream().synchronize()  # own kernels, not the sums that wait for other ranks
         self._own_seconds = time.perf_counter() - self._started
         finalize_model_grads(*args, **kwargs)
 
@@ -238,7 +241,7 @@ class Trainer:
     def _apply_gradients(self, lr: float) -> float:
         """AdamW on DDP's gradients, if they are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["fused"] = lr, self.overlaps  # a checkpoint of another device brings its own
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
         # not Megatron's check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
         self.optimizer.prepare_grads()
