@@ -397,6 +397,28 @@ def test_attention_in_one_call_gives_the_same_gradient(make_actor, model_dir, mo
     assert len(calls) >= actor.gpt.config.num_layers
 
 
+def test_the_fused_swiglu_gives_the_same_gradient_and_keeps_less(make_actor, model_dir, monkeypatch):
+    """As on CUDA, where it is compiled. Of [tokens, ffn]: 3 instead of 5, with the next layer's input."""
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)
+    gradients, kept = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[-1][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for fused in (False, True):
+        monkeypatch.setattr(actor.gpt.config, "bias_activation_fusion", fused)
+        gradients.append(gradient(actor, samples, monkeypatch))
+        x = torch.randn(7, 1, actor.gpt.config.hidden_size)
+        kept.append({})
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            alive = actor.gpt.decoder.layers[0].mlp(x)  # noqa: F841
+    assert torch.allclose(*gradients, rtol=0, atol=1e-6)
+    before, after = (sum(storages.values()) for storages in kept)
+    assert before - after == 2 * 7 * actor.gpt.config.ffn_hidden_size * 4
+
+
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
 def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
     """With a KL to a reference and the entropy in the loss.

@@ -33,7 +33,7 @@ FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
 }
-FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout", "apply_rope")
+FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -172,7 +172,9 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
         persist_layer_norm=False,
-        **{f"{name}_fusion": False for name in FUSIONS},  # they need Apex, Transformer Engine or a compiler
+        # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass; not yet run on a GPU
+        bias_activation_fusion=torch.cuda.is_available(),
+        **{f"{name}_fusion": False for name in FUSIONS},  # without Apex and Transformer Engine
         **FAMILIES[hf["model_type"]],
     )  # fmt: skip
 
