@@ -151,15 +151,18 @@ def state_dict(self):
         for param in group["params"]:
             if not self.optimizer.state[param]:  # what AdamW itself would make
                 zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[param] = {"step": torch.zeros(()), **zeros}
+                self.optimizer.state[param] = {"step": torch.zeros((), device=param.device), **zeros}
     return original["state_dict"](self)
 
 
 def load_state_dict(self, state):
-    """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam."""
+    """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam.
+
+    A fused AdamW wants it on the parameter's device.
+    """
     original["load_state_dict"](self, state)
-    for adam_state in self.optimizer.state.values():
-        adam_state["step"] = adam_state["step"].clone()
+    for param, adam_state in self.optimizer.state.items():
+        adam_state["step"] = adam_state["step"].to(param.device, copy=True)
 
 
 @torch.no_grad()  # an fp32 shard is a view of a leaf parameter, which the original writes in place

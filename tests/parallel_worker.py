@@ -41,6 +41,18 @@ def set_constants(patch: Callable = setattr) -> None:
     patch(actor, "MAX_LOGPROB_DIFF", {"float32": 1e3, "bfloat16": 1e3})
 
 
+def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
+    """Sum gradients during the backward pass in buckets of so many parameters, and fuse AdamW, as on CUDA."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from training import model, trainer
+
+    patch(model, "overlaps", lambda device: bucket is not None)
+    patch(
+        trainer, "DistributedDataParallelConfig", partial(DistributedDataParallelConfig, bucket_size=bucket)
+    )
+
+
 def supervised(trainer, sequences: list, lr: float) -> float:
     """One optimizer step of cross-entropy on (prompt, response) pairs; returns the mean loss before it."""
     from actor import cross_entropy_loss
@@ -136,10 +148,11 @@ def sequence_update(actor, batch: list) -> dict[str, float]:
 
 
 def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
-    """Under one layout: Megatron's sizes, and `arrange`, how samples are dealt and packed."""
+    """Under one layout: Megatron's sizes; `arrange`, how samples are dealt and packed; see `set_overlap`."""
     from actor import Actor
 
-    sizes = {name: value for name, value in layout.items() if name != "arrange"}
+    set_overlap(layout.get("bucket"))
+    sizes = {name: value for name, value in layout.items() if name not in ("arrange", "bucket")}
     arrange = contiguous if layout.get("arrange") == "contiguous" else balanced
     actor = Actor(actor_config(**sizes), model_dir)
     metrics, gradients, shares = [], [], []

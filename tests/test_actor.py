@@ -9,6 +9,7 @@ import random
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_worker import actor_config, balanced, set_constants, supervised
+from parallel_worker import actor_config, balanced, set_constants, set_overlap, supervised
+from test_attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from workers import run_worker
 
@@ -166,6 +168,8 @@ LAYOUTS = {  # name -> family, ranks, sizes
     "tp2_cp2_sp": ("qwen3", 4, {"tp": 2, "cp": 2, "sp": True}),
     "pp2_cp2_tied": ("qwen2", 4, {"pp": 2, "cp": 2}),
     "tp2_dp2": ("qwen3", 4, {"tp": 2}),
+    "dp2_overlapped": ("qwen3", 2, {"bucket": 2000}),
+    "pp2_dp2_tied_overlapped": ("qwen2", 4, {"pp": 2, "bucket": 2000}),
 }
 
 
@@ -289,10 +293,11 @@ def test_a_rank_without_sequences_takes_part_under_every_layout(name, layouts_pa
     )
 
 
-def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path):
+@pytest.mark.parametrize("name", ["dp2", "dp2_overlapped"])
+def test_the_spread_of_seconds_is_of_a_rank_s_own_work(layouts_path, name):
     """A rank that takes a second more than the others shows, although they wait for it in the sum of the
     gradients."""
-    result = torch.load(f"{layouts_path}.2", weights_only=False)["dp2"]
+    result = torch.load(f"{layouts_path}.2", weights_only=False)[name]
     assert all(0 <= metrics["train/seconds_spread"] < 1 for metrics in result["metrics"])
     assert result["spread_with_a_slow_rank"] > 0.5
 
@@ -379,6 +384,40 @@ def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, m
     assert gradients[0].abs().max() > 1e-3
     for other in gradients[1:]:
         assert torch.allclose(gradients[0], other, rtol=0, atol=1e-6)
+
+
+def test_attention_in_one_call_gives_the_same_gradient(make_actor, model_dir, monkeypatch):
+    """As on CUDA, by the fake in test_attention.py."""
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)
+    expected = gradient(actor, samples, monkeypatch)
+    calls = []
+    monkeypatch.setattr("training.model.varlen_attn", lambda *a, **b: calls.append(a) or varlen(*a, **b))
+    monkeypatch.setattr("training.model.has_varlen", lambda query: True)
+    assert torch.allclose(gradient(actor, samples, monkeypatch), expected, rtol=0, atol=1e-6)
+    assert len(calls) >= actor.gpt.config.num_layers
+
+
+def test_the_fused_swiglu_gives_the_same_gradient_and_keeps_less(make_actor, model_dir, monkeypatch):
+    """As on CUDA, where it is compiled. Of [tokens, ffn]: 3 instead of 5, with the next layer's input."""
+    actor = make_actor(model_dir)
+    samples = on_policy_samples(actor)
+    gradients, kept = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[-1][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for fused in (False, True):
+        monkeypatch.setattr(actor.gpt.config, "bias_activation_fusion", fused)
+        gradients.append(gradient(actor, samples, monkeypatch))
+        x = torch.randn(7, 1, actor.gpt.config.hidden_size)
+        kept.append({})
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            alive = actor.gpt.decoder.layers[0].mlp(x)  # noqa: F841
+    assert torch.allclose(*gradients, rtol=0, atol=1e-6)
+    before, after = (sum(storages.values()) for storages in kept)
+    assert before - after == 2 * 7 * actor.gpt.config.ffn_hidden_size * 4
 
 
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
@@ -562,6 +601,30 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
         hook.remove()
     assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
     assert not all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
+
+
+def test_a_step_is_megatron_s_own_and_takes_the_norm_once(make_actor, model_dir, monkeypatch):
+    """Its `step()` would copy the gradients and sum their norm over all ranks a second time."""
+    from megatron.core.optimizer import optimizer as megatron
+
+    def whole_step(optimizer, lr: float) -> float:
+        optimizer.config.clip_grad = CLIP_GRAD
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = lr, 0.1 * group["wd_mult"]
+        return optimizer.step()[1]
+
+    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
+    actor, norms, norm = make_actor(model_dir), [], megatron.get_grad_norm_fp32
+    with monkeypatch.context() as patch:
+        count = lambda *args, **group: norms.append(norm(*args, **group)) or norms[-1]  # noqa: E731
+        patch.setattr(megatron, "get_grad_norm_fp32", count)
+        supervised(actor, sequences, lr=1e-2)
+    weights = weights_of(actor)
+    actor = make_actor(model_dir)
+    monkeypatch.setattr(actor, "_apply_gradients", partial(whole_step, actor.optimizer))
+    supervised(actor, sequences, lr=1e-2)
+    assert len(norms) == 1 and norms[0] > CLIP_GRAD
+    assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
 
 
 def test_stale_samples_and_a_sleeping_actor_are_refused(make_actor, model_dir):
@@ -953,6 +1016,32 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(
     assert set(adam_steps(actor)) == {4.0}
 
 
+def test_a_fused_adamw_is_adamw_and_so_are_its_checkpoints(make_actor, model_dir, tmp_path, monkeypatch):
+    """Written by either, read by either, from several buckets."""
+    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
+    weights, losses = {}, {}
+    for saver in (None, 2000):
+        set_overlap(saver, monkeypatch.setattr)
+        actor = make_actor(model_dir)
+        assert (len(actor.ddp.buffers[0].buckets) > 2) == bool(saver)
+        for _ in range(2):
+            supervised(actor, sequences, 1e-2)
+        save(actor, tmp_path / f"{saver}")
+        losses[saver, saver] = supervised(actor, sequences, 1e-2)
+        weights[saver, saver] = weights_of(actor)
+        reader = 2000 if saver is None else None
+        set_overlap(reader, monkeypatch.setattr)
+        actor = make_actor(model_dir)
+        actor.restore(tmp_path / f"{saver}")
+        losses[saver, reader] = supervised(actor, sequences, 1e-2)
+        weights[saver, reader] = weights_of(actor)
+        assert {group["fused"] for group in actor.optimizer.param_groups} == {reader is not None}
+        assert set(adam_steps(actor)) == {3.0}
+    assert list(losses.values()) == pytest.approx([losses[None, None]] * 4, abs=1e-5)
+    for other in weights.values():
+        assert all(torch.allclose(other[n], x, rtol=0, atol=1e-5) for n, x in weights[None, None].items())
+
+
 def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
     actor = make_actor(model_dir)
     save(actor, tmp_path / "checkpoint")
@@ -984,9 +1073,10 @@ def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(s
             counted = sum(
                 packed_length(len(prompt) + len(response), cp) for prompt, response in chosen_sequences
             )
-            assert counted <= batch.starts[-1] <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
+            total = sum(queries for queries, _ in batch.lengths) * cp
+            assert counted <= total <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
             chosen = batch.slots != NO_TARGET
-            assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == batch.starts[-1]
+            assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == total
             assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
             assert [responses[slot] for slot in batch.slots[chosen]] == batch.targets[chosen].tolist()
             seen += batch.slots[chosen].tolist()

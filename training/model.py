@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from config import Config
 from training import lm_head
+from training.packing import MicroBatch
 
 FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
 }
-FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout", "apply_rope")
+FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
 RELEASE_S = 10.0  # for an engine that was told to sleep to give its memory back on all of its ranks
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -45,41 +50,80 @@ class RMSNorm:
         return norm
 
 
-class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed micro-batch, by torch's scaled_dot_product_attention.
+@dataclass
+class Packing(PackedSeqParams):
+    """What every layer knows of a micro-batch, made once. Megatron's own layers read `qkv_format` alone."""
 
-    One call for each length that occurs: balance.py puts sequences of equal length side by side, so nothing
-    is padded.
-    """
+    batch: MicroBatch | None = None
+    rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
+
+
+def packing_of(batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype) -> Packing:
+    """frequencies: `rotary_frequencies`. Megatron's layers would make the table anew, with a wait each."""
+    angles = torch.outer(batch.positions.float(), frequencies)
+    table = torch.cat((angles, angles), -1)[:, None]
+    return Packing("thd", batch=batch, rope=(table.cos().to(dtype), table.sin().to(dtype)))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of [tokens, heads, dim]."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class PackedAttention(MegatronModule):
+    """Rotary embedding, then causal attention within each sequence of a packed micro-batch."""
 
     def __init__(self, config: TransformerConfig, softmax_scale=None, pg_collection=None, **unused):
         super().__init__(config=config)
         self.cp_group, self.scale = pg_collection.cp, softmax_scale
 
-    def forward(self, query, key, value, attention_mask, *, packed_seq_params, **unused) -> Tensor:
+    def forward(self, query, key, value, attention_mask, *, packed_seq_params: Packing, **unused) -> Tensor:
         """query [tokens, heads, dim], key and value [tokens, kv heads, dim] -> [tokens, heads, dim].
 
-        With context parallelism every rank holds a part of every sequence and `attention_mask` says who sees
-        whom (see packing.py); collective over the context-parallel group. Without, the mask is None.
+        With context parallelism a rank holds two pieces of every sequence and gathers all keys and values
+        (collective over the context-parallel group).
         """
+        batch, rope = packed_seq_params.batch, packed_seq_params.rope
+        query, key = rotate(query, *rope), rotate(key, *rope)
         if self.cp_group.size() > 1:
             parts = (x.contiguous() for x in (key, value))
-            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in parts)
-            return self._sdpa(query[None], key[None], value[None], attn_mask=attention_mask)[0]
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-        parts = (x.split([length * count for length, count in runs]) for x in (query, key, value))
-        outputs = [
-            self._sdpa(*(x.unflatten(0, (count, length)) for x in run), is_causal=True).flatten(0, 1)
-            for (length, count), *run in zip(runs, *parts, strict=True)
-        ]
-        return torch.cat(outputs)
+            whole = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in parts)
+            key, value = (x.index_select(0, batch.keys) for x in whole)
+        attend = attend_at_once if has_varlen(query) else attend_by_length
+        return attend(query, key, value, batch, self.scale)
 
-    def _sdpa(self, query, key, value, **mask) -> Tensor:
-        """[batch, tokens, heads, dim] in and out."""
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        options = {"scale": self.scale, "enable_gqa": query.size(1) != key.size(1)} | mask
-        return F.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+
+def has_varlen(query: Tensor) -> bool:
+    """Whether torch's variable-length attention can do it: FlashAttention, of 16 bits on CUDA."""
+    return query.is_cuda and query.dtype != torch.float32
+
+
+def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
+    """All pieces in one call. Not yet run on a GPU."""
+    longest = [max(sizes) for sizes in zip(*batch.lengths, strict=True)]
+    options = {"scale": scale, "enable_gqa": query.size(1) != key.size(1)}
+    causal = (-1, 0)  # window: all keys behind, none ahead; a piece's last query stands at its last key
+    return varlen_attn(query, key, value, *batch.starts, *longest, window_size=causal, **options)
+
+
+def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
+    """One call of scaled_dot_product_attention for each length that occurs.
+
+    balance.py puts sequences of equal length side by side, so nothing is padded.
+    """
+    runs = [(*sizes, len(list(run))) for sizes, run in groupby(batch.lengths)]
+    queries = query.split([count * length for length, _, count in runs])
+    keys, values = (x.split([count * length for _, length, count in runs]) for x in (key, value))
+    outputs = []
+    for (length, seen, count), *parts in zip(runs, queries, keys, values, strict=True):
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
+        options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1), "is_causal": length == seen}
+        if length < seen:  # is_causal would put the first query at the first key
+            ones = torch.ones(length, seen, dtype=torch.bool, device=q.device)
+            options["attn_mask"] = ones.tril(seen - length)
+        outputs.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
@@ -134,9 +178,19 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         recompute_granularity="full" if config.recompute else None,
         recompute_method="uniform" if config.recompute else None,
         recompute_num_layers=1 if config.recompute else None,
-        **{f"{name}_fusion": False for name in FUSIONS},  # they need Apex, Transformer Engine or a compiler
+        # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass; not yet run on a GPU
+        bias_activation_fusion=torch.cuda.is_available(),
+        **{f"{name}_fusion": False for name in FUSIONS},  # without Apex and Transformer Engine
         **FAMILIES[hf["model_type"]],
     )  # fmt: skip
+
+
+def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
+    """Megatron's, of the rotary embedding: radians a token, [dim / 2]."""
+    rope = hf["rope_parameters"]
+    scaling = dict(rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0))
+    base = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
+    return RotaryEmbedding(config.kv_channels, **base, **scaling).inv_freq
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
@@ -175,15 +229,14 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
     if model_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    rope, layers = hf["rope_parameters"], [layer] * get_num_layers_to_build(model_config)
+    layers = [layer] * get_num_layers_to_build(model_config)
     gpt = GPTModel(
         model_config,
         TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
         pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        position_embedding_type="rope", rotary_base=rope["rope_theta"],
-        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0),
+        position_embedding_type="none",  # PackedAttention has it
     )  # fmt: skip
     if gpt.post_process:
         lm_head.leave_out_logits(gpt)
@@ -194,6 +247,14 @@ def device() -> torch.device:
     """Where this rank trains."""
     has_gpu = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether gradients are summed over ranks during the backward pass, and AdamW is one fused kernel.
+
+    Torch's other AdamW on CUDA takes 4 bytes a parameter of its shard more for a moment. Not yet run there.
+    """
+    return device.type == "cuda"
 
 
 def check_room(needed: int, who: str) -> None:

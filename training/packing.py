@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,9 +26,11 @@ class MicroBatch:
     tokens: Tensor  # [1, T]
     targets: Tensor  # [T], the token that follows
     slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
-    starts: Tensor  # [sequences + 1], int32, where each sequence starts (before the context-parallel split)
-    longest: int  # the longest padded sequence
-    attention_mask: Tensor | None  # [T, cp * T], True where a query sees a key; None if cp is 1
+    positions: Tensor  # [T], of each token in its sequence
+    # a piece's queries, and keys up to the last of them, of a sequence; on the host: no layer waits for them
+    lengths: list[tuple[int, int]]
+    starts: Tensor  # [2, pieces + 1], int32, where each piece's queries start, and its keys
+    keys: Tensor  # [sum of pieces' keys], their places in an all-gather over the context-parallel group
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -39,7 +42,7 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Micro-batches of (prompt, response) pairs, whose response tokens are the targets.
 
-    A sequence is padded to a multiple of 2 * cp (see `zigzag`). `tp_with_sp`, the tensor-parallel size under
+    A sequence is padded to a multiple of 2 * cp (see `pieces`). `tp_with_sp`, the tensor-parallel size under
     sequence parallelism, else 1, must divide the tokens of a micro-batch: its last sequence is padded for
     that, over the budget if need be. An empty micro-batch is a token without a target: a rank that has
     nothing to train on takes part in the passes, too.
@@ -58,35 +61,40 @@ def make_micro_batches(
             slots += [NO_TARGET] * (len(prompt) - 1) + list(range(slot, slot + len(response)))
             slots += [NO_TARGET] * padding
             slot += len(response)
-        micro_batches.append(_split(torch.tensor([tokens, targets, slots]), padded, cp, cp_rank))
+        positions = [position for length in padded for position in range(length)]
+        columns = torch.tensor([tokens, targets, slots, positions])
+        micro_batches.append(_split(columns, padded, cp, cp_rank))
     return micro_batches
 
 
 def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:
-    """The context-parallel rank's part of tokens, targets and slots: [3, T].
+    """The context-parallel rank's part of tokens, targets, slots and positions: [4, T].
 
     The targets were shifted before this, so that a piece's last token has the right one.
     """
-    mask = None
-    if cp > 1:
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        mine = zigzag(lengths, cp, cp_rank)
-        keys = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])  # as an all-gather returns them
-        mask = (sequence[mine][:, None] == sequence[keys]) & (mine[:, None] >= keys)
-        columns = columns[:, mine]
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return MicroBatch(columns[:1], columns[1], columns[2], starts, max(lengths), mask)
+    mine = list(pieces(lengths, cp, cp_rank))
+    gathered = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
+    place = gathered.argsort()
+    keys = torch.cat([place[sequence:end] for sequence, _, end in mine])
+    sizes = [(end - start, end - sequence) for sequence, start, end in mine]
+    starts = torch.tensor([(0, 0), *sizes]).T.cumsum(1).to(torch.int32)
+    tokens, *others = columns[:, zigzag(lengths, cp, cp_rank)]
+    return MicroBatch(tokens[None], *others, sizes, starts, keys)
+
+
+def pieces(lengths: list[int], cp: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """A context-parallel rank's: of each sequence's 2 * cp pieces, `rank` and its mirror image.
+
+    An early piece has few keys to see and a late one many: so every rank gets the same work, as in Megatron.
+    Yields where the sequence starts, where the piece starts, where it ends. Without cp a sequence is whole.
+    """
+    sequence, count = 0, 2 * cp if cp > 1 else 1
+    for length in lengths:
+        for piece in sorted({rank, count - 1 - rank}):
+            yield sequence, sequence + piece * length // count, sequence + (piece + 1) * length // count
+        sequence += length
 
 
 def zigzag(lengths: list[int], cp: int, rank: int) -> Tensor:
-    """A context-parallel rank's packed tokens: of each sequence's 2 * cp pieces, `rank` and its mirror image.
-
-    An early piece has few keys to see and a late one many: so every rank gets the same work, as in Megatron.
-    """
-    pieces, start = [], 0
-    for length in lengths:
-        size = length // (2 * cp)
-        for piece in (rank, 2 * cp - 1 - rank):
-            pieces.append(torch.arange(start + piece * size, start + (piece + 1) * size))
-        start += length
-    return torch.cat(pieces)
+    """A context-parallel rank's packed tokens."""
+    return torch.cat([torch.arange(start, end) for _, start, end in pieces(lengths, cp, rank)])

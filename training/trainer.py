@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -78,10 +78,14 @@ class Trainer:
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # the latter: that the last sleep gave back
         self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
         model_config = models.transformer_config(hf, self.config)
+        self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_model(hf, model_config)
         wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
         flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
+        self.overlaps = models.overlaps(self.device)
+        flags["overlap_grad_reduce"] = self.overlaps
         self.ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(**flags), wrapped)
+        model_config.no_sync_func = self.ddp.no_sync  # nothing is summed before the last micro-batch
         model_config.finalize_model_grads_func = self._finalize_model_grads
         self._build_optimizer(model_config)
 
@@ -93,7 +97,7 @@ class Trainer:
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
         adamw = dict(optimizer="adam", lr=self.config.lr, weight_decay=self.config.weight_decay)
-        adamw |= dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1], clip_grad=CLIP_GRAD)
+        adamw |= dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
         adamw |= dict(bf16=self.config.dtype == "bfloat16", params_dtype=model_config.params_dtype)
         settings = OptimizerConfig(**adamw, use_distributed_optimizer=self.shards_optimizer)
         self.optimizer = get_megatron_optimizer(settings, [self.ddp], use_gloo_process_groups=False)
@@ -208,9 +212,8 @@ class Trainer:
 
         def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):
             batch = next(remaining).to(self.device)
-            starts = {"cu_seqlens_q": batch.starts, "cu_seqlens_kv": batch.starts}
-            params = PackedSeqParams("thd", **starts, max_seqlen_q=batch.longest, max_seqlen_kv=batch.longest)
-            output = model(batch.tokens, None, batch.attention_mask, packed_seq_params=params)
+            packing = models.packing_of(batch, self.frequencies, self.gpt.config.params_dtype)
+            output = model(batch.tokens, None, None, packed_seq_params=packing)
             return output, lambda output: _with_sums(output_loss, batch, self._as_output(output))
 
         self.ddp.zero_grad_buffer()
@@ -228,7 +231,7 @@ class Trainer:
     def _finalize_model_grads(self, *args, **kwargs) -> None:
         """Megatron's own sum of the gradients over ranks, after the time of this rank's own work is taken."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the kernels have only been queued
+            torch.cuda.current_stream().synchronize()  # own kernels, not the sums that wait for other ranks
         self._own_seconds = time.perf_counter() - self._started
         finalize_model_grads(*args, **kwargs)
 
@@ -248,13 +251,15 @@ class Trainer:
     def _apply_gradients(self, lr: float) -> float:
         """AdamW on DDP's gradients, if they are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["fused"] = lr, self.overlaps  # a checkpoint of another device brings its own
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
         # not Megatron's check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
-        if math.isfinite(grad_norm):
-            self.optimizer.step()
+        if math.isfinite(grad_norm):  # not optimizer.step(), which would do both of the above again
+            for part in self.optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), CLIP_GRAD, grad_norm)
+            self.optimizer.step_with_ready_grads()
         return grad_norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,142 @@
+"""Attention on packed sequences, and context-parallel parts of them, against plain softmax of whole ones.
+
+Torch's variable-length attention runs on CUDA alone: here a fake of it, in plain arithmetic, checks what it
+is given.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cpu import megatron
+from training.packing import MicroBatch, make_micro_batches, zigzag
+
+HEADS, DIM, SCALE = 4, 8, 0.3
+LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)  # in pieces of a token
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[tokens, heads, dim]; the last query stands at the last key."""
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+    ahead = torch.ones(len(query), len(key), dtype=torch.bool).triu(len(key) - len(query) + 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), value)
+
+
+def varlen(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`, which refuses other types and takes window_size for causal."""
+    for starts, x, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
+        assert starts.dtype == torch.int32 and starts.ndim == 1 and starts.is_contiguous()
+        assert starts[0] == 0 and starts[-1] == len(x) and most is int(most) == starts.diff().max()
+    assert window_size == (-1, 0) and value.shape == key.shape and len(cu_seq_q) == len(cu_seq_k)
+    assert enable_gqa == (query.size(1) != key.size(1)) and query.stride(-1) == key.stride(-1) == 1
+    parts = [query.split(cu_seq_q.diff().tolist())]
+    parts += [x.split(cu_seq_k.diff().tolist()) for x in (key, value)]
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    return torch.cat([plain(*piece, scale) for piece in zip(*parts, strict=True)])
+
+
+@pytest.fixture
+def model(monkeypatch):
+    megatron.install()
+    from training import model
+
+    monkeypatch.setattr(model, "varlen_attn", varlen)
+    return model
+
+
+def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
+    """Of padded sequences of these lengths."""
+    return make_micro_batches([[([0], [0] * length) for length in lengths]], cp, rank, tp_with_sp=1)[0]
+
+
+@pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
+def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
+    """Outputs, and gradients: of keys and values summed over the ranks, as the all-gather's backward does."""
+
+    @given(LENGTHS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, HEADS]), st.integers(0, 9))
+    def check(sizes, cp, kv_heads, seed):
+        torch.manual_seed(seed)
+        lengths = [size * (2 * cp if cp > 1 else 1) for size in sizes]
+        tensors = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, kv_heads, kv_heads)]
+        whole = [x.clone().requires_grad_() for x in tensors]
+        expected = torch.cat(
+            [plain(*parts, SCALE) for parts in zip(*(x.split(lengths) for x in whole), strict=True)]
+        )
+        slope = torch.randn_like(expected)
+        (expected * slope).sum().backward()
+        query, key, value = ours = [x.clone().requires_grad_() for x in tensors]
+        gathered = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
+        for rank in range(cp):
+            batch, mine = batch_of(lengths, cp, rank), zigzag(lengths, cp, rank)
+            assert len(batch.keys) <= (1 + 1 / (2 * cp)) * sum(lengths)
+            seen = (x[gathered][batch.keys] for x in (key, value))
+            output = getattr(model, way)(query[mine], *seen, batch, SCALE)
+            assert torch.allclose(output, expected[mine], rtol=0, atol=1e-5)
+            (output * slope[mine]).sum().backward()
+        for x, other in zip(ours, whole, strict=True):
+            assert torch.allclose(x.grad, other.grad, rtol=0, atol=1e-5)
+
+    check()
+
+
+@pytest.mark.parametrize("kv_heads", [2, HEADS])
+def test_a_layer_waits_for_nothing_and_torch_takes_its_arguments(model, monkeypatch, kv_heads):
+    """On tensors without values nothing can be read back, and the real function checks what it is given."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert inspect.signature(varlen).parameters.keys() <= inspect.signature(varlen_attn).parameters.keys()
+    monkeypatch.setattr(model, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(model, "has_varlen", lambda query: True)
+    batch = batch_of([3, 5], cp=1, rank=0).to(torch.device("meta"))
+    packing = model.packing_of(batch, torch.ones(DIM // 2, device="meta"), torch.bfloat16)
+    query, key, value = (
+        torch.empty(8, heads, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for heads in (HEADS, kv_heads, kv_heads)
+    )
+    attention = model.PackedAttention(None, pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
+    output = attention(query, key, value, None, packed_seq_params=packing)
+    output.sum().backward()
+    assert output.shape == query.grad.shape == (8, HEADS, DIM) and key.grad.shape == key.shape
+
+
+@pytest.mark.parametrize("dtype, device, way", [
+    (torch.float32, "cpu", False), (torch.bfloat16, "cpu", False),
+    (torch.float32, "cuda", False), (torch.bfloat16, "cuda", True),
+])  # fmt: skip
+def test_which_attention_is_chosen(model, dtype, device, way):
+    assert model.has_varlen(SimpleNamespace(dtype=dtype, is_cuda=device == "cuda")) == way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_rotary_embedding_is_megatron_s_bit_for_bit(model, dtype, scaled, cp):
+    """With context parallelism and Llama 3's scaling too; and so are its gradients."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    lengths, kind = [64, 8, 300], "llama3" if scaled else "default"
+    hf = {"rope_parameters": {"rope_theta": 5e3, "rope_type": kind, "factor": 32.0}}
+    frequencies = model.rotary_frequencies(hf, SimpleNamespace(kv_channels=24))
+    theirs = RotaryEmbedding(24, 1.0, rotary_base=5e3, rope_scaling=scaled, rope_scaling_factor=32.0)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    for rank in range(cp):
+        packing = model.packing_of(batch_of(lengths, cp, rank), frequencies, dtype)
+        x = torch.randn(sum(lengths) // cp, HEADS, 24, dtype=dtype)
+        parts = [x.clone().requires_grad_() for _ in range(2)]
+        group = SimpleNamespace(size=lambda: cp, rank=lambda: rank)  # noqa: B023
+        table = theirs(max(lengths), packed_seq=True)
+        results = [model.rotate(parts[0], *packing.rope)]
+        results.append(_apply_rotary_pos_emb_thd(parts[1], starts, table, cp_group=group))
+        assert torch.equal(*results) and not torch.equal(results[0], x)
+        for result in results:
+            (result * result.detach().flip(0)).sum().backward()
+        assert torch.equal(parts[0].grad, parts[1].grad)
