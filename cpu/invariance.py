@@ -143,10 +143,17 @@ def batched_attention():
     return BatchedAttention
 
 
+def repair_sampling():
+    """In the process that owns the model: a greedy request would change the tokens of those beside it."""
+    from sglang.srt.layers import sampler
+
+    sampler.Sampler._sample_from_probs = row_by_row(sampler.Sampler._sample_from_probs)
+
+
 def install():
-    """In the process that owns the model, before it is loaded."""
+    """In the process that owns the model, before it is loaded, without CUDA."""
     from sglang.srt import batch_invariant_ops
-    from sglang.srt.layers import logits_processor, sampler
+    from sglang.srt.layers import logits_processor
     from sglang.srt.layers.attention import attention_registry
 
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # these are triton kernels
@@ -156,5 +163,4 @@ def install():
     processor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
         lambda hidden: head(self, hidden, *args, **kwargs)
     )(hidden)
-    sampler.Sampler._sample_from_probs = row_by_row(sampler.Sampler._sample_from_probs)
     attention_registry.register_attention_backend("torch_native")(batched_attention())

@@ -11,8 +11,8 @@ the wheel is filled in here, through SGLang's own hooks and without touching its
 - children that are forked, not spawned: SGLang imports itself once, not three times;
 - Qwen3's forward, whose fallbacks for fused kernels spend more time in Python than in arithmetic.
 
-With CUDA plain `sglang.launch_server` runs. Either way the server dies with the process that started it.
-Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
+With CUDA only the sampling of seeded answers is repaired. Either way the server dies with the process that
+started it. Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
 """
 
 import ctypes
@@ -20,7 +20,6 @@ import importlib.machinery
 import importlib.util
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 import types
@@ -204,12 +203,15 @@ def install():
 
 
 def run_scheduler_process(*args, **kwargs):
-    """The child process that owns the model: SGLang's own, with the attention of cpu/invariance.py."""
+    """The child process that owns the model: SGLang's own, with cpu/invariance.py's part for this device."""
     from sglang.srt.managers import scheduler
-    from sglang.srt.models import qwen3
 
-    invariance.install()
-    qwen3.Qwen3Model.forward = decoder_forward
+    invariance.repair_sampling()  # with CUDA, too, where it was not run yet
+    if not torch.cuda.is_available():
+        from sglang.srt.models import qwen3
+
+        invariance.install()
+        qwen3.Qwen3Model.forward = decoder_forward
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
@@ -235,12 +237,10 @@ def main():
     from sglang.srt.utils import kill_process_tree
 
     drop_websockets(http_server.app)
-    if torch.cuda.is_available():
-        runpy.run_module("sglang.launch_server", run_name="__main__")
-        return
-    fork_children()
-    server_args.add_deterministic_attention_backend_choices(["torch_native"])
-    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    if not torch.cuda.is_available():
+        fork_children()
+        server_args.add_deterministic_attention_backend_choices(["torch_native"])
+        server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     settings = server_args.prepare_server_args(sys.argv[1:])
     try:
         http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
