@@ -46,7 +46,7 @@ class Machine:
         hosts = self.folder / "hosts"
         hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
         within = f"hostname {name} && mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
-        within += " && ip link set lo up && echo up && (sleep infinity & wait)"  # reaps orphans
+        within += " && ip link set lo up && echo up && { sleep infinity & wait; }"  # reaps orphans
         own = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, "sh", "-c", within]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -73,12 +73,14 @@ class Machine:
                 assert for_thread(ours.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
     def family(self):
-        """What runs there: (process, command line)."""
+        """What was started there: (process, command line)."""
         mine = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, PermissionError):
-                if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine and process != self.init:
-                    yield process, " ".join(process.cmdline())
+                command = " ".join(process.cmdline())
+                is_ours = process == self.init or command == "sleep infinity"
+                if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine and not is_ours:
+                    yield process, command
 
     def close(self):
         self._unshare.kill()  # --kill-child: the init goes with it, and with the init all that is within
