@@ -89,16 +89,18 @@ PLANS: dict[str, Callable[..., list[Plan]]] = {
 }
 
 
-def make_plans(config: Config, world_size: int) -> list[Plan]:
+def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Plan]:
     """The plans that a run may take, the first of which it starts with (pure).
 
-    One, unless `rebalance` lets the split move or the mode is auto. ValueError with the numbers if none fits.
+    One, unless `rebalance` lets the split move or the mode is auto. on_machine: ranks of each machine, 0: all
+    are on one. ValueError with the numbers if none fits.
     """
     if config.mode not in PLANS:
         raise ValueError(f"--mode {config.mode} is unknown; choose one of {', '.join(PLANS)}")
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
-        if world_size % tp:
-            raise ValueError(f"--{name}-tp {tp} doesn't divide {world_size} ranks")
+        if (ranks := on_machine or world_size) % tp:
+            where = " of a machine, which no engine leaves" if ranks != world_size else ""
+            raise ValueError(f"--{name}-tp {tp} doesn't divide {ranks} ranks{where}")
     if config.train_only:
         return [Plan("partial", (), (), tuple(range(world_size)))]
     plans = plans_of_mode(config, world_size)

@@ -69,7 +69,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
     config, ranks = parse_config(arguments, __doc__), int(os.environ.get("WORLD_SIZE", "0"))
-    plans = check_settings(config, ranks or 2)
+    plans = check_settings(config, ranks or 2, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if config.dry_run:
         dry_run.dry_run(config, plans, ranks or 2)
         return ""
@@ -85,14 +85,14 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     return asyncio.run(shutdown.run_until_signal(work, stop))
 
 
-def check_settings(config: Config, ranks: int) -> list[Plan]:
-    """What only tables and the number of ranks tell: ValueError, or the plans of the loop."""
+def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
+    """What only tables and the number of ranks tell: ValueError, or the plans of the loop (make_plans)."""
     if ranks % (model_parallel := config.tp * config.pp * config.cp):
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
         raise ValueError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
-    return make_plans(config, ranks) if config.command == "rl" else []
+    return make_plans(config, ranks, on_machine) if config.command == "rl" else []
 
 
 def choose_device(config: Config) -> None:
@@ -119,6 +119,7 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         await world.barrier()
         if stopped_by:
             launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.join(sys.argv)}"
+            launch = launch if rendezvous.is_local() else "the same command on each machine"
             saved = f"go on with: {launch}" if c.checkpoints.newest == c.state.step else "nothing was saved"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()

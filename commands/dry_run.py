@@ -42,7 +42,7 @@ def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         lines.append(f"  rank {rank}: actor {place}")
         for offset, role in enumerate(("rollout", "genrm")):
             if any(rank in plan.leads(role) for plan in plans):
-                lines[-1] += f"; {role} at {config.host}:{config.port + 2 * rank + offset}"
+                lines[-1] += f"; {role} on port {config.port + 2 * rank + offset}"
     return lines
 
 

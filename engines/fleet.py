@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ class Fleet:
         """End what an earlier run in the same place left behind (collective). ValueError if it isn't over."""
 
         async def end() -> None:
-            if self._world.rank == 0:
+            if os.environ["LOCAL_RANK"] == "0":  # one of each machine
                 for line in server.end_stale_servers(Path(self._config.out)):
                     say(line)
 

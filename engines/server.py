@@ -193,14 +193,16 @@ def write_pid_file(path: Path, pid: int) -> None:
     """Which process serves, which owns it (this one), and since when: an id may be another's by tomorrow."""
     server, owner = psutil.Process(pid), psutil.Process()
     facts = {"pid": pid, "born": server.create_time(), "owner": owner.pid, "owner_born": owner.create_time()}
+    facts["machine"] = socket.gethostname()  # --out may be shared
     written = path.with_suffix(".part")
     written.write_text(json.dumps(facts))
     written.rename(path)  # whole or not at all
 
 
 def end_stale_servers(out: Path) -> list[str]:
-    """End servers that an earlier run left in `out`; a line for each. ValueError if that run isn't over."""
+    """End servers that an earlier run left here; a line for each. ValueError if that run isn't over."""
     facts = {path: json.loads(path.read_text()) for path in sorted((out / "logs").glob("*.pid"))}
+    facts = {path: row for path, row in facts.items() if row["machine"] == socket.gethostname()}
     for row in facts.values():
         if same_process(row["owner"], row["owner_born"]):
             whose = f"a run is at work there (process {row['owner']})"

@@ -6,18 +6,26 @@ import functools
 import ipaddress
 import os
 import shutil
+import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from config import Config
 from runtime.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 
 def join(config: Config) -> World:
-    """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs."""
+    """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs.
+
+    Rank 0 says what may be overheard at an address that isn't loopback.
+    """
     import torch
     import torch.distributed as dist
 
@@ -26,29 +34,51 @@ def join(config: Config) -> World:
     if not cuda:
         torch.set_num_threads(1)  # ranks and engines share the cores: more threads spin on each other's
     backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
-    dist.init_process_group(backend, timeout=timeout, **init_method(config.host))
+    dist.init_process_group(backend, timeout=timeout, **init_method(config))
+    if dist.get_rank() == 0 and not ipaddress.ip_address(config.host).is_loopback:
+        what = "requests with their key, answers, samples and gradients travel unencrypted"
+        print(f"--host {config.host}: {what}: use a private network", flush=True)
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
     return World(device, config.timeout_s, private_folder() if is_local() else None)
 
 
-def init_method(host: str) -> dict:
-    """How init_process_group finds the ranks, which then connect between addresses of `host` alone.
+def init_method(config: Config) -> dict:
+    """How init_process_group finds the ranks, which then connect between addresses of --host alone.
 
-    Through a file that nobody else may read, not torchrun's own store: that listens on every interface, and
-    who writes to it can have the ranks connect to him. Ranks of several machines have no other: don't name a
-    `host` in a network that strangers are in. Raises ValueError if the ranks can't meet at `host`.
+    Through a file that nobody else may read; those of several machines through a store that rank 0 keeps. Not
+    through torchrun's own: that listens on every interface, and who writes to it can have the ranks connect
+    to him. Raises ValueError if the ranks can't meet at --host.
     """
     import torch.distributed as dist
 
-    interface = interface_of(host)
+    interface = interface_of(config.host)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
-    if not ipaddress.ip_address(host).is_loopback:
-        return {}
-    if not is_local():
-        raise ValueError(f"--host {host}: ranks of several machines can't meet there, name one of each")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return {"store": dist.FileStore(str(private_folder() / "store"), size), "rank": rank, "world_size": size}
+    if is_local():
+        store = dist.FileStore(str(private_folder() / "store"), size)
+    else:
+        store = store_of_machines(config, rank, size)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def store_of_machines(config: Config, rank: int, size: int) -> Store:
+    """The store of several machines, on rank 0's --host and the port below --port (collective)."""
+    from torch.distributed import TCPStore
+
+    host, port, first = config.host, config.port - 1, os.environ["MASTER_ADDR"]
+    if ipaddress.ip_address(host).is_loopback:
+        raise ValueError(f"--host {host}: ranks of several machines can't meet there, name one of each")
+    listener = {}
+    if rank == 0:
+        if first != host:
+            raise ValueError(f"--host {host}: torchrun says {first} of rank 0: give it --local-addr {host}")
+        try:  # left to itself, a store would listen on every interface
+            listener["master_listen_fd"] = socket.create_server((host, port)).detach()
+        except OSError as error:
+            raise ValueError(f"the ranks' store: {error.strerror}: choose another --port") from None
+    timeout = timedelta(seconds=config.timeout_s)
+    return TCPStore(first, port, size, is_master=rank == 0, timeout=timeout, **listener)
 
 
 def is_local() -> bool:

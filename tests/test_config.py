@@ -346,6 +346,16 @@ def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("role", ["rollout", "genrm"])
+def test_an_engine_stays_on_one_machine(role):
+    """Its ranks divide those of a machine, not only those of the run."""
+    config = parse_config([f"--{role}-tp", "4", "--mode", "full"])
+    assert check_settings(config, 12, 4) == check_settings(config, 12)
+    expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine, which no engine leaves"
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        check_settings(config, 12, 6)
+
+
 @pytest.mark.parametrize(
     "arguments,ranks,plan",
     [

@@ -1,13 +1,18 @@
 """README, docs/ and examples/ against the code: the places, commands, settings and metrics that they name."""
 
 import ast
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
-from itertools import chain, takewhile
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import run
 from algorithms import ALGORITHMS, Settings
@@ -16,9 +21,11 @@ from config import Config, dashed, parse_config
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
-SCRIPTS = sorted(ROOT.glob("examples/*.sh"))
+SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
+SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
 PROGRAMS = (*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*chaos.py"), ROOT / "reporting" / "figure.py")
-TORCHRUN = {"--nproc-per-node", "--max-restarts"}
+TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr"}
+TORCHRUN |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
 
 
@@ -157,7 +164,8 @@ def commands_in(page: Path) -> list[list[str]]:
 def check_run(words: list[str]) -> None:
     """The arguments of run.py are understood, and fit the number of ranks."""
     arguments = words[words.index("run.py") + 1 :]
-    ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+    given = dict(pairwise(words))
+    ranks = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
     if words[0].endswith("torchrun"):
         run.check_settings(config, ranks)
@@ -196,8 +204,40 @@ def test_every_command_of_readme_has_its_script():
     assert sorted(scripts.values()) == sorted(written) and len(written) >= 10
 
 
+STAND_INS = {
+    "srun": """for SLURM_NODEID in 0 1; do export SLURM_NODEID; "${@:2}"; done""",  # without its own flag
+    "scontrol": """[ "$*" = "show hostnames node[7-8]" ] && printf 'node7\nnode8\n'""",
+    "hostname": """echo 192.0.2.$SLURM_NODEID 10.1.0.$SLURM_NODEID fd00::$SLURM_NODEID""",
+    "torchrun": f"""{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" """,
+}
+
+
+@pytest.mark.parametrize("network,addresses", [("10.1.", "10.1.0."), ("", "192.0.2.")])
+def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
+    """With the machine's own address twice, the first machine's name, and what it was given for run.py."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name, does in STAND_INS.items():
+        path = tmp_path / ".venv" / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{does}\n")
+        path.chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "5"}
+    slurm |= {"SLURM_NNODES": "2", "NETWORK": network, "MODEL": "a b", "JUDGE": "j", "DATA": "d"}
+    command = [SLURM, "--steps", "3"]
+    ran = subprocess.run(command, env=os.environ | slurm, capture_output=True, text=True, check=True)
+    for number, line in enumerate(ran.stdout.splitlines()):
+        words = json.loads(line)
+        launch, arguments = words[: words.index("run.py")], words[words.index("run.py") + 1 :]
+        given, config = get_args_parser().parse_args([*launch, "run.py"]), parse_config(arguments)
+        assert (given.nnodes, given.nproc_per_node, given.rdzv_endpoint) == ("2", "8", "node7:29400")
+        assert (given.rdzv_backend, given.rdzv_id) == ("c10d", "5")
+        assert given.local_addr == config.host == f"{addresses}{number}"
+        assert (config.model, config.steps, config.preset) == ("a b", 3, "cuda")
+        run.check_settings(config, 16, 8)
+    assert len(ran.stdout.splitlines()) == 2 and SLURM.stat().st_mode & 0o111
+
+
 def test_every_flag_that_is_named_exists():
-    known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN | {"--help"}
+    known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN | {"--help", "--nodes"}
     known |= {f"--no-{dashed(field.name)}" for field in fields(Config) if field.default is True}
     for program in PROGRAMS:
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', program.read_text()))
@@ -206,7 +246,7 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_every_setting_of_an_algorithm_that_is_named_exists():
-    known = {field.name for field in fields(Settings)} | {"setting"}
+    known = {field.name for field in fields(Settings)} | {"setting", "store_type", "join_timeout"}
     for page in PAGES:
         assert not set(re.findall(r"\b([a-z_]+)=[\w.+-]", prose(page))) - known, page.name
 

@@ -118,14 +118,14 @@ def test_the_device_map_names_who_owns_which_server():
 
     config = settings(port=23010)
     assert lines(config, 2) == [
-        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout at 127.0.0.1:23010",
-        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm at 127.0.0.1:23013",
+        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout on port 23010",
+        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm on port 23013",
     ]
     moving = lines(dataclasses.replace(config, rebalance=True), 4)
     assert moving[0] == "  may move to 1|3, 3|1"
-    assert moving[2].endswith("; rollout at 127.0.0.1:23012; genrm at 127.0.0.1:23013")
+    assert moving[2].endswith("; rollout on port 23012; genrm on port 23013")
     without = dataclasses.replace(config, train_only=True, replay="r")
-    assert not any("at 127" in line for line in lines(without, 2))
+    assert not any("on port" in line for line in lines(without, 2))
 
 
 # ---------------------------------------------------------------- --dry-run
@@ -163,8 +163,8 @@ def test_a_dry_run_without_a_judge(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout
     assert (
-        ran.stdout.count("rollout at ") == 2
-        and "genrm at" not in ran.stdout
+        ran.stdout.count("rollout on port ") == 2
+        and "genrm on port" not in ran.stdout
         and "    genrm" not in ran.stdout
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from config import parse_config
 from runtime import rendezvous
 
 ROOT = Path(__file__).parent.parent
@@ -46,9 +47,10 @@ def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
 def ranks(monkeypatch, tmp_path):
     """The environment of one rank of so many; its folder is removed."""
 
-    def of(size, local_size):
+    def of(size, local_size, first="127.0.0.1"):
         monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
         environment = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
+        environment |= {"MASTER_ADDR": first}
         for name, value in (environment | {"GLOO_SOCKET_IFNAME": "lo"}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -62,7 +64,7 @@ def ranks(monkeypatch, tmp_path):
 def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
     """In their own folder, by the address's interface; it goes when they part, a killed launcher or not."""
     ranks(2, 2)
-    found = rendezvous.init_method("127.0.0.1")
+    found = rendezvous.init_method(parse_config([]))
     assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "lo")
     found["store"].set("key", "value")
     [folder] = tmp_path.iterdir()
@@ -76,4 +78,19 @@ def test_ranks_of_several_machines_cannot_meet_on_loopback(ranks):
     """It is said, with the setting that helps."""
     ranks(4, 2)
     with pytest.raises(ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"):
-        rendezvous.init_method("127.0.0.1")
+        rendezvous.init_method(parse_config([]))
+
+
+@pytest.mark.parametrize(
+    "first,message",
+    [
+        ("node7", "--host 192.0.2.7: torchrun says node7 of rank 0: give it --local-addr 192.0.2.7$"),
+        ("192.0.2.7", r"the ranks' store: .*'192.0.2.7', 29999\)\): choose another --port$"),
+    ],
+)
+def test_what_keeps_rank_0_from_its_store_is_said(ranks, monkeypatch, first, message):
+    """Others would look for it elsewhere; the port can't be had. (tests/test_machines.py has a store.)"""
+    ranks(2, 1, first)
+    monkeypatch.setattr(rendezvous, "interface_of", lambda host: "lo")
+    with pytest.raises(ValueError, match=message):
+        rendezvous.init_method(parse_config(["--host", "192.0.2.7"]))

@@ -189,6 +189,14 @@ def test_a_run_that_is_not_over_is_not_touched(left, tmp_path):
     assert server.poll() is None and path.exists()
 
 
+def test_what_another_machine_noted_is_its_own(left, tmp_path):
+    """In a shared --out: the process ids there name others here."""
+    server, path = left
+    changed(path, owner_born=0.0, machine="another")
+    assert end_stale_servers(tmp_path) == []
+    assert server.poll() is None and path.exists()
+
+
 def test_a_server_that_is_gone_is_forgotten(left, tmp_path):
     """Owner and server are dead: nothing to end, and the file goes."""
     server, path = left

@@ -1,0 +1,278 @@
+"""Two machines on one: namespaces joined by a virtual cable, and runs of the demo over both of them.
+
+    python tests/two_machines.py [--steps 10] [--only killed]     lines for each run; exit 1 if one differs
+
+Needs root. A machine here has an address, a hostname, process ids and shared memory of its own; of the disk
+they share all but TMPDIR. They end with this process, whatever ends it. Runs of one seed: on one machine; on
+two; on two, where all ranks of one are killed in the middle and --max-restarts goes on, or a whole machine,
+and another takes its place. Their numbers must be equal to the last digit, but for the columns of time and
+of who served what.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+from chaos import difference, fingerprint, kill_all, rows_of
+from test_demo import train
+
+ROOT = Path(__file__).parent.parent
+CLONE_NEWNET = 0x40000000
+PORT, MEETING_PORT = 26000, 26400  # --port of the run; where torchruns meet
+DEADLINE_S = 400.0
+
+
+# ---------------------------------------------------------------- machines
+
+
+class Machine:
+    """Namespaces of its own for network, hostname, processes and mounts; all within ends with their init."""
+
+    def __init__(self, name, address, folder):
+        self.name, self.address, self.folder = name, address, folder / name
+        self.log = self.folder / "log"
+        self.folder.mkdir(exist_ok=True)
+        hosts = self.folder / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
+        within = f"hostname {name} && mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
+        within += " && ip link set lo up && echo up && { sleep infinity & wait; }"  # reaps orphans
+        own = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, "sh", "-c", within]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._unshare = subprocess.Popen(command, **pipes)
+        if (said := self._unshare.stdout.readline().strip()) != "up":
+            self.close()
+            raise PermissionError(said)
+        [self.init] = psutil.Process(self._unshare.pid).children()
+
+    def command(self, *words):
+        """What runs these words there."""
+        into = ("--net", "--uts", "--mount", "--pid", f"--wd={ROOT}")
+        return ["nsenter", "--target", str(self.init.pid), *into, *map(str, words)]
+
+    @contextlib.contextmanager
+    def entered(self):
+        """Meanwhile this thread, which must be the main one, opens and sees the sockets of that machine."""
+        with open("/proc/self/ns/net") as ours, open(f"/proc/{self.init.pid}/ns/net") as theirs:
+            for_thread = ctypes.CDLL(None, use_errno=True).setns
+            assert for_thread(theirs.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            try:
+                yield
+            finally:
+                assert for_thread(ours.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+
+    def family(self):
+        """What was started there: (process, command line)."""
+        mine = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, PermissionError):
+                command = " ".join(process.cmdline())
+                is_ours = process == self.init or command == "sleep infinity"
+                if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine and not is_ours:
+                    yield process, command
+
+    def close(self):
+        self._unshare.kill()  # --kill-child: the init goes with it, and with the init all that is within
+        self._unshare.wait()
+        self._unshare.stdout.close()
+
+
+@contextlib.contextmanager
+def two_machines(folder):
+    """Two machines and a cable between them. PermissionError if this user or system may not make them."""
+    subnet = f"10.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250 + 1}"
+    machines = []
+    try:
+        for number, name in enumerate(("first", "second"), start=1):
+            machines.append(Machine(name, f"{subnet}.{number}", folder))
+        connect(machines)
+        yield machines
+    finally:
+        for machine in machines:
+            machine.close()
+
+
+def connect(machines):
+    """Lay the cable, which goes with either machine."""
+    ends = [f"name cable netns {machine.init.pid}".split() for machine in machines]
+    subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
+    for machine in machines:
+        for words in (f"address add {machine.address}/24 dev cable", "link set cable up"):
+            subprocess.run(machine.command("ip", *words.split()), check=True)
+
+
+# ---------------------------------------------------------------- what can be seen of a run
+
+
+def program_of(command):
+    """torchrun, rank or engine; of any other process its command line."""
+    kinds = {"bin/torchrun": "torchrun", "cpu.sglang": "engine", "sglang::": "engine", "run.py": "rank"}
+    kinds["torch_shm_manager"] = "rank"  # its child, which inherits its sockets
+    return next((kind for word, kind in kinds.items() if word in command), command)
+
+
+@dataclass
+class Seen:
+    """Of both machines, while a run was on."""
+
+    listening: set = field(default_factory=set)  # (machine, program, address, port)
+    connected: set = field(default_factory=set)  # (machine, program, address of the other end, its port)
+    statuses: dict = field(default_factory=dict)  # (address, port) of an engine -> HTTP status by key
+    killed: int = 0  # processes
+
+    def look(self, machines):
+        """At all sockets; each new engine is asked from the other machine."""
+        for machine, other in zip(machines, reversed(machines), strict=True):
+            keys = {}
+            with machine.entered():
+                for process, command in machine.family():
+                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                        for socket in process.net_connections("inet"):
+                            self._note(machine.name, program_of(command), socket)
+                            if socket.status == psutil.CONN_LISTEN and "cpu.sglang" in command:
+                                keys[tuple(socket.laddr)] = process.environ()["NANOYATT_API_KEY"]
+            with other.entered():
+                for place in keys.keys() - self.statuses.keys():
+                    shown = {"none": "", "wrong": "0" * 64, "right": keys[place]}
+                    self.statuses[place] = {name: ask(*place, key) for name, key in shown.items()}
+
+    def _note(self, machine, program, socket):
+        if socket.status == psutil.CONN_LISTEN or (socket.laddr and not socket.raddr):
+            self.listening.add((machine, program, *socket.laddr))
+        elif socket.status == psutil.CONN_ESTABLISHED:
+            self.connected.add((machine, program, *socket.raddr))
+
+
+def ask(address, port, key):
+    """HTTP status of a question that an engine answers at any time."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"http://{address}:{port}/model_info", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def settings(steps):
+    return ["--steps", str(steps), "--save-every", "1", "--save-hf-every", str(steps)]
+
+
+def on_one(out, steps):
+    """On this machine: what the run came to."""
+    train(out, *settings(steps), port=PORT + 100)
+    return fingerprint(out, steps)
+
+
+def on_two(machines, out, steps, strike=None, meeting=()):
+    """One rank on each: what the run came to, and what was seen of it.
+
+    In the middle, `strike(machines)` kills what it returns. A machine that it put in the place of another
+    gets the same command.
+    """
+    meeting = meeting or ("--rdzv-endpoint", f"{machines[0].address}:{MEETING_PORT}")
+    runs, seen, deadline = {}, Seen(), time.monotonic() + DEADLINE_S
+    try:
+        while not runs or any(run.poll() is None for run in runs.values()):
+            assert time.monotonic() < deadline, f"not done after {DEADLINE_S:.0f} s: {said(machines)}"
+            for machine in machines:
+                if machine not in runs:
+                    runs[machine] = start(machine, out, steps, meeting, restarts=2 * bool(strike))
+            seen.look(machines)
+            if strike and not seen.killed and len(rows_of(out)) > steps // 2:
+                seen.killed = len(strike(machines))
+            time.sleep(0.2)
+    finally:
+        for run in runs.values():
+            run.kill()
+            run.wait()
+    assert [runs[machine].returncode for machine in machines] == [0, 0], said(machines)
+    return fingerprint(out, steps), seen
+
+
+def kill_ranks(number, machines):
+    """All of one machine; its torchrun lives."""
+    ranks = [process for process, command in machines[number].family() if is_rank(process, command)]
+    kill_all(ranks)
+    return ranks
+
+
+def replace_second(machines):
+    """It dies as when its power fails: no connection is closed. Another comes with its name and address."""
+    old, there = machines[1], list(machines[1].family())
+    old.close()
+    subprocess.run(machines[0].command("ip", "link", "delete", "cable"), check=False)  # if it isn't gone yet
+    machines[1] = Machine(old.name, old.address, old.folder.parent)
+    connect(machines)
+    return there
+
+
+def start(machine, out, steps, meeting, restarts):
+    """torchrun on one of the machines."""
+    command = [Path(sys.executable).with_name("torchrun"), "--nnodes", 2, "--nproc-per-node", 1]
+    command += ["--max-restarts", restarts, "--local-addr", machine.address]
+    command += ["--rdzv-backend", "c10d", *meeting]
+    command += ["run.py", "--host", machine.address, "--port", PORT, "--out", out, *settings(steps)]
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {"TMPDIR": str(machine.folder)}
+    with machine.log.open("ab") as log:
+        how = dict(cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
+        return subprocess.Popen(machine.command(*command), **how)
+
+
+def is_rank(process, command):
+    """Whether torchrun started it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return program_of(command) == "rank" and "bin/torchrun" in " ".join(process.parent().cmdline())
+    return False
+
+
+def said(machines):
+    return "".join(f"\n--- {machine.name}:\n{machine.log.read_text()[-3000:]}" for machine in machines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="", help="runs over two machines whose name has this word")
+    given, differ = parser.parse_args(), False
+    steps = given.steps
+    with tempfile.TemporaryDirectory(prefix="two-machines-") as folder:
+        place = Path(folder)
+        expected = on_one(place / "one", steps)
+        no_port = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(place / "meeting"))
+        runs = {
+            "nothing happens": {},
+            "they meet in a file": {"meeting": no_port},
+            "all ranks of the second are killed": {"strike": partial(kill_ranks, 1)},
+            "all ranks of the first are killed": {"strike": partial(kill_ranks, 0)},
+            "the second is replaced": {"strike": replace_second},
+        }
+        for name, how in [row for row in runs.items() if given.only in row[0]]:
+            began = time.monotonic()
+            with two_machines(Path(tempfile.mkdtemp(dir=place))) as machines:
+                found, seen = on_two(machines, place / name.replace(" ", "-"), steps, **how)
+            unlike = difference(found, expected)
+            differ |= bool(unlike)
+            result = f"DIFFERS: {unlike}" if unlike else f"{len(found['rows'])} rows and the weights equal"
+            print(f"{name}: {result} ({time.monotonic() - began:.0f} s, {seen.killed} killed)")
+            print(f"  listening: {sorted(seen.listening)}\n  statuses: {seen.statuses}", flush=True)
+    sys.exit(differ)
+
+
+if __name__ == "__main__":
+    main()
