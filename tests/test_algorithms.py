@@ -28,6 +28,7 @@ from algorithms import (
     clipped_loss,
     gae,
     gspo_loss,
+    kl_penalties,
     moments,
     reward_to_go,
     set_advantages,
@@ -708,6 +709,42 @@ def test_importance_weights_by_hand():
     old, weights, kept = importance_weights(targets, corrected, torch.arange(4), torch.full((4,), -2.0))
     assert old.tolist() == [-1.0] * 4 and kept.tolist() == [True, True, True, False]
     assert weights.tolist() == pytest.approx([1.5, 0.25, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("sigma,lost", [(0.0232, 0.515), (0.0392, 0.61)])
+def test_in_bfloat16_gspo_learns_from_bad_answers_too(sigma, lost):
+    """At the first update, with an engine whose log-probabilities are off by as much as others measured.
+
+    Its ratio to the engine's numbers leaves the clip's bounds, and always downwards: most bad answers would
+    have a gradient of exactly 0. To the trainer's own it is 1.
+    """
+    answers, tokens = 400, 500
+    off = torch.randn(answers, tokens, generator=torch.Generator().manual_seed(0)) * sigma - sigma**2 / 2
+    engine, advantages = -off.flatten() - 1.0, torch.tensor([1.0, -1.0]).repeat(answers // 2)
+    shares = {}
+    for dtype in ("float32", "bfloat16"):
+        algorithm = algorithm_of(Config(algorithm=("gspo",), dtype=dtype))
+        now = torch.full((answers * tokens,), -1.0, requires_grad=True)
+        fresh = torch.zeros(answers * tokens, dtype=torch.bool)
+        targets = targets_from(engine, advantages.repeat_interleave(tokens), fresh, None)
+        sequence = torch.arange(answers).repeat_interleave(tokens)
+        targets = replace(targets, sequence=sequence, lengths=torch.full((answers,), tokens))
+        loss, _ = policy_loss(targets, algorithm, same, torch.arange(len(now)), now, torch.zeros(len(now)))
+        loss.sum().backward()
+        has_none = (now.grad.view(answers, tokens) == 0).all(1)
+        shares[dtype] = has_none.float().mean().item(), has_none[advantages < 0].float().mean().item()
+    assert shares["float32"][1] == pytest.approx(lost, abs=0.1)
+    assert shares["bfloat16"] == (0.0, 0.0)
+
+
+def test_the_kl_in_the_reward_is_nothing_at_equal_weights():
+    """Whatever the engine's numbers are, per answer; and k1 by default."""
+    algorithm = algorithm_of(Config(algorithm=("rloo", "kl_coef=0.1", "kl_in=reward"), dtype="bfloat16"))
+    assert algorithm.kl_estimator == "k1"
+    own = [-0.5, -2.0, -9.0] * 700
+    sample = Sample(0, 0, [1], response=[2] * len(own), logprobs=[x + 0.04 for x in own])
+    sample.policy_logprobs = sample.reference_logprobs = own
+    assert math.fsum(kl_penalties(sample, algorithm)) == 0.0
 
 
 @given(

@@ -11,6 +11,7 @@ import random
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -430,9 +431,8 @@ def test_ppo_steps_of_the_real_models(start, model_dir, monkeypatch):
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor, critic = start(model_dir, config=config)
     facts = dict(config=config, algorithm=actor.algorithm, world=OneRank(), state=controller.State())
-    c = SimpleNamespace(
-        **facts, placement=SimpleNamespace(actor=actor, critics=[critic]), references=[Reference(actor)]
-    )
+    placement = SimpleNamespace(actor=actor, critics=[critic], give_device_to=AsyncMock())
+    c = SimpleNamespace(**facts, placement=placement, references=[Reference(actor)])
     history, samples, before = [], trained_on(0), weights_of(actor)
     for step in range(20):
         batch = [

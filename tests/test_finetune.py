@@ -520,5 +520,5 @@ def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
     assert [row["sft/skipped"] for row in rows] == [1.0] * MAX_SKIPS
 
 
-def not_a_number(batch, logits):
-    return logits.sum() * math.nan, torch.ones((), dtype=torch.int32), {}
+def not_a_number(batch, output):
+    return output.hidden.sum() * math.nan, torch.ones((), dtype=torch.int32), {}
