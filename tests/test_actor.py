@@ -776,7 +776,7 @@ def test_versions_that_cannot_be_are_refused(make_actor, model_dir):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypatch, dtype):
-    """The CUDA branch on CPU tensors: their storages are emptied just the same (but no host copy is pinned)."""
+    """The CUDA branch on CPU tensors: their storages are emptied just the same, but nothing is pinned."""
     weights = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
