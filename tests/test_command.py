@@ -282,9 +282,10 @@ def to_the_end(own, run):
 
 
 def by_a_rule(own, run):
-    """One step on one rank, in whose mode there would be nobody to judge."""
+    """One step on one rank, in whose mode there would be nobody to judge; in bfloat16."""
     files = ["--model", str(own / "actor"), "--data", str(own / "prompts.jsonl")]
     run.arguments, run.ranks = [*files, *SMALL, "--rule", "forbidden:7", "--steps", "1"], 1
+    run.arguments += ["--dtype", "bfloat16", "--algorithm", "gspo", "kl_coef=0.01", "kl_in=reward"]
     return run.start().finish()
 
 
@@ -432,6 +433,16 @@ def test_its_metrics(run):
         assert row["time/step_s"] >= row["time/serve_s"] + row["time/train_s"]
     assert 0 <= rows[0]["eval/accuracy"] <= 1 and 0 <= last["eval/accuracy"] <= 1
     assert "eval/accuracy" not in rows[1]
+
+
+@pytest.mark.parametrize("name", ["rule"])
+def test_a_step_in_bfloat16(run):
+    """Engine and trainer disagree, as they do in 16 bits; that costs no answer its gradient, and no KL."""
+    row, _ = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
+    mean, most = (row[f"train/engine_logprob_diff_{name}"] for name in ("mean", "max"))
+    assert 1e-5 < mean < 0.05 and mean <= row["train/engine_logprob_diff_p999"] <= most
+    assert row["train/clip_frac"] == 0 and row["train/grad_norm"] > 0
+    assert row["train/reference_kl"] == pytest.approx(0, abs=1e-6)  # at the start weights
 
 
 @pytest.mark.parametrize("name", ["rule"])
