@@ -201,8 +201,11 @@ def write_pid_file(path: Path, pid: int) -> None:
 
 def end_stale_servers(out: Path) -> list[str]:
     """End servers that an earlier run left here; a line for each. ValueError if that run isn't over."""
-    facts = {path: json.loads(path.read_text()) for path in sorted((out / "logs").glob("*.pid"))}
-    facts = {path: row for path, row in facts.items() if row["machine"] == socket.gethostname()}
+    facts = {}
+    for path in sorted((out / "logs").glob("*.pid")):
+        with contextlib.suppress(FileNotFoundError):  # another machine has just removed its own
+            if (row := json.loads(path.read_text()))["machine"] == socket.gethostname():
+                facts[path] = row
     for row in facts.values():
         if same_process(row["owner"], row["owner_born"]):
             whose = f"a run is at work there (process {row['owner']})"

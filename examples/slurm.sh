@@ -12,7 +12,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export FIRST
 # shellcheck disable=SC2016 # each machine fills in its own address
-exec srun --kill-on-bad-exit=1 bash -c '
+exec srun --kill-on-bad-exit=1 bash -euc '
     ADDR=$(hostname -I | tr " " "\n" | grep -m 1 "^${NETWORK:-}")
     exec torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 --local-addr "$ADDR" \
         --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$FIRST:29400" \

@@ -197,6 +197,14 @@ def test_what_another_machine_noted_is_its_own(left, tmp_path):
     assert server.poll() is None and path.exists()
 
 
+def test_a_note_that_another_machine_removes_meanwhile_is_passed_over(left, tmp_path):
+    """It is in the list of files, and gone when it is read."""
+    (tmp_path / "logs" / "genrm-0.pid").symlink_to(tmp_path / "gone")
+    server, path = left
+    changed(path, owner_born=0.0)
+    assert len(end_stale_servers(tmp_path)) == 1 and server.wait(5) == -signal.SIGKILL
+
+
 def test_a_server_that_is_gone_is_forgotten(left, tmp_path):
     """Owner and server are dead: nothing to end, and the file goes."""
     server, path = left

@@ -30,7 +30,7 @@ from test_demo import train
 ROOT = Path(__file__).parent.parent
 CLONE_NEWNET = 0x40000000
 PORT, MEETING_PORT = 26000, 26400  # --port of the run; where torchruns meet
-DEADLINE_S = 400.0
+DEADLINE_S = 900.0
 
 
 # ---------------------------------------------------------------- machines
