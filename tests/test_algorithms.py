@@ -737,6 +737,17 @@ def test_in_bfloat16_gspo_learns_from_bad_answers_too(sigma, lost):
     assert shares["bfloat16"] == (0.0, 0.0)
 
 
+def test_in_bfloat16_engines_are_corrected_for():
+    """By default; gspo insists, and takes either way."""
+    assert algorithm_of(Config(dtype="bfloat16")).tis_cap == 2.0 and algorithm_of(Config()).tis_cap == 0.0
+    assert algorithm_of(Config(algorithm=("grpo", "tis_cap=0"), dtype="bfloat16")).tis_cap == 0.0
+    masked = ("gspo", "tis_cap=0", "icepop_bound=3")
+    assert algorithm_of(Config(algorithm=masked, dtype="bfloat16")).icepop_bound == 3.0
+    assert algorithm_of(Config(algorithm=("gspo", "tis_cap=0"))).tis_cap == 0.0
+    with pytest.raises(ValueError, match="gspo tis_cap=0 needs tis_cap or icepop_bound with --dtype"):
+        algorithm_of(Config(algorithm=("gspo", "tis_cap=0"), dtype="bfloat16"))
+
+
 def test_the_kl_in_the_reward_is_nothing_at_equal_weights():
     """Whatever the engine's numbers are, per answer; and k1 by default."""
     algorithm = algorithm_of(Config(algorithm=("rloo", "kl_coef=0.1", "kl_in=reward"), dtype="bfloat16"))
