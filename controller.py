@@ -165,9 +165,8 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
 async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
     """Take the split that should serve the next step fastest (collective). Returns metrics."""
     placement, config = c.placement, c.config
-    gathered = await c.world.gather((stats, placement.restarts))
-    parts, restarts = zip(*gathered, strict=True)
-    c.state.history = [*c.state.history, StepStats.total(parts)][-HISTORY:]
+    restarts = await c.world.reduce(placement.restarts, sum)
+    c.state.history = [*c.state.history, await c.world.reduce(stats, StepStats.total)][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
     steps_left = config.steps - c.state.step - 1
@@ -181,7 +180,7 @@ async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
         "split/predicted_s": decision.predicted_s,
         "split/moved": float(moves),
         "split/reason": decision.reason,
-        "faults/engine_restarts": float(sum(restarts)),
+        "faults/engine_restarts": float(restarts),
     }
 
 

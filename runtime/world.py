@@ -50,6 +50,33 @@ class World:
         await self.run(self._meet, lambda: self._dist.all_gather_object(values, value, group=self._group))
         return values
 
+    async def gather_on_0(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank, on rank 0; nothing on the others (collective)."""
+        values = [None] * self.size if self.rank == 0 else None
+        await self.run(self._meet, lambda: self._dist.gather_object(value, values, dst=0, group=self._group))
+        return values or []
+
+    async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
+        """`total` of every rank's `value`, on every rank (collective). Nobody hears more than a few values.
+
+        Neighbours tell each other what theirs come to, then pairs of neighbours, and so on: `total` must
+        take its own results. Who waits hears as many as the size has binary digits.
+        """
+        return await self.run(self._meet, lambda: self._reduce(value, total))
+
+    def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
+        dist, box, distance = self._dist, [None], 1
+        while distance < self.size and self.rank % (2 * distance) == 0:
+            if self.rank + distance < self.size:
+                dist.recv_object_list(box, src=self.rank + distance, group=self._group)
+                value = total([value, box[0]])
+            distance *= 2
+        box = [value]
+        if self.rank:
+            dist.send_object_list(box, dst=self.rank - distance, group=self._group)
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
     async def broadcast(self, value: Any) -> Any:
         """The value of rank 0, on every rank (collective)."""
         box = [value]
@@ -137,6 +164,5 @@ async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
         await work
     except ValueError as caught:
         error = str(caught)
-    errors = [error for error in await world.gather(error) if error]
-    if errors:
-        raise ValueError(errors[0])
+    if error := await world.reduce(error, lambda errors: next(filter(None, errors), "")):
+        raise ValueError(error)
