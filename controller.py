@@ -117,17 +117,29 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
 
     Each works out the whole plan from gathered lengths (scheduling/balance.py). Samples then move point to
-    point, never through one rank; all of a model-parallel group get the same.
+    point, never through one rank; of a model-parallel group the first gets them and passes them on.
     """
     actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
-    lengths = {key: len(sample.prompt) + len(sample.response) for key, sample in mine.items()}
-    facts = await c.world.gather((actor.dp_rank, lengths))
-    tokens = {key: length for _, lengths_of_rank in facts for key, length in lengths_of_rank.items()}
-    assert len(tokens) == sum(len(lengths) for _, lengths in facts), "two controllers hold the same sample"
+    lengths: dict[int, list[int]] = {}  # prompt_id -> tokens of its answers, 0 of one that isn't held here
+    for (prompt_id, index), sample in sorted(mine.items()):
+        row = lengths.setdefault(prompt_id, [])
+        row += [0] * (index - len(row)) + [len(sample.prompt) + len(sample.response)]
+    tokens, holders, groups = {}, {}, [[] for _ in range(actor.dp_size)]
+    for rank, (dp_rank, rows) in enumerate(await c.world.gather((actor.dp_rank, lengths))):
+        groups[dp_rank].append(rank)
+        for key, length in (((p, i), n) for p, row in rows.items() for i, n in enumerate(row) if n):
+            assert key not in tokens, "two controllers hold the same sample"
+            tokens[key], holders[key] = length, rank
     plan = plan_batch(tokens, actor.cost, c.config, actor.dp_size)
-    shares = [[mine[key] for key in flat(plan[dp_rank]) if key in mine] for dp_rank in range(actor.dp_size)]
-    outgoing = {rank: shares[dp_rank] for rank, (dp_rank, _) in enumerate(facts) if shares[dp_rank]}
-    incoming = await c.world.exchange(outgoing)
+    shares = [[mine[key] for key in flat(share) if key in mine] for share in plan]
+    first = groups[actor.dp_rank][0]
+    outgoing = {group[0]: share for group, share in zip(groups, shares, strict=True) if share}
+    senders = {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
+    incoming = await c.world.exchange(outgoing, senders)
+    if len(groups[0]) > 1:
+        share = [sample for parcel in incoming.values() for sample in parcel]
+        outgoing = dict.fromkeys(groups[actor.dp_rank], share) if c.world.rank == first else {}
+        incoming = await c.world.exchange(outgoing, {first})
     found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
     return [[[found[key] for key in micro] for micro in mini_batch] for mini_batch in plan[actor.dp_rank]]
 

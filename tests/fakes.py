@@ -106,10 +106,11 @@ class FakeWorld:
     async def barrier(self):
         await self.gather(None)
 
-    async def exchange(self, outgoing):
+    async def exchange(self, outgoing, senders):
         """What goes to others is a copy."""
         sent = await self.gather(outgoing)
         incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+        assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
         return {
             sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel))
             for sender, parcel in incoming.items()

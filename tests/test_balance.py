@@ -287,11 +287,15 @@ def test_a_long_tail_is_evened_out(dp_size, budget):
 
 
 class WatchedWorld(FakeWorld):
-    """Remembers what this rank sent."""
+    """Remembers what this rank sent, from one rank to another and then inside of its group."""
 
-    async def exchange(self, outgoing):
-        self.sent = outgoing
-        return await super().exchange(outgoing)
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.sent = []
+
+    async def exchange(self, outgoing, senders):
+        self.sent.append(outgoing)
+        return await super().exchange(outgoing, senders)
 
 
 def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
@@ -317,7 +321,10 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
 )
 @settings(deadline=None)
 def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
-    """By the plan, straight from who holds them, whoever that is; a model-parallel group gets the same."""
+    """By the plan, straight from who holds them, whoever that is; a model-parallel group gets the same.
+
+    A sample goes to one rank of the group, which passes it on.
+    """
     samples = [
         Sample(i // 4, i % 4, [1] * p, response=[2] * r, advantages=[0.5] * r)
         for i, (p, r) in enumerate(lengths)
@@ -331,8 +338,14 @@ def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
     for rank, mini_batches in enumerate(results):
         keys = [[[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches]
         assert keys == plan[rank // tp]
-        for parcel in (world.sent.get(rank, []) for world in worlds):
-            assert all((sample.prompt_id, sample.index) in flat(plan[rank // tp]) for sample in parcel)
+        parcels = [
+            parcel for world in worlds for sent in world.sent for to, parcel in sent.items() if to == rank
+        ]
+        assert all(sample.key in flat(plan[rank // tp]) for parcel in parcels for sample in parcel)
+    travelled = [s.key for world in worlds for parcel in world.sent[0].values() for s in parcel]
+    assert sorted(travelled) == sorted(tokens)
+    passed_on = [rank for rank, world in enumerate(worlds) for sent in world.sent[1:] if sent]
+    assert passed_on == ([] if tp == 1 else [0, 2])
 
 
 def test_one_sample_held_twice_is_refused():
