@@ -85,6 +85,9 @@ async def train(c: Controller) -> int:
         batch = await c.collect(c)  # generate, judge, refill until the step has its groups
         if c.stopping:
             break
+        if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
+            signals = algorithms.signals_of(batch.kept, c.algorithm)
+            algorithms.set_scores(batch.kept, [signals], c.algorithm)
         mini_batches = await exchange(batch.kept, c)  # all controllers meet: equal work for every rank
         await c.placement.to_training()  # engines sleep, trainers wake
         with c.timeline.span("train"):
@@ -156,18 +159,21 @@ async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Give every sample its advantages (collective). Returns the metrics of the constraint, if there is one.
 
-    They need the rewards of whole groups, whose answers may be trained on elsewhere: those are gathered.
+    Scores need the rewards of whole groups, whose answers may be trained on elsewhere by now: where `train`
+    couldn't work them out before the samples moved, those are gathered.
     """
-    samples = flat(mini_batches)
+    samples, metrics = flat(mini_batches), {}
     for reference in c.references:
         await c.world.run(reference.compute_ref_logprobs, mini_batches)
     for critic in c.placement.critics:
         await c.world.run(critic.compute_values, mini_batches)
     mine = samples if c.placement.actor.is_head else []  # others of its model-parallel group hold the same
-    parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
-    metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
+    if c.algorithm.gathers_signals:
+        parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
+        metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
+        algorithms.set_scores(samples, parts, c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
-    algorithms.set_advantages(samples, parts, c.algorithm, multiplier)
+    algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
         algorithms.whiten(samples, await c.world.gather(moments))

@@ -11,7 +11,7 @@ ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands"
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 CHECKED = PRODUCT + sorted(ROOT.glob("bench/*.py")) + sorted(ROOT.glob("examples/*.py"))
-MOST_LINES, MOST_ROOT_LINES, MOST_ROOT_FILES, MOST_COLUMNS = 8_860, 3_600, 13, 110
+MOST_LINES, MOST_ROOT_LINES, MOST_ROOT_FILES, MOST_COLUMNS = 8_930, 3_600, 13, 110
 LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
     {"commands", "simulation"},
