@@ -85,9 +85,6 @@ async def train(c: Controller) -> int:
         batch = await c.collect(c)  # generate, judge, refill until the step has its groups
         if c.stopping:
             break
-        if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
-            signals = algorithms.signals_of(batch.kept, c.algorithm)
-            algorithms.set_scores(batch.kept, [signals], c.algorithm)
         mini_batches = await exchange(batch.kept, c)  # all controllers meet: equal work for every rank
         await c.placement.to_training()  # engines sleep, trainers wake
         with c.timeline.span("train"):
@@ -122,6 +119,8 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     Each works out the whole plan from gathered lengths (scheduling/balance.py). Samples then move point to
     point, never through one rank; of a model-parallel group the first gets them and passes them on.
     """
+    if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
+        algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
     actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
     lengths: dict[int, list[int]] = {}  # prompt_id -> tokens of its answers, 0 of one that isn't held here
     for (prompt_id, index), sample in sorted(mine.items()):
@@ -159,8 +158,8 @@ async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Give every sample its advantages (collective). Returns the metrics of the constraint, if there is one.
 
-    Scores need the rewards of whole groups, whose answers may be trained on elsewhere by now: where `train`
-    couldn't work them out before the samples moved, those are gathered.
+    Scores need the rewards of whole groups, whose answers may be trained on elsewhere now. Where `exchange`
+    couldn't work them out before they moved, those are gathered.
     """
     samples, metrics = flat(mini_batches), {}
     for reference in c.references:

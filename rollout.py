@@ -1,8 +1,8 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
 A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While
-they serve, controllers meet in one small gather at a time: which groups finished, and with what. Every
-decision, to draw more, to stop, to cut off the rest, is a pure function of what was gathered, so that all
+they serve, controllers meet in one small reduction at a time: which groups finished, and with what. Every
+decision, to draw more, to stop, to cut off the rest, is a pure function of what came of it, so that all
 controllers take the same one.
 """
 

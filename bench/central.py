@@ -50,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import fakes
 
+import algorithms
 import controller
 import rollout
 from data import Prompts, Source
@@ -70,6 +71,7 @@ MEETING_INTERVAL_S = 1.0  # on the virtual clock, on which an answer takes up to
 
 async def central_exchange(samples: list[Sample], c: controller.Controller) -> controller.MiniBatches:
     """What controller.exchange does (collective), by way of rank 0, which holds the whole batch."""
+    algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
     facts = await c.world.gather((c.placement.actor.dp_rank, bool(samples)))
     senders = [rank for rank, (_, has_some) in enumerate(facts) if has_some]
     batch = await c.world.exchange({0: samples} if samples else {}, () if c.world.rank else senders)

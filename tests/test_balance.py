@@ -308,6 +308,7 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
         calls = []
         for samples, world, actor in zip(held, worlds, actors, strict=True):
             c = SimpleNamespace(config=config(100, 2), world=world, placement=SimpleNamespace(actor=actor))
+            c.algorithm = SimpleNamespace(gathers_signals=True)  # of samples that have no reward
             calls.append(controller.exchange(samples, c))
         return await asyncio.gather(*calls)
 
