@@ -207,6 +207,12 @@ class Algorithm(Settings):
         """Whether fresh tokens, too, are corrected for the engine's numbers, which aren't the trainer's."""
         return self.tis_cap > 0 or self.icepop_bound > 0
 
+    @property
+    def gathers_signals(self) -> bool:
+        """Whether scores, or the multiplier, need what only those that train know, or the whole step's."""
+        is_taken_off = self.kl_coef > 0 and self.kl_in == "reward" and not self.kl_by_token
+        return is_taken_off or "cost" in self.signals
+
 
 BOTH, WITH_GAE = ("reward", "cost"), dict(estimator=gae, whiten=True, kl_by_token=True, filters=False)
 ALGORITHMS = {
@@ -329,22 +335,28 @@ def scores_of(prompt_ids: set[int], parts: list[GroupRewards], algorithm: Algori
     return scores
 
 
-def set_advantages(
-    samples: list[Sample], parts: list[Signals], algorithm: Algorithm, multiplier: float = 0.0
-) -> None:
-    """Fill `advantages` and, of every critic, `returns` of each sample.
+def set_scores(samples: list[Sample], parts: list[Signals], algorithm: Algorithm) -> None:
+    """Fill `scores` of each sample.
 
     parts: `signals_of` on each rank: a score needs the rewards of the whole group, wherever its answers are.
+    """
+    prompt_ids = {sample.prompt_id for sample in samples}
+    for name in algorithm.signals:
+        scores = scores_of(prompt_ids, [part[name] for part in parts], algorithm)
+        for sample in samples:
+            sample.scores[name] = scores[sample.key]
+
+
+def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
+    """Fill `advantages` and, of every critic, `returns` of each sample that has its scores.
+
     multiplier: lambda, the weight of the cost.
     """
-    prompt_ids, scores = {sample.prompt_id for sample in samples}, {}
-    for name in algorithm.signals:
-        scores[name] = scores_of(prompt_ids, [part[name] for part in parts], algorithm)
     for sample in samples:
         advantages, returns = {}, {}
         for name in algorithm.signals:
             rewards = [0.0] * len(sample.response)
-            rewards[-1:] = [scores[name][sample.prompt_id, sample.index]][: len(rewards)]
+            rewards[-1:] = [sample.scores[name]][: len(rewards)]
             if algorithm.kl_by_token:
                 penalties = zip(rewards, kl_penalties(sample, algorithm), strict=True)
                 rewards = [reward + KL_SIGN[name] * penalty for reward, penalty in penalties]
@@ -377,7 +389,7 @@ def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
 def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) -> dict[str, float]:
     """ln(lambda) += lagrange_lr * lambda * (mean cost of the step - cost_limit). Returns metrics.
 
-    parts: as in `set_advantages`. Safe RLHF (arXiv 2310.12773), equation 31.
+    parts: as in `set_scores`. Safe RLHF (arXiv 2310.12773), equation 31.
     """
     costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
     if not costs:

@@ -218,7 +218,7 @@ class Checkpoints:
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
         saving, self.saving = self.saving, None
-        parts = await self.world.gather(None if error else saving.writer.result()[0])
+        parts = await self.world.gather_on_0(None if error else saving.writer.result()[0])
         saving.writer.close()
         await self.world.barrier()  # nobody writes any more
         if error:

@@ -86,6 +86,7 @@ class Config:
     temperature: float = 1.0  # of the answers
     max_new_tokens: int = 1024  # of an answer
     max_model_len: int = 0  # context of an engine, prompt and answer; 0: what its model's config names
+    skip_long: bool = False  # leave out prompts that such a context has no room for, instead of an error
     max_running_requests: int = 128  # answers that one engine decodes at once
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans

@@ -117,17 +117,31 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
 
     Each works out the whole plan from gathered lengths (scheduling/balance.py). Samples then move point to
-    point, never through one rank; all of a model-parallel group get the same.
+    point, never through one rank; of a model-parallel group the first gets them and passes them on.
     """
+    if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
+        algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
     actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
-    lengths = {key: len(sample.prompt) + len(sample.response) for key, sample in mine.items()}
-    facts = await c.world.gather((actor.dp_rank, lengths))
-    tokens = {key: length for _, lengths_of_rank in facts for key, length in lengths_of_rank.items()}
-    assert len(tokens) == sum(len(lengths) for _, lengths in facts), "two controllers hold the same sample"
+    lengths: dict[int, list[int]] = {}  # prompt_id -> tokens of its answers, 0 of one that isn't held here
+    for (prompt_id, index), sample in sorted(mine.items()):
+        row = lengths.setdefault(prompt_id, [])
+        row += [0] * (index - len(row)) + [len(sample.prompt) + len(sample.response)]
+    tokens, holders, groups = {}, {}, [[] for _ in range(actor.dp_size)]
+    for rank, (dp_rank, rows) in enumerate(await c.world.gather((actor.dp_rank, lengths))):
+        groups[dp_rank].append(rank)
+        for key, length in (((p, i), n) for p, row in rows.items() for i, n in enumerate(row) if n):
+            assert key not in tokens, "two controllers hold the same sample"
+            tokens[key], holders[key] = length, rank
     plan = plan_batch(tokens, actor.cost, c.config, actor.dp_size)
-    shares = [[mine[key] for key in flat(plan[dp_rank]) if key in mine] for dp_rank in range(actor.dp_size)]
-    outgoing = {rank: shares[dp_rank] for rank, (dp_rank, _) in enumerate(facts) if shares[dp_rank]}
-    incoming = await c.world.exchange(outgoing)
+    shares = [[mine[key] for key in flat(share) if key in mine] for share in plan]
+    first = groups[actor.dp_rank][0]
+    outgoing = {group[0]: share for group, share in zip(groups, shares, strict=True) if share}
+    senders = {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
+    incoming = await c.world.exchange(outgoing, senders)
+    if len(groups[0]) > 1:
+        share = [sample for parcel in incoming.values() for sample in parcel]
+        outgoing = dict.fromkeys(groups[actor.dp_rank], share) if c.world.rank == first else {}
+        incoming = await c.world.exchange(outgoing, {first})
     found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
     return [[[found[key] for key in micro] for micro in mini_batch] for mini_batch in plan[actor.dp_rank]]
 
@@ -145,9 +159,10 @@ async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Give every sample its advantages (collective). Returns the metrics of the constraint, if there is one.
 
-    They need the rewards of whole groups, whose answers may be trained on elsewhere: those are gathered.
+    Scores need the rewards of whole groups, whose answers may be trained on elsewhere now. Where `exchange`
+    couldn't work them out before they moved, those are gathered.
     """
-    samples = flat(mini_batches)
+    samples, metrics = flat(mini_batches), {}
     for reference in c.references:
         await c.placement.give_device_to(c.placement.actor)
         await c.world.run(reference.compute_ref_logprobs, mini_batches)
@@ -155,10 +170,12 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
         await c.placement.give_device_to(critic)
         await c.world.run(critic.compute_values, mini_batches)
     mine = samples if c.placement.actor.is_head else []  # others of its model-parallel group hold the same
-    parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
-    metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
+    if c.algorithm.gathers_signals:
+        parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
+        metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
+        algorithms.set_scores(samples, parts, c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
-    algorithms.set_advantages(samples, parts, c.algorithm, multiplier)
+    algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
         algorithms.whiten(samples, await c.world.gather(moments))
@@ -168,9 +185,8 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
 async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
     """Take the split that should serve the next step fastest (collective). Returns metrics."""
     placement, config = c.placement, c.config
-    gathered = await c.world.gather((stats, placement.restarts))
-    parts, restarts = zip(*gathered, strict=True)
-    c.state.history = [*c.state.history, StepStats.total(parts)][-HISTORY:]
+    restarts = await c.world.reduce(placement.restarts, sum)
+    c.state.history = [*c.state.history, await c.world.reduce(stats, StepStats.total)][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
     steps_left = config.steps - c.state.step - 1
@@ -184,7 +200,7 @@ async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
         "split/predicted_s": decision.predicted_s,
         "split/moved": float(moves),
         "split/reason": decision.reason,
-        "faults/engine_restarts": float(sum(restarts)),
+        "faults/engine_restarts": float(restarts),
     }
 
 

@@ -101,15 +101,16 @@ class Shuffled(Generic[Row]):
         order = _shuffled(len(rows), f"held out {seed}")
         aside = min(held_out, len(rows) // 10)
         self.held_out = [rows[i] for i in order[:aside]]
-        self.rows = [rows[i] for i in sorted(order[aside:])]  # the others
+        self._rows, self._others = rows, sorted(order[aside:])
+        self.count = len(self._others)  # of an epoch
         self._name, self._orders = f"{name} {seed}", {}
 
     def training(self, number: int) -> Row:
-        epoch, position = divmod(number, len(self.rows))
+        epoch, position = divmod(number, self.count)
         if epoch not in self._orders:
-            self._orders[epoch] = _shuffled(len(self.rows), f"{self._name} {epoch}")
+            self._orders[epoch] = _shuffled(self.count, f"{self._name} {epoch}")
             self._orders.pop(epoch - 2, None)  # a requeued prompt may be of the epoch before
-        return self.rows[self._orders[epoch][position]]
+        return self._rows[self._others[self._orders[epoch][position]]]
 
 
 def _shuffled(count: int, seed: str) -> list[int]:
@@ -118,25 +119,66 @@ def _shuffled(count: int, seed: str) -> list[int]:
     return order
 
 
-def read_prompts(path: Path, encode: Callable[[Text], list[int]], max_tokens: int) -> list[Prompt]:
-    """Of rows with `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`.
+class PromptFile(Sequence[Prompt]):
+    """The prompts of a file, each encoded when it is drawn: the tokens of all could fill the memory.
 
-    max_tokens: what the context leaves. ValueError with file and line for a row that can't be used.
+    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`.
     """
-    prompts = []
-    for line, row in read_rows(path):
-        prompt, answer = row.get("messages") or row.get("prompt"), row.get("answer")
-        if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
-            turns = "a list of {role, content}, both text"
-            raise ValueError(f"{path}:{line}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
-        tokens = encode(prompt)
-        if len(tokens) > max_tokens:
-            room = f"--max-model-len less --max-new-tokens leaves room for {max_tokens}"
-            raise ValueError(f"{path}:{line}: the prompt has {len(tokens)} tokens, but {room}")
+
+    def __init__(
+        self, path: Path, encode: Callable[[Text], list[int]], max_tokens: int, skip_long: bool = False,
+        say: Callable[[str], None] = print,
+    ):  # fmt: skip
+        """max_tokens: what the context leaves. skip_long: leave out longer prompts, and say how many.
+
+        ValueError with file and line for a row that can't be used, or is longer.
+        """
+        self._path, self._encode, self._max_tokens = path, encode, max_tokens
+        self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
+        rows = [(line, prompt_of(row, f"{path}:{line}"), row.get("answer")) for line, row in read_rows(path)]
+        longer = {line: size for line, prompt, _ in rows if (size := self._most_tokens(prompt)) > max_tokens}
+        if longer and not skip_long:
+            raise self._too_long(*min(longer.items()))
+        self._rows = [row for row in rows if row[0] not in longer]
+        if not self._rows:
+            raise ValueError(f"--data {path}: no prompt has at most {max_tokens} tokens")
+        if longer:
+            say(f"--skip-long: {len(longer)} of {len(rows)} prompts in {path} have over {max_tokens} tokens")
+
+    def _most_tokens(self, prompt: Text) -> int:
+        """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
+        roles = () if isinstance(prompt, str) else tuple(turn["role"] for turn in prompt)
+        if roles not in self._added:
+            turns = [{"role": role, "content": "x"} for role in roles]
+            self._added[roles] = len(self._encode(turns or "x"))
+        most = len(repr(prompt).encode()) + self._added[roles]
+        return most if most <= self._max_tokens else len(self._encode(prompt))
+
+    def _too_long(self, line: int, tokens: int) -> ValueError:
+        room = f"--max-model-len less --max-new-tokens leaves room for {self._max_tokens}"
+        problem = f"the prompt has {tokens} tokens, but {room}; --skip-long leaves it out"
+        return ValueError(f"{self._path}:{line}: {problem}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Prompt:
+        line, prompt, answer = self._rows[number]
+        tokens = self._encode(prompt)
+        if len(tokens) > self._max_tokens:  # a template of which `_most_tokens` thought too little
+            raise self._too_long(line, len(tokens))
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
-        prompts.append(Prompt(tokens, question, None if answer is None else str(answer).strip()))
-    return prompts
+        return Prompt(tokens, question, None if answer is None else str(answer).strip())
+
+
+def prompt_of(row: dict, where: str) -> Text:
+    """Of a row of `PromptFile`. ValueError that says `where` if it has none."""
+    prompt = row.get("messages") or row.get("prompt")
+    if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
+        turns = "a list of {role, content}, both text"
+        raise ValueError(f"{where}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
+    return prompt
 
 
 def read_rows(path: Path) -> list[tuple[int, dict]]:

@@ -198,14 +198,12 @@ class Judge:
         return text, self.format.verdict(text, reply)
 
 
-def check_judges(config: Config, counts: list[tuple[list[int], list[int]]]) -> None:
+def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:
     """Raises ValueError once a judge failed on MAX_JUDGE_FAILURES answers and never gave a verdict.
 
-    counts: `Rewards.counts()` of every controller.
+    counts: as of `Rewards.counts()`, of all controllers together.
     """
-    for number, model in enumerate(config.judge_models):
-        failures = sum(failed[number] for failed, _ in counts)
-        verdicts = sum(parsed[number] for _, parsed in counts)
+    for model, failures, verdicts in zip(config.judge_models, *counts, strict=True):
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
             raise ValueError(
                 f"the judge {model}: none of the first {failures} answers got a verdict: they don't fit "

@@ -1,8 +1,8 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
 A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While
-they serve, controllers meet in one small gather at a time: which groups finished, and with what. Every
-decision, to draw more, to stop, to cut off the rest, is a pure function of what was gathered, so that all
+they serve, controllers meet in one small reduction at a time: which groups finished, and with what. Every
+decision, to draw more, to stop, to cut off the rest, is a pure function of what came of it, so that all
 controllers take the same one.
 """
 
@@ -273,19 +273,24 @@ def partition(step: RolloutStep) -> None:
 
 
 class Meeting(NamedTuple):
-    """What every controller brought, by rank, and the signal that asked one of them to stop, else 0."""
+    """What the controllers told together, and the signal that asked one of them to stop, else 0."""
 
-    facts: list[Any]
-    rollout: list[EngineStatus]
-    genrm: list[EngineStatus]
+    facts: Any
+    rollout: EngineStatus
+    genrm: EngineStatus
     stop: int
 
 
-async def sync_controllers(c: Controller, facts: Any) -> Meeting:
+async def sync_controllers(c: Controller, facts: Any, total: Callable[[list], Any] = sum) -> Meeting:
     """All tell each other their facts, how their engines are, whether to stop (collective); `follow` acts."""
+
+    def total_of(parts: list[Meeting]) -> Meeting:
+        facts, rollout, genrm, asked = zip(*parts, strict=True)
+        statuses = EngineStatus.total(rollout), EngineStatus.total(genrm)
+        return Meeting(total(facts), *statuses, max(asked))
+
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
-    facts, rollout, genrm, asked = zip(*await c.world.gather((facts, *statuses, c.stop.asked)), strict=True)
-    return Meeting(list(facts), list(rollout), list(genrm), max(asked))
+    return await c.world.reduce(Meeting(facts, *statuses, c.stop.asked), total_of)
 
 
 def follow(c: Controller, meeting: Meeting) -> None:
@@ -296,8 +301,8 @@ def follow(c: Controller, meeting: Meeting) -> None:
     c.stopping = max(c.stopping, meeting.stop)
     if c.stopping:
         return  # all is cut off, and saved, whoever is left
-    for pool, statuses in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
-        for line in pool.apply_status(statuses):
+    for pool, status in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
+        for line in pool.apply_status(status):
             c.report.note(line)
 
 
@@ -307,13 +312,19 @@ async def gather_finished_groups(step: RolloutStep) -> None:
     ended = step.groups.keys() - step.tasks.running.keys() - sampler.informative.keys()
     mine = {p: step.keeps(step.groups[p]) for p in sorted(ended) if is_generated(step.groups[p])}
     num_generated = sum(map(is_generated, step.groups.values()))
-    meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts()))
+    meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts()), total_of_groups)
     follow(c, meeting)
-    finished, nums_generated, counts = zip(*meeting.facts, strict=True)
-    sampler.num_generated = sum(nums_generated)
-    for groups in finished:
-        sampler.record(groups)
+    finished, sampler.num_generated, counts = meeting.facts
+    sampler.record(finished)
     genrm.check_judges(c.config, counts)
+
+
+def total_of_groups(parts: list[tuple]) -> tuple:
+    """Of what several controllers tell in `gather_finished_groups`."""
+    finished, generated, counts = zip(*parts, strict=True)
+    union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
+    sums = ([sum(column) for column in zip(*rows, strict=True)] for rows in zip(*counts, strict=True))
+    return union, sum(generated), tuple(sums)
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:
@@ -321,7 +332,7 @@ async def wait_for_all(c: Controller, tasks: Tasks) -> None:
     while True:
         meeting = await sync_controllers(c, len(tasks.running))
         follow(c, meeting)
-        if not any(meeting.facts) or c.stopping:
+        if not meeting.facts or c.stopping:
             return
         await tasks.poll()
 
@@ -336,7 +347,7 @@ async def wait_for_enough(step: RolloutStep) -> None:
     while generated < wanted and not c.stopping:
         meeting = await sync_controllers(c, await step.tasks.poll())
         follow(c, meeting)
-        generated += sum(meeting.facts)
+        generated += meeting.facts
     await cut_off(c, step.tasks)
 
 
@@ -344,7 +355,7 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     """No new requests; abort what is generated and judged, and wait until it has come back (collective)."""
     tasks.closed = True
     await c.rewards.cancel()
-    while any(await c.world.gather(len(tasks.running))):
+    while await c.world.reduce(len(tasks.running), sum):
         await asyncio.gather(c.placement.rollout.abort(), c.placement.genrm.abort())
         await tasks.poll()  # a request that was on its way then is aborted in the next round
     tasks.closed = False

@@ -18,7 +18,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -162,7 +162,7 @@ async def build(
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     config = await with_models(config, world, progress)
-    decode, texts, inputs = await world.run(load_inputs, config)
+    decode, texts, inputs = await world.run(load_inputs, config, progress.line)
     await fleet.end_stale(progress.line)
     point = await prepare_out(config, world, progress.line)
     progress.doing("starting engines")
@@ -204,7 +204,7 @@ async def with_models(config: Config, world: World, progress: Progress) -> Confi
     return dataclasses.replace(config, model=str(model), judge=(str(judge),) * (config.command == "rl"))
 
 
-def load_inputs(config: Config) -> tuple:
+def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     """(decode, texts of the pretraining term, fields of Controller by name): what is read before a start."""
     from training import model, ptx
 
@@ -215,7 +215,8 @@ def load_inputs(config: Config) -> tuple:
     decode, source = partial(data.decode, tokenizer), Addition(config.seed, partial(data.encode, tokenizer))
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
-        rows = data.read_prompts(Path(config.data), partial(data.encode, tokenizer), room)
+        encode, path = partial(data.encode, tokenizer), Path(config.data)
+        rows = data.PromptFile(path, encode, room, config.skip_long, say)
         source = data.Shuffled(rows, config.seed, config.eval_prompts)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
     group = config.answers_per_prompt, config.continues_answers, algorithm.greedy

@@ -33,6 +33,7 @@ class Sample:
     reward: float | None = None
     cost: float | None = None
     baseline: float = 0.0  # taken off the reward; by algorithms.py
+    scores: dict[str, float] = field(default_factory=dict)  # of its signals in its group; by algorithms.py
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
     policy_logprobs: list[float] | None = None  # the trainer's, under the weights at the start of the step

@@ -19,9 +19,9 @@ Columns, of the busiest controller and, but for the first, a step:
     dealt     MB of samples that it gives to ranks, those to itself among them
     sent      MB of them that leave
     received  MB of samples that come in
-    gathers   all-gathers, most of them meetings while serving; a run meets more often, every 0.05 s
-    facts     kB of lengths, prompt numbers and sizes that it puts into them, all gathers of a step together
-    heard     kB that all the others put there, which it receives: grows with the ranks
+    gathers   gathers and reductions, some of them meetings while serving; in a run, every 0.05 s
+    facts     kB of lengths, prompt numbers and rewards that it puts into them, all of a step together
+    heard     kB that it receives of them from others: grows with the ranks
     CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without the deal
     deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the simulation once,
               and shares the result.
@@ -40,6 +40,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from unittest import mock
@@ -49,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import fakes
 
+import algorithms
 import controller
 import rollout
 from data import Prompts, Source
@@ -69,9 +71,12 @@ MEETING_INTERVAL_S = 1.0  # on the virtual clock, on which an answer takes up to
 
 async def central_exchange(samples: list[Sample], c: controller.Controller) -> controller.MiniBatches:
     """What controller.exchange does (collective), by way of rank 0, which holds the whole batch."""
-    members = await c.world.gather(c.placement.actor.dp_rank)
-    batch = await c.world.exchange({0: samples})
-    incoming = await c.world.exchange(shares_of(batch, members, c) if c.world.rank == 0 else {})
+    algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
+    facts = await c.world.gather((c.placement.actor.dp_rank, bool(samples)))
+    senders = [rank for rank, (_, has_some) in enumerate(facts) if has_some]
+    batch = await c.world.exchange({0: samples} if samples else {}, () if c.world.rank else senders)
+    members = [dp_rank for dp_rank, _ in facts]
+    incoming = await c.world.exchange(shares_of(batch, members, c) if c.world.rank == 0 else {}, {0})
     return incoming[0]
 
 
@@ -127,6 +132,7 @@ class Tally:
     sent: int = 0
     received: int = 0
     facts: int = 0
+    heard: int = 0
     gathers: int = 0  # meetings
 
     def hold(self, samples: list[Sample]) -> None:
@@ -147,22 +153,32 @@ class CountingWorld(fakes.FakeWorld):
         super().__init__(rank, size, meetings)
         self.tally = Tally()
 
-    async def gather(self, value):
-        self.tally.facts += len(pickle.dumps(value))
+    def _tell(self, value):
+        size = len(pickle.dumps(value))
+        self.tally.facts += size
         self.tally.gathers += 1
-        return await super().gather(value)
+        return size
+
+    async def gather(self, value):
+        sizes, values = zip(*await super().gather((self._tell(value), value)), strict=True)
+        self.tally.heard += sum(sizes) - sizes[self.rank]
+        return list(values)
+
+    async def reduce(self, value, total):
+        self._tell(value)
+        heard, result = await self._meet(value, partial(reduced, total))
+        self.tally.heard += heard[self.rank]
+        return pickle.loads(result)
 
     async def barrier(self):
         await super().gather(None)  # no facts
 
-    async def exchange(self, outgoing):
+    async def exchange(self, outgoing, senders):
         pickled = {rank: pickle.dumps(parcel) for rank, parcel in outgoing.items()}
         sizes = {rank: size_of(pickled[rank], samples_in(parcel)) for rank, parcel in outgoing.items()}
         self.tally.dealt += sum(sizes.values())
         self.tally.sent += sum(size for rank, size in sizes.items() if rank != self.rank)
-        await self.gather(
-            {rank: len(parcel) for rank, parcel in pickled.items() if rank != self.rank}
-        )  # as in world.World
+        self.tally.heard += 8 * len({*senders} - {self.rank})  # as in world.World, the size of each parcel
         everyones = await super().gather(pickled)
         incoming = {
             rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels
@@ -178,6 +194,18 @@ class CountingWorld(fakes.FakeWorld):
         self.tally.received += size_of(pickled, samples)
         self.tally.hold(samples)
         return parcel
+
+
+def reduced(total, values: list) -> tuple[list[int], bytes]:
+    """What World.reduce has each rank hear, in bytes, and what all have in the end."""
+    heard, distance = [0] * len(values), 1
+    while distance < len(values):
+        for rank in range(0, len(values) - distance, 2 * distance):
+            heard[rank] += len(pickle.dumps(values[rank + distance]))
+            values[rank] = total([values[rank], values[rank + distance]])
+        distance *= 2
+    result = pickle.dumps(values[0])
+    return [size + len(result) * (rank > 0) for rank, size in enumerate(heard)], result
 
 
 class CountedPrompts(Prompts):
@@ -220,7 +248,7 @@ class Figures:
             max(tally.received for tally in self.tallies),
             max(tally.facts for tally in self.tallies),
         )
-        heard = sum(tally.facts for tally in self.tallies) - min(tally.facts for tally in self.tallies)
+        heard = max(tally.heard for tally in self.tallies)
         gathers = max(tally.gathers for tally in self.tallies) / self.steps
         mb, kb = 1e6 * self.steps, 1e3 * self.steps
         return (

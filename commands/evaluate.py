@@ -34,7 +34,7 @@ def read_problems(config: Config, encode: partial) -> list[data.Prompt]:
     if not config.data:
         return Addition(config.seed, encode).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.read_prompts(Path(config.data), encode, longest)
+    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise ValueError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems

@@ -98,7 +98,7 @@ class Examples:
 
     def __init__(self, rows: list[Example], seed: int, held_out: int):
         self._rows, self._order = rows, data.Shuffled(range(len(rows)), seed, held_out)
-        self.held_out, self.count = [rows[i] for i in sorted(self._order.held_out)], len(self._order.rows)
+        self.held_out, self.count = [rows[i] for i in sorted(self._order.held_out)], self._order.count
 
     def batch(self, step: int, size: int) -> list[Example]:
         """The examples of a step: the same on every rank."""

@@ -44,7 +44,7 @@ class Replay:
 
     async def collect(self, c: Controller) -> RolloutBatch:
         """This controller's share of a step: whole groups (collective). ValueError if there is none."""
-        follow(c, await sync_controllers(c, None))
+        follow(c, await sync_controllers(c, 0))
         left, actor = c.config.steps - c.state.step, c.placement.actor
         if len(self._steps) < left:
             held = f"--replay {self._path} holds {len(self._steps)} steps"

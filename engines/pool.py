@@ -26,11 +26,17 @@ WAIT_S = 0.05  # between two looks for an engine that is up
 
 
 class EngineStatus(NamedTuple):
-    """What one controller tells the others of a role, in each of their meetings."""
+    """What one controller tells the others of a role, in each of their meetings; `total`: what all tell."""
 
-    outstanding: dict[int, int]  # tokens that it awaits from the engine of each rank
-    parts: dict[int, int]  # of answers, that came from it so far
-    trouble: str = ""  # how this controller's own engine was lost, if it was
+    outstanding: Counter[int]  # tokens that it awaits from the engine of each rank
+    parts: Counter[int]  # of answers, that came from it since the meeting before
+    trouble: dict[int, str]  # how the controller's own engine was lost, if it was, by rank
+
+    @staticmethod
+    def total(statuses: list[EngineStatus]) -> EngineStatus:
+        outstanding, parts, troubles = zip(*statuses, strict=True)
+        trouble = {rank: text for each in troubles for rank, text in each.items()}
+        return EngineStatus(sum(outstanding, Counter()), sum(parts, Counter()), trouble)
 
 
 class Pool:
@@ -48,8 +54,9 @@ class Pool:
         self.awake = False  # an engine sleeps once it is ready
         self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits
         self._elsewhere: Counter[int] = Counter()  # the same of all others, when they last met
-        self._parts: Counter[int] = Counter()  # rank -> parts of answers that came from its engine
-        self._parts_elsewhere: Counter[int] = Counter()
+        self._parts: Counter[int] = Counter()  # rank -> parts of answers that came from its engine to anybody
+        self._told = EngineStatus(Counter(), Counter(), {})  # in the newest meeting
+        self._new_parts: Counter[int] = Counter()  # came here since
         self._deprioritized: set[int] = set()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
         self._trouble = ""  # how this rank's engine was lost
@@ -148,16 +155,16 @@ class Pool:
         coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
         try:
             while not coming.done():
-                before = self._parts[engine.rank] + self._parts_elsewhere[engine.rank]
+                before = self._parts[engine.rank]
                 await asyncio.wait([coming], timeout=self.config.stalled_s)
-                now = self._parts[engine.rank] + self._parts_elsewhere[engine.rank]
-                if not coming.done() and now == before:
+                if not coming.done() and self._parts[engine.rank] == before:
                     raise TimeoutError(f"wrote nothing for {self.config.stalled_s:g} s")
         finally:
             if not coming.done():
                 coming.cancel()
                 await asyncio.wait([coming])  # a generator that still runs can't be closed
         self._parts[engine.rank] += 1
+        self._new_parts[engine.rank] += 1
         return coming.result()
 
     def _note(self, answer: Answer, prompt_tokens: int) -> Answer:
@@ -174,20 +181,21 @@ class Pool:
         return RequestStats.of((request[1:] for request in requests), wakes, stalls)
 
     def status(self) -> EngineStatus:
-        """What this controller has to tell the others."""
+        """What this controller has to tell the others, in a meeting that `apply_status` ends."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
-        return EngineStatus(dict(+self._outstanding), dict(self._parts), self._trouble)
+        trouble = {self.world.rank: self._trouble} if self._trouble else {}
+        self._told = EngineStatus(+self._outstanding, self._new_parts, trouble)
+        self._new_parts = Counter()
+        return self._told
 
-    def apply_status(self, statuses: list[EngineStatus]) -> list[str]:
-        """Act on all ranks' statuses; a line on each new loss. ValueError if a model has no engine left."""
-        self._elsewhere, self._parts_elsewhere, known = Counter(), Counter(), self._lost
-        for rank, status in enumerate(statuses):
-            if rank != self.world.rank:
-                self._elsewhere.update(status.outstanding)
-                self._parts_elsewhere.update(status.parts)
-        down = [engine for engine in self.engines if statuses[engine.rank].trouble]
-        self._lost = {engine.rank: f"the {engine.name} {statuses[engine.rank].trouble}" for engine in down}
+    def apply_status(self, status: EngineStatus) -> list[str]:
+        """Act on all controllers' total; a line on each new loss. ValueError: a model has no engine left."""
+        known = self._lost
+        self._elsewhere = status.outstanding - self._told.outstanding
+        self._parts += status.parts - self._told.parts
+        down = [engine for engine in self.engines if engine.rank in status.trouble]
+        self._lost = {engine.rank: f"the {engine.name} {status.trouble[engine.rank]}" for engine in down}
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
             raise ValueError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")

@@ -1,6 +1,6 @@
 """What a step came to, as numbers and texts.
 
-Controllers gather small facts; every rank works out the same metrics; rank 0 writes them. Files under --out:
+Controllers tell rank 0 small facts, which works out the metrics and writes them. Files under --out:
 metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.json and timeline.png.
 """
 
@@ -87,19 +87,20 @@ class Report:
     ) -> None:  # fmt: skip
         """Gather the step's facts, work out its metrics and write them (collective).
 
-        samples: those that this rank trained on; stats: further metrics, the same on every rank.
+        samples: those that this rank trained on; stats: further metrics.
         """
         facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
-        metrics = summarize(await self.world.gather(facts))
-        metrics |= serving_metrics(c.state.history[-1], self.config) | stats
+        gathered = await self.world.gather_on_0(facts)
+        if not self._writer:
+            return
+        metrics = summarize(gathered) | serving_metrics(c.state.history[-1], self.config) | stats
         metrics |= {
             "rollout/groups_per_kept": c.state.groups_per_kept,
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
         }
-        if self._writer:
-            self._write_samples(step, batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP])
-            self._writer.write(step, metrics | self._evaluated)
+        self._write_samples(step, batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP])
+        self._writer.write(step, metrics | self._evaluated)
         self._evaluated, self._ended = {}, now
         self.progress.step(step, metrics)
         if batch.missing_groups:

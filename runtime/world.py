@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
 
@@ -50,6 +53,33 @@ class World:
         await self.run(self._meet, lambda: self._dist.all_gather_object(values, value, group=self._group))
         return values
 
+    async def gather_on_0(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank, on rank 0; nothing on the others (collective)."""
+        values = [None] * self.size if self.rank == 0 else None
+        await self.run(self._meet, lambda: self._dist.gather_object(value, values, dst=0, group=self._group))
+        return values or []
+
+    async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
+        """`total` of every rank's `value`, on every rank (collective). Nobody hears more than a few values.
+
+        Neighbours tell each other what theirs come to, then pairs of neighbours, and so on: `total` must
+        take its own results. Who waits hears as many as the size has binary digits.
+        """
+        return await self.run(self._meet, self._reduce, value, total)
+
+    def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
+        dist, box, distance = self._dist, [None], 1
+        while distance < self.size and self.rank % (2 * distance) == 0:
+            if self.rank + distance < self.size:
+                dist.recv_object_list(box, src=self.rank + distance, group=self._group)
+                value = total([value, box[0]])
+            distance *= 2
+        box = [value]
+        if self.rank:
+            dist.send_object_list(box, dst=self.rank - distance, group=self._group)
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
     async def broadcast(self, value: Any) -> Any:
         """The value of rank 0, on every rank (collective)."""
         box = [value]
@@ -60,31 +90,37 @@ class World:
         """Returns once every rank has called it (collective)."""
         await self.run(self._meet, lambda: self._dist.barrier(group=self._group))
 
-    async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
-        """`outgoing[r]` goes to rank r; returns what came, by sender (collective). Only ranks can connect."""
-        payloads = {rank: pickle.dumps(value) for rank, value in outgoing.items() if rank != self.rank}
-        sizes = await self.gather({rank: len(payload) for rank, payload in payloads.items()})
-        incoming = {sender: sent[self.rank] for sender, sent in enumerate(sizes) if self.rank in sent}
-        received = await self.run(self._send_and_receive, payloads, incoming)
-        if self.rank in outgoing:
-            received[self.rank] = outgoing[self.rank]
-        return received
+    async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
+        """`outgoing[r]` goes to rank r; returns what came, by sender (collective). Only ranks can connect.
 
-    def _send_and_receive(self, payloads: dict[int, bytes], incoming: dict[int, int]) -> dict[int, Any]:
-        torch, dist = self._torch, self._dist
-        buffers = {sender: torch.empty(size, dtype=torch.uint8) for sender, size in incoming.items()}
-        requests = [dist.irecv(buffer, src=sender, group=self._group) for sender, buffer in buffers.items()]
-        for rank, payload in payloads.items():
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            requests.append(dist.isend(buffer, dst=rank, group=self._group))
-        for request in requests:
-            request.wait()
+        senders: exactly those that send something here, maybe this rank. One object is pickled once.
+        """
+        pickled = {id(value): bytearray(pickle.dumps(value)) for value in outgoing.values()}
+        payloads = {rank: pickled[id(value)] for rank, value in outgoing.items() if rank != self.rank}
+        others = set(senders) - {self.rank}
+        received = await self.run(self._meet, self._send_and_receive, payloads, others)
+        return received | {rank: value for rank, value in outgoing.items() if rank == self.rank}
+
+    def _send_and_receive(self, payloads: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
+        torch = self._torch
+        sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
+        self._transfer({rank: torch.tensor([len(payload)]) for rank, payload in payloads.items()}, sizes)
+        buffers = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
+        outgoing = {rank: torch.frombuffer(data, dtype=torch.uint8) for rank, data in payloads.items()}
+        self._transfer(outgoing, buffers)
         return {sender: pickle.loads(buffer.numpy().tobytes()) for sender, buffer in buffers.items()}
 
-    def _meet(self, collective: Callable[[], Any]) -> None:
+    def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        dist, group = self._dist, self._group
+        requests = [dist.irecv(tensor, src=sender, group=group) for sender, tensor in incoming.items()]
+        requests += [dist.isend(tensor, dst=rank, group=group) for rank, tensor in outgoing.items()]
+        for request in requests:
+            request.wait()
+
+    def _meet(self, collective: Callable, *args: Any) -> Any:
         self._arrivals += 1
         self._write_note()
-        collective()
+        return collective(*args)
 
     def doing(self, phase: str) -> None:
         """Note what this rank is doing now, for the others, if it should hang. Not collective."""
@@ -137,6 +173,5 @@ async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
         await work
     except ValueError as caught:
         error = str(caught)
-    errors = [error for error in await world.gather(error) if error]
-    if errors:
-        raise ValueError(errors[0])
+    if error := await world.reduce(error, lambda errors: next(filter(None, errors), "")):
+        raise ValueError(error)

@@ -38,22 +38,33 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
 
     Their number is a multiple of `multiple`, less than twice the fewest possible plus `multiple`, and near
     the fewest where sequences are short. Each number is tried by `karmarkar_karp` and by `spread`, which gets
-    along with a few long sequences among many short ones; of what fits, the more even is taken. Within a
-    micro-batch the longest come first, because attention takes neighbours of equal length together.
-    ValueError if a sequence alone is over the budget.
+    along with a few long sequences among many short ones; of what fits, the more even is taken. Tries go
+    up twice as far each time, then halve the gap below. Within a micro-batch the longest come first, because
+    attention takes neighbours of equal length together. ValueError if a sequence alone is over the budget.
     """
     check_budget(lengths, budget)
 
     def largest(values: list[int], micro_batches: list[list[int]]) -> int:
         return max(sum(values[sample] for sample in chosen) for chosen in micro_batches)
 
-    fewest = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths), 1)
-    count, fitting = round_up(fewest, multiple), []
-    while not fitting:  # it ends: with as many micro-batches as sequences, each has one
+    def fitting(count: int) -> list[list[list[int]]]:
         tried = (karmarkar_karp(costs, count), spread(lengths, costs, budget, count))
-        fitting = [micro_batches for micro_batches in tried if largest(lengths, micro_batches) <= budget]
-        count += multiple
-    best = min(fitting, key=lambda micro_batches: largest(costs, micro_batches))
+        return [packed for packed in tried if packed and largest(lengths, packed) <= budget]
+
+    fewest = max(-(-sum(lengths) // budget), 1)
+    for most in range(1, 5):  # sequences over budget / (most + 1) that one micro-batch can take
+        fewest = max(fewest, -(-sum((most + 1) * length > budget for length in lengths) // most))
+    first = count = round_up(fewest, multiple)
+    too_few = first - multiple
+    while not (found := fitting(count)):  # it ends: in twice the fewest `spread` finds room for all
+        too_few, count = count, first + max(multiple, 2 * (count - first))
+    while count - too_few > multiple:
+        middle = too_few + round_up((count - too_few) // 2, multiple)
+        if fits := fitting(middle):
+            found, count = fits, middle
+        else:
+            too_few = middle
+    best = min(found, key=lambda packed: largest(costs, packed))
     return [sorted(chosen, key=lambda sample: -lengths[sample]) for chosen in best]
 
 
@@ -81,14 +92,24 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
 def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
     """Pack sequences into `count` micro-batches: longest first, each where there is room and least work.
 
-    Graham's longest-processing-time rule (1969) under a budget. What finds no room goes over the budget.
+    Graham's longest-processing-time rule (1969) under a budget. Empty if a sequence finds no room.
     """
     micro_batches, room, work = [[] for _ in range(count)], [budget] * count, [0] * count
+    by_work, full = [(0, number) for number in range(count)], []  # heaps; full: no room for this length
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        best = min(range(count), key=lambda number: (room[number] < lengths[sample], work[number]))
+        while full and -full[0][0] >= lengths[sample]:
+            _, number = heapq.heappop(full)
+            heapq.heappush(by_work, (work[number], number))
+        while by_work and room[by_work[0][1]] < lengths[sample]:
+            _, number = heapq.heappop(by_work)
+            heapq.heappush(full, (-room[number], number))
+        if not by_work:
+            return []
+        best = by_work[0][1]
         micro_batches[best].append(sample)
         room[best] -= lengths[sample]
         work[best] += costs[sample]
+        heapq.heapreplace(by_work, (work[best], best))
     return micro_batches
 
 

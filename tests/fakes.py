@@ -70,7 +70,8 @@ class FakeWorld:
         result = function(*args)
         return await result if asyncio.iscoroutine(result) else result
 
-    async def gather(self, value):
+    async def _meet(self, value, result_of):
+        """What every rank gets: `result_of` all ranks' values, by rank."""
         future, values = self._meetings.setdefault(
             self._calls, (asyncio.get_running_loop().create_future(), {})
         )
@@ -78,8 +79,26 @@ class FakeWorld:
         self._calls += 1
         values[self.rank] = value
         if len(values) == self.size:
-            future.set_result([values[rank] for rank in range(self.size)])
-        return list(await future)
+            future.set_result(result_of([values[rank] for rank in range(self.size)]))
+        return await future
+
+    async def gather(self, value):
+        return list(await self._meet(value, list))
+
+    async def gather_on_0(self, value):
+        values = await self.gather(value)
+        return values if self.rank == 0 else []
+
+    async def reduce(self, value, total):
+        """What a rank gets of it is a copy."""
+
+        def total_of_neighbours(values):
+            while len(values) > 1:
+                pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
+                values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            return pickle.dumps(values[0])
+
+        return pickle.loads(await self._meet(value, total_of_neighbours))
 
     async def broadcast(self, value, source=0):
         return (await self.gather(value))[source]
@@ -87,10 +106,11 @@ class FakeWorld:
     async def barrier(self):
         await self.gather(None)
 
-    async def exchange(self, outgoing):
+    async def exchange(self, outgoing, senders):
         """What goes to others is a copy."""
         sent = await self.gather(outgoing)
         incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+        assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
         return {
             sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel))
             for sender, parcel in incoming.items()

@@ -39,7 +39,8 @@ def check_whitened(samples, state, algorithm):
     parts = [algorithms.signals_of(together, algorithm)]
     algorithms.update_multiplier(state, parts, algorithm)
     multiplier = algorithms.lagrange_multiplier(state, algorithm)
-    algorithms.set_advantages(together, parts, algorithm, multiplier)
+    algorithms.set_scores(together, parts, algorithm)
+    algorithms.set_advantages(together, algorithm, multiplier)
     moments = algorithms.moments([a for sample in together for a in sample.advantages])
     algorithms.whiten(together, [moments])
     for sample in together:

@@ -33,6 +33,7 @@ from algorithms import (
     reward_to_go,
     set_advantages,
     set_baseline,
+    set_scores,
     signals_of,
     whiten,
 )
@@ -58,7 +59,8 @@ def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fiel
 
 def with_advantages(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
     """What the controllers do, on one rank."""
-    set_advantages(samples, [signals_of(samples, algorithm)], algorithm)
+    set_scores(samples, [signals_of(samples, algorithm)], algorithm)
+    set_advantages(samples, algorithm)
     if algorithm.whiten:
         whiten(samples, [moments([a for sample in samples for a in sample.advantages])])
     return samples
@@ -181,7 +183,8 @@ def test_grpo_s_advantages_have_the_bits_that_they_always_had():
         rng.shuffle(group)
         known = {trial: dict(enumerate(rewards))}
         assert signals_of(group, config) == {"reward": known}
-        set_advantages(group[:3], [{"reward": known}], config)
+        set_scores(group[:3], [{"reward": known}], config)
+        set_advantages(group[:3], config)
         for sample in group[:3]:
             assert sample.advantages == [(sample.reward - fmean(rewards)) / (pstdev(rewards) + 1e-4)] * len(
                 sample.response
@@ -317,7 +320,8 @@ def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, cha
         rng.choice(shares).append(sample)
     gathered = [signals_of(share, config) for share in shares]
     for share in shares:
-        set_advantages(share, gathered, config, LAMBDA)
+        set_scores(share, gathered, config)
+        set_advantages(share, config, LAMBDA)
     if ALGORITHMS[row].whiten:
         parts = [moments([a for sample in share for a in sample.advantages]) for share in shares]
         for share in shares:

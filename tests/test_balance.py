@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +152,46 @@ def test_a_few_long_sequences_among_many_short_ones():
     ]
 
 
+def linear_search(lengths: list[int], costs: list[int], budget: int, multiple: int) -> int:
+    """The first number of micro-batches, one multiple after the other, into which either way packs."""
+    for count in itertools.count(multiple, multiple):
+        tried = karmarkar_karp(costs, count), spread(lengths, costs, budget, count)
+        if any(packed and max(sums(lengths, packed)) <= budget for packed in tried):
+            return count
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), max_size=60), budget=st.integers(60, 120), multiple=st.integers(1, 8)
+)
+@settings(deadline=None)
+def test_few_micro_batches_are_found_without_trying_every_number(lengths, budget, multiple):
+    """A multiple less doesn't do, and what the first three tries find is found."""
+    costs = [cost(length) for length in lengths]
+    count = len(pack_evenly(lengths, costs, budget, multiple))
+    first = linear_search(lengths, costs, budget, multiple)
+    assert first <= count
+    if first <= max(-(-sum(lengths) // budget), 1) + 2 * multiple:
+        assert count == first
+    if count > multiple:
+        tried = karmarkar_karp(costs, count - multiple), spread(lengths, costs, budget, count - multiple)
+        assert all(not packed or max(sums(lengths, packed)) > budget for packed in tried)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=60), budget=st.integers(40, 80), count=st.integers(1, 60)
+)
+def test_spread(lengths, budget, count):
+    """Beside its rule as it reads, which looks at every micro-batch; none if one finds no room."""
+    costs, expected = [cost(length) for length in lengths], [[] for _ in range(count)]
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        open_ones = [chosen for chosen in expected if sums(lengths, [chosen])[0] + lengths[sample] <= budget]
+        if not open_ones:
+            expected = []
+            break
+        min(open_ones, key=lambda chosen: sum(costs[other] for other in chosen)).append(sample)
+    assert spread(lengths, costs, budget, count) == expected
+
+
 @given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90))
 def test_pack_deals_each_sequence_once_within_the_budget(lengths, budget):
     """One rank's own packing."""
@@ -210,6 +251,17 @@ def tail_workload(seed: int) -> dict:
     return tokens
 
 
+@pytest.mark.parametrize("shortest,longest", [(5000, 8000), (50, 8000)])
+def test_a_large_batch_is_planned_in_a_moment(shortest, longest):
+    """4,096 samples on 32 ranks take a tenth of a second of a CPU; the limit is for a slow one."""
+    rng = random.Random(0)
+    tokens = {(i // 8, i % 8): rng.randint(shortest, longest) for i in range(4096)}
+    start = time.process_time()
+    plan = plan_batch(tokens, cost, config(16_384), 32)
+    assert time.process_time() - start < 1.0
+    assert max_over_mean([sum(cost(tokens[key]) for key in flat(share)) for share in plan]) < 1.001
+
+
 def max_over_mean(loads: list[int]) -> float:
     return max(loads) / (sum(loads) / len(loads))
 
@@ -235,11 +287,15 @@ def test_a_long_tail_is_evened_out(dp_size, budget):
 
 
 class WatchedWorld(FakeWorld):
-    """Remembers what this rank sent."""
+    """Remembers what this rank sent, from one rank to another and then inside of its group."""
 
-    async def exchange(self, outgoing):
-        self.sent = outgoing
-        return await super().exchange(outgoing)
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.sent = []
+
+    async def exchange(self, outgoing, senders):
+        self.sent.append(outgoing)
+        return await super().exchange(outgoing, senders)
 
 
 def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
@@ -252,6 +308,7 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
         calls = []
         for samples, world, actor in zip(held, worlds, actors, strict=True):
             c = SimpleNamespace(config=config(100, 2), world=world, placement=SimpleNamespace(actor=actor))
+            c.algorithm = SimpleNamespace(gathers_signals=True)  # of samples that have no reward
             calls.append(controller.exchange(samples, c))
         return await asyncio.gather(*calls)
 
@@ -265,7 +322,10 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
 )
 @settings(deadline=None)
 def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
-    """By the plan, straight from who holds them, whoever that is; a model-parallel group gets the same."""
+    """By the plan, straight from who holds them, whoever that is; a model-parallel group gets the same.
+
+    A sample goes to one rank of the group, which passes it on.
+    """
     samples = [
         Sample(i // 4, i % 4, [1] * p, response=[2] * r, advantages=[0.5] * r)
         for i, (p, r) in enumerate(lengths)
@@ -279,8 +339,14 @@ def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
     for rank, mini_batches in enumerate(results):
         keys = [[[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches]
         assert keys == plan[rank // tp]
-        for parcel in (world.sent.get(rank, []) for world in worlds):
-            assert all((sample.prompt_id, sample.index) in flat(plan[rank // tp]) for sample in parcel)
+        parcels = [
+            parcel for world in worlds for sent in world.sent for to, parcel in sent.items() if to == rank
+        ]
+        assert all(sample.key in flat(plan[rank // tp]) for parcel in parcels for sample in parcel)
+    travelled = [s.key for world in worlds for parcel in world.sent[0].values() for s in parcel]
+    assert sorted(travelled) == sorted(tokens)
+    passed_on = [rank for rank, world in enumerate(worlds) for sent in world.sent[1:] if sent]
+    assert passed_on == ([] if tp == 1 else [0, 2])
 
 
 def test_one_sample_held_twice_is_refused():

@@ -29,7 +29,7 @@ def jsonl(path, rows):
 
 
 def prompt_file(path, seed=0, held_out=200, room=1000):
-    return data.Shuffled(data.read_prompts(path, characters, room), seed, held_out)
+    return data.Shuffled(data.PromptFile(path, characters, room), seed, held_out)
 
 
 class Numbers:
@@ -202,6 +202,54 @@ def test_a_bad_row_is_named(tmp_path, rows, line, message):
         prompt_file(path, room=20)
 
 
+class Counted:
+    """An encoder that remembers what it was asked for."""
+
+    def __init__(self, encode=characters):
+        self.asked, self._encode = [], encode
+
+    def __call__(self, prompt):
+        self.asked.append(prompt)
+        return self._encode(prompt)
+
+
+def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path):
+    """At the start only what may be too long, and a short text of each order of roles."""
+    rows = [{"prompt": f"row {i}"} for i in range(50)] + [{"prompt": "?" * 99}, ROWS[0]]
+    path, encode = jsonl(tmp_path / "rows.jsonl", rows), Counted()
+    prompts = data.PromptFile(path, encode, 100)
+    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
+    assert encode.asked == ["x", "?" * 99, turns]
+    source = data.Shuffled(prompts, 0, held_out=2)
+    encode.asked.clear()
+    drawn = [source.training(number) for number in (3, 4, 3)]
+    assert [text_of(prompt) for prompt in drawn] == encode.asked and drawn[0] == drawn[2]
+
+
+@pytest.mark.parametrize("room,left", [(20, 3), (21, 4), (5, 1)])
+def test_long_prompts_are_left_out_if_asked_for(tmp_path, room, left):
+    """In one line; the others keep their order, and their lines in errors."""
+    texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
+    prompts = data.PromptFile(path, characters, room, skip_long=True, say=said.append)
+    assert [text_of(prompt) for prompt in prompts] == [text for text in texts if len(text) <= room]
+    assert len(prompts) == left
+    line = f"--skip-long: {4 - left} of 4 prompts in {path} have over {room} tokens"
+    assert said == [line] * (left < 4)
+    with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
+        data.PromptFile(path, characters, 3, skip_long=True)
+
+
+def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path):
+    """One whose tokens are more than its bytes and those of its roles: file and line, then."""
+    encode = Counted(lambda prompt: characters(prompt) * (10 if "often" in prompt else 1))
+    path = jsonl(tmp_path / "rows.jsonl", [GOOD, {"prompt": "often"}])
+    prompts = data.PromptFile(path, encode, 20, skip_long=True)
+    assert text_of(prompts[0]) == "good"
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the prompt has 50 tokens, but .*--skip-long"):
+        prompts[1]
+
+
 @pytest.mark.parametrize(
     "name,content,message",
     [
@@ -264,12 +312,35 @@ def test_what_spells_out_a_special_token_in_a_chat_turn_is_text(chat_model, wher
     assert specials(tokenizer, response) == ["<|im_end|>"]
 
 
+TEXTS = st.lists(st.sampled_from([*"ab 7\n'\"\\é漢😀\u0958", "<|im_end|>", "the "]), min_size=1, max_size=12)
+TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.lists(st.one_of(TEXTS, TURNS), min_size=1, max_size=6), room=st.integers(4, 60))
+def test_which_prompts_are_too_long(chat_model, tmp_path_factory, rows, room):
+    """With a real template: as if each were encoded, which only the doubtful are."""
+    tokenizer = data.load_tokenizer(str(chat_model))
+    prompts = []
+    for row in rows:
+        is_text = isinstance(row[0], str)
+        turns = [] if is_text else [{"role": role, "content": "".join(parts)} for role, parts in row]
+        prompts.append("".join(row) if is_text else turns)
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    jsonl(path, [{"prompt": prompt} for prompt in [*prompts, "7"]])
+    found = data.PromptFile(
+        path, lambda prompt: data.encode(tokenizer, prompt), room, True, lambda line: None
+    )
+    encoded = [data.encode(tokenizer, prompt) for prompt in [*prompts, "7"]]
+    assert [prompt.tokens for prompt in found] == [tokens for tokens in encoded if len(tokens) <= room]
+
+
 def test_prompts_of_a_file_cannot_end_their_turn(chat_model, tmp_path):
     """Chat turns can't; a prompt of plain text stays as it is: it may have been rendered on purpose."""
     tokenizer = data.load_tokenizer(str(chat_model))
     rows = [{"messages": [CHAT[1] | {"content": SPELLED}]}, {"prompt": SPELLED}]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    chat, text = data.read_prompts(path, lambda prompt: data.encode(tokenizer, prompt), 1000)
+    chat, text = data.PromptFile(path, lambda prompt: data.encode(tokenizer, prompt), 1000)
     assert specials(tokenizer, chat.tokens) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert specials(tokenizer, text.tokens) == ["<|im_end|>", "<|im_start|>", "<|im_end|>"]
 

@@ -580,7 +580,7 @@ def test_each_judge_must_speak(monkeypatch, failed, parsed, named):
     """One that never gives a verdict stops the run, though the others do."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
     config = Config(model="m", judge=("A",), cost_judge=("B",), judge_format=("addition", "harm"))
-    counts = list(zip(failed, parsed, strict=True))
+    counts = [[sum(column) for column in zip(*rows, strict=True)] for rows in (failed, parsed)]
     if named is None:
         genrm.check_judges(config, counts)
     else:

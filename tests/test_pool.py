@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -48,17 +49,44 @@ def pool_of(*outstanding, rank=0, models=None):
 def test_route(outstanding, others, rank, asked):
     """By what this controller awaits, and the others when they last met."""
     pool = pool_of(*outstanding, rank=rank)
-    controllers = [{}] * 6
-    controllers[(rank + 1) % 6] = others
-    pool.apply_status([EngineStatus(outstanding, {}) for outstanding in controllers])
+    hear(pool, tells({}), tells(others), tells({}))
     assert pool.route().rank == asked
+
+
+def tells(outstanding, parts=(), trouble=()):
+    """What another controller tells."""
+    return EngineStatus(Counter(outstanding), Counter(parts), dict(trouble))
+
+
+def hear(pool, *others):
+    """A meeting with them."""
+    return pool.apply_status(EngineStatus.total([pool.status(), *others]))
 
 
 def test_its_own_tokens_are_not_counted_twice():
     """What this controller told the others is in its own count already."""
     pool = pool_of(4, 6, rank=1)
-    pool.apply_status([EngineStatus({0: 1}, {}), EngineStatus({0: 4, 1: 6}, {})])
+    hear(pool, tells({0: 1}))
     assert pool.route().rank == 0 and pool.status().outstanding == {0: 4, 1: 6}
+
+
+STATUSES = st.builds(
+    lambda outstanding, parts, lost: tells(outstanding, parts, {rank: f"died {rank}" for rank in lost}),
+    *[st.dictionaries(st.integers(0, 3), st.integers(1, 9))] * 2,
+    st.sets(st.integers(0, 2)),
+)
+
+
+@given(own=st.lists(st.integers(0, 9), min_size=4, max_size=4), others=st.lists(STATUSES, max_size=5))
+def test_a_meeting_tells_what_all_others_await(own, others):
+    """The total of totals is the total; of it the rest of all but this controller."""
+    pool = pool_of(*own)
+    half = len(others) // 2
+    parts = [EngineStatus.total(some) for some in (others[:half], others[half:]) if some]
+    hear(pool, *parts)
+    for rank in range(4):
+        assert pool._elsewhere[rank] == sum(status.outstanding[rank] for status in others)
+        assert pool._parts[rank] == sum(status.parts[rank] for status in others)
 
 
 ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans(), st.booleans())
@@ -238,9 +266,9 @@ def test_an_answer_that_queues_is_not_late_while_others_are_written(writes):
     engine = Queue(0, {1: 500, 2: 30}, interval=100)
 
     async def meet(pool):
-        for minute in range(20):
+        for _ in range(20):
             await asyncio.sleep(60)
-            pool.apply_status([pool.status(), EngineStatus({}, {0: minute if writes else 0})])
+            hear(pool, tells({}, {0: 1} if writes else {}))
 
     async def work(pool):
         meeting = asyncio.create_task(meet(pool))
@@ -343,32 +371,32 @@ def test_requests_wait_while_no_engine_of_the_model_is_up():
 # ---------------------------------------------------------------- engines that are lost
 
 
-def statuses_of(size, lost):
-    return [EngineStatus({}, {}, "died (signal 9)" if rank in lost else "") for rank in range(size)]
+def with_lost(*lost):
+    return tells({}, trouble={rank: "died (signal 9)" for rank in lost})
 
 
 def test_each_lost_engine_is_told_once():
     """Then it isn't asked any more."""
     pool = pool_of(0, 5, 5)
-    assert pool.apply_status(statuses_of(3, ())) == []
+    assert hear(pool, with_lost()) == []
     line = "the engine {} died (signal 9): others go on with its work"
-    assert pool.apply_status(statuses_of(3, (0,))) == [line.format(0)]
-    assert pool.apply_status(statuses_of(3, (0,))) == [] and pool.route().rank == 1
-    assert pool.apply_status(statuses_of(3, (0, 1))) == [line.format(1)] and pool.route().rank == 2
+    assert hear(pool, with_lost(0)) == [line.format(0)]
+    assert hear(pool, with_lost(0)) == [] and pool.route().rank == 1
+    assert hear(pool, with_lost(0), with_lost(1)) == [line.format(1)] and pool.route().rank == 2
 
 
 def test_an_engine_of_its_own_that_is_lost_is_asked_no_more():
     """Before the others hear of it, too."""
     pool = pool_of(0, 5)
     pool._trouble = "died"
-    assert pool.route().rank == 1 and pool.status() == EngineStatus({1: 5}, {}, "died")
+    assert pool.route().rank == 1 and pool.status() == tells({1: 5}, trouble={0: "died"})
 
 
 def test_sleep_forgets_what_others_awaited():
     """Or the first requests of a step would go other ways in a run that was resumed."""
 
     async def work(pool):
-        pool.apply_status([EngineStatus({0: 100}, {})] * 2)
+        hear(pool, tells({0: 100}))
         await pool.sleep()
         assert pool.route().rank == pool.world.rank
 
@@ -383,7 +411,7 @@ def test_a_role_or_judge_without_an_engine_ends_the_run(models, lost, dead):
     pool = pool_of(*[0] * len(models), models=models)
     troubles = "; ".join(f"the engine {rank} died (signal 9)" for rank in dead)
     with pytest.raises(ValueError, match=f"^no rollout engine is left to ask: {re.escape(troubles)}$"):
-        pool.apply_status(statuses_of(len(models), lost))
+        hear(pool, with_lost(*lost))
 
 
 def run_ranks(size, work):
@@ -411,7 +439,7 @@ async def meet(pool, times):
     lines = []
     for _ in range(times):
         await asyncio.sleep(0.05)
-        lines += pool.apply_status(await pool.world.gather(pool.status()))
+        lines += pool.apply_status(await pool.world.reduce(pool.status(), EngineStatus.total))
     return lines
 
 

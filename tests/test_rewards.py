@@ -19,6 +19,7 @@ from algorithms import (
     lagrange_multiplier,
     lagrangian,
     set_advantages,
+    set_scores,
     signals_of,
     update_multiplier,
 )
@@ -554,7 +555,8 @@ def test_the_kl_comes_off_once_whatever_lambda_is():
     algorithm = constraint(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
     for multiplier in (0.0, 1.0, 9.0):
         (sample,) = costly([0.5], policy_logprobs=[-1.0], reference_logprobs=[-3.0])
-        set_advantages([sample], [signals_of([sample], algorithm)], algorithm, multiplier)
+        set_scores([sample], [signals_of([sample], algorithm)], algorithm)
+        set_advantages([sample], algorithm, multiplier)
         assert sample.advantages == pytest.approx([-multiplier * 0.5 / (1 + multiplier) - 0.1 * 2.0])
         assert sample.returns == {"reward": pytest.approx([-0.2]), "cost": pytest.approx([0.7])}
 

@@ -15,20 +15,26 @@ from runtime.world import World
 
 
 def in_two_ranks(tmp_path, program, timeout_s, notes=False):
-    """Run `program(world)` in two forked ranks; returns what each printed, an exception's text at the end.
+    return in_ranks(tmp_path, program, timeout_s, notes)
+
+
+def in_ranks(tmp_path, program, timeout_s, notes=False, size=2):
+    """Run `program(world)` in forked ranks; returns what each printed, an exception's text at the end.
 
     notes: they note in a folder, as ranks of one machine do, not in the store.
     """
     pids, folder = [], tmp_path / "notes" if notes else None
     (tmp_path / "notes").mkdir()
-    for rank in (0, 1):
+    for rank in range(size):
         pid = os.fork()
         if pid == 0:
             sys.stdout = sys.stderr = (tmp_path / str(rank)).open("w")
             world.OTHERS_GIVE_UP_S = 0.5
             try:
                 store = f"file://{tmp_path}/store"
-                dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+                dist.init_process_group(
+                    "gloo", store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+                )
                 asyncio.run(program(World("cpu", timeout_s, folder)))
             except RuntimeError as error:
                 print(error)
@@ -39,21 +45,34 @@ def in_two_ranks(tmp_path, program, timeout_s, notes=False):
         pids.append(pid)
     for pid in pids:
         os.waitpid(pid, 0)
-    return [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
+    return [(tmp_path / str(rank)).read_text() for rank in range(size)]
 
 
 async def meet(world):
     print(await world.gather(world.rank * 10), await world.broadcast(f"from {world.rank}"))
-    print(await world.exchange({1 - world.rank: b"to the other", world.rank: b"to myself"}))
+    print(await world.reduce([world.rank], lambda parts: [rank for part in parts for rank in part]))
+    print(await world.gather_on_0(world.rank))
+    print(await world.exchange({1 - world.rank: b"to the other", world.rank: b"to myself"}, (0, 1)))
+    print(await world.exchange({1: b"passed on"} if world.rank == 0 else {}, (0,) * world.rank))
     await world.barrier()
 
 
 def test_collectives(tmp_path):
-    """Every rank hears everyone, in rank order; parcels go point to point."""
+    """Every rank hears everyone, in rank order, or rank 0 alone does; parcels go point to point."""
     assert in_two_ranks(tmp_path, meet, 30.0) == [
-        "[0, 10] from 0\n{1: b'to the other', 0: b'to myself'}\n",
-        "[0, 10] from 0\n{0: b'to the other', 1: b'to myself'}\n",
+        "[0, 10] from 0\n[0, 1]\n[0, 1]\n{1: b'to the other', 0: b'to myself'}\n{}\n",
+        "[0, 10] from 0\n[0, 1]\n[]\n{0: b'to the other', 1: b'to myself'}\n{0: b'passed on'}\n",
     ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_reduce_is_the_total_in_the_order_of_the_ranks(tmp_path, size):
+    """On every rank, whatever their number."""
+
+    async def total(world):
+        print(await world.reduce(f"{world.rank}", "".join))
+
+    assert in_ranks(tmp_path, total, 30.0, size=size) == ["01234567"[:size] + "\n"] * size
 
 
 async def one_hangs(world):
