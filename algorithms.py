@@ -229,8 +229,8 @@ ALGORITHMS = {
 }
 
 
-# An engine's numbers aren't the trainer's there: the ratio is to the trainer's own at the start of the step
-BFLOAT16 = dict(tis_cap=2.0)
+# in bfloat16 an engine's numbers aren't the trainer's: the ratio is to the trainer's own, at the step's start
+BY_DTYPE = {"float32": {}, "bfloat16": dict(tis_cap=2.0)}
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -238,8 +238,7 @@ def algorithm_of(config: Config) -> Algorithm:
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise ValueError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    by_dtype = BFLOAT16 if config.dtype == "bfloat16" else {}
-    algorithm = replace(ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **by_dtype)
+    algorithm = replace(ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **BY_DTYPE[config.dtype])
     defaults = {field.name: field.default for field in fields(Settings)}
     for setting, _, value in (text.partition("=") for text in given):
         try:
@@ -291,10 +290,7 @@ def set_baseline(group: list[Sample], algorithm: Algorithm) -> None:
 
 
 def kl_penalties(sample: Sample, algorithm: Algorithm) -> list[float]:
-    """[T], off the reward: kl_coef times the KL of the step's weights to the reference model.
-
-    Both are the trainer's numbers: with equal weights it is 0, as it isn't with an engine's in bfloat16.
-    """
+    """[T], off the reward: kl_coef times the KL of the step's weights to the reference, 0 if they are equal."""
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
         return [0.0] * len(sample.response)
     from torch import float64, tensor
