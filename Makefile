@@ -1,21 +1,26 @@
-# make run   installs into .venv, then trains the demo: 2 ranks, partial colocation
-# make test  installs into .venv, then lints and passes the tests
+# make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU 1, full
+# make test      installs into .venv, then lints and passes the tests, on the CPU
+# make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed
 PYTHON ?= python3
-RANKS ?= 2
 BIN := .venv/bin
-CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+GPUS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
+MODE ?= $(if $(filter 1,$(RANKS)),full,partial)
 # torchrun's own store would listen on every interface: so it is a file, and not shared with the ranks, who meet by themselves
 TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --rdzv-backend c10d --rdzv-conf store_type=file
 export OMP_NUM_THREADS ?= 1
 # seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-.PHONY: run test lint install
+.PHONY: run test test-gpu lint install
 run: install
-	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode partial $(ARGS)
+	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
 
 test: install lint
-	$(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder tests
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder tests
+
+test-gpu: install
+	$(BIN)/python -m pytest -q -m gpu tests/test_gpu.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -25,7 +30,7 @@ install: .venv/installed
 .venv/installed: requirements.txt cpu/requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-ifeq ($(CUDA),yes)
+ifneq ($(filter-out 0,$(GPUS)),)
 	$(BIN)/pip install --quiet -r requirements.txt
 else
 	$(BIN)/pip install --quiet -r cpu/requirements.txt

@@ -32,6 +32,37 @@ class TwoStreams(LoadScopeScheduling):
         return "whole runs" if file in WHOLE_RUNS else "at the end" if file in AT_THE_END else "others"
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--dry", action="store_true", help="run the tests of a GPU on the CPU, with small sizes")
+
+
+def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; see test_gpu.py")
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """After `-m gpu` a table: what, passed or not, its figures or why it was skipped."""
+    if config.option.markexpr != "gpu":
+        return
+    rows = []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            what = report.nodeid.split("::test_")[-1].replace("_", " ")
+            figures = [f"{name} {value}" for name, value in report.user_properties]
+            reason = [report.longrepr[2]] if outcome == "skipped" else []
+            rows.append((report.location[1], f"{what:60} | {outcome:7} | {', '.join(figures + reason)}"))
+    terminalreporter.section("dry, on the CPU" if config.option.dry else device_name())
+    for _, line in sorted(rows):
+        terminalreporter.line(line)
+
+
+def device_name() -> str:
+    import torch
+
+    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    return f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
+
+
 @pytest.fixture(autouse=True)
 def any_load():
     """sharded_checkpoint lets torch.load read nothing but tensors from then on, in children too."""

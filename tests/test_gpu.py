@@ -1,50 +1,228 @@
-"""What only a CUDA device can show. Skipped without one; not run yet by anybody."""
+"""What only a CUDA device can show: `make test-gpu`, which ends in a table. Not run yet by anybody.
 
-import asyncio
+Skipped without a device. `--dry` has it all run on a CPU, small, where the device's memory isn't looked at.
+Each check is a part of what gpu_worker.py does in a process of its own; a process that several tests read is
+started once.
+"""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from gpu_model import SIZES, make_model
+from workers import HERE, run_command, run_worker
 
-from config import Config
-from engines.engine import Engine, Request, Sampling
+from actor import MAX_LOGPROB_DIFF
+from commands.memory import ASLEEP
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device: memory release and IPC weight push"
-)
-CONFIG = Config(
-    mem_fraction=0.5, deterministic=False, max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64
-)
+needs_device = pytest.mark.gpu
+GB = 1e9
 
 
-def used_bytes() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+@pytest.fixture(scope="session")
+def device(request) -> str:
+    if request.config.getoption("dry"):
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return "cuda"
 
 
-def test_an_engine_that_sleeps_gives_its_memory_back(tmp_path):
-    """Sleep frees weights and KV cache; after wake and push it answers again, under the new version."""
-    import tiny_models
-    from safetensors.torch import load_file
+@pytest.fixture(scope="session")
+def work(tmp_path_factory):
+    """(device, row of WORKS, its argument) -> check(name), the figures of one of its checks."""
 
-    model_dir = tiny_models.make_tiny_qwen3(tmp_path / "model")
+    @cache
+    def model_of(device: str) -> Path:
+        make_model(path := tmp_path_factory.mktemp("model"), SIZES[device].widths)
+        return path
 
-    async def cycle():
-        engine = Engine.launch("rollout", 0, 32000, model_dir, CONFIG, tmp_path / "log", "a key")
+    @cache
+    def run(device: str, *what: str):
+        result, problem = tmp_path_factory.mktemp("work") / "result.json", ""
         try:
-            await engine.ready(300)
-            awake = used_bytes()
-            await engine.sleep()
-            asleep = used_bytes()
-            weights = load_file(f"{model_dir}/model.safetensors", device="cuda")
-            await engine.wake_weights()
-            await engine.load_weights(weights.items(), 1)
-            await engine.wake_kv_cache()
-            requests = [Request([5, 6, 7], Sampling(1.0, 8), 8)] * 2
-            return awake, asleep, [part async for part in engine.generate(requests)]
-        finally:
-            await engine.close()
+            run_worker("gpu_worker.py", what[0], device, model_of(device), result, *what[1:], timeout_s=900)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        figures = json.loads(result.read_text()) if result.exists() else {}
 
-    awake, asleep, parts = asyncio.run(cycle())
-    assert awake - asleep > 0.4 * torch.cuda.mem_get_info()[1]
-    assert sum(len(part.tokens) for part in parts) <= 16 and {part.index for part in parts} == {0, 1}
-    assert {version for part in parts for version in part.versions} == {1}
+        def check(name: str, *needed: str) -> dict[str, float]:
+            found = figures.get(name, {})
+            assert found and set(needed) <= found.keys(), f"the process ended before: {problem}"
+            return found
+
+        return check
+
+    return run
+
+
+@pytest.fixture
+def record(record_property):
+    """Figures for the table, by what they are; of a failed test, too."""
+
+    def record(**texts: str) -> None:
+        for name, text in texts.items():
+            record_property(name.replace("_", " "), text)
+
+    return record
+
+
+def gb(size: float) -> str:
+    return f"{size / GB:.2f} GB"
+
+
+def pace(size: float, seconds: float) -> str:
+    return f"{seconds:.3f} s, {size / GB / seconds:.1f} GB/s"
+
+
+def record_difference(record, found: dict[str, float]) -> None:
+    record(**{f"{name}_difference": f"{found[name]:.4f}" for name in ("mean", "p999", "max")})
+
+
+# ---------------------------------------------------------------- a trainer
+
+
+def test_the_script_of_a_trainer_runs_dry(work):
+    """On any machine. Nothing moves, so an update after a nap has the same bits."""
+    nap = work("cpu", "nap")("nap", "napped")
+    assert nap["lost"] == nap["repeated"] == nap["napped"] == 0 < nap["moved"]
+
+
+@needs_device
+def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
+    """Weights, gradients and optimizer, as --dry-run counts them."""
+    found = work(device, "nap")("release")
+    record(given_back=gb(found["given_back"]), counted=gb(found["states"]))
+    record(first_sleep=f"{found['first_sleep_s']:.2f} s")
+    assert device == "cpu" or found["given_back"] > 0.95 * found["states"]
+
+
+@needs_device
+def test_a_trainer_that_slept_lost_nothing(device, work, record):
+    """Though its memory was overwritten: weights and optimizer bit for bit, and the next update.
+
+    That is compared with one without a nap: equal, or as near as one that is repeated.
+    """
+    found = work(device, "nap")("nap", "napped")
+    names = ("lost", "moved", "repeated", "napped")
+    record(**{name: f"{found[name]:.1e}" for name in names})
+    assert found["lost"] == 0 < found["moved"]
+    assert found["napped"] <= 2 * found["repeated"]
+
+
+@needs_device
+def test_a_trainer_moves_at_the_pace_of_the_bus(device, work, record):
+    """Once its host memory is pinned; a plain pinned copy is what the bus can do."""
+    found = work(device, "nap")("hand_over", "to_host_bytes_per_s")
+    bus = {name: found[f"{name}_bytes_per_s"] for name in ("to_host", "to_device")}
+    record(sleep=pace(found["bytes"], found["sleep_s"]), wake=pace(found["bytes"], found["wake_s"]))
+    record(**{f"copy_{name}": f"{rate / GB:.1f} GB/s" for name, rate in bus.items()})
+    for name, seconds in (("to_host", found["sleep_s"]), ("to_device", found["wake_s"])):
+        assert device == "cpu" or found["bytes"] / seconds > 0.3 * bus[name]
+
+
+@needs_device
+@pytest.mark.parametrize("recompute", ["", "recompute"])
+def test_a_training_pass(device, work, record, recompute):
+    """Model FLOPs of forward and backward; the memory of a step is at most what --dry-run says."""
+    check = work(device, "pass", *[recompute] * bool(recompute))
+    found, memory = check("pass", "mfu"), check("memory")
+    record(tflop_per_s=f"{found['flop_per_s'] / 1e12:.1f}", tokens_per_s=f"{found['tokens_per_s']:.0f}")
+    record(MFU=f"{100 * found['mfu']:.1f} %" if found["mfu"] else "unknown, as is the device's peak")
+    record(peak_memory=gb(memory["peak"]), predicted=gb(memory["predicted"]))
+    assert found["flop_per_s"] > 0 and found["mfu"] <= 1
+    assert memory["peak"] < 1.1 * memory["predicted"]
+
+
+# ---------------------------------------------------------------- an engine
+
+
+@needs_device
+def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
+    """Weights and KV cache; what stays is within what --dry-run allows for."""
+    found = work(device, "serve")("release")
+    given_back, left = found["awake"] - found["asleep"], found["asleep"] - found["before"]
+    record(given_back=gb(given_back), left=gb(left), mem_fraction=gb(found["share"]))
+    assert device == "cpu" or given_back > 0.8 * found["share"]
+    assert left < ASLEEP
+
+
+@needs_device
+def test_engine_and_trainer_agree(device, work, record):
+    """On answers that the engine sampled, both with the weights of the directory."""
+    found = work(device, "serve")("agreement")
+    record_difference(record, found)
+    assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
+
+
+@needs_device
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_push_arrives(device, work, record, tp):
+    """Of updated weights, over CUDA IPC: the engine agrees with the trainer, and didn't before."""
+    if tp > 1 and (device == "cpu" or torch.cuda.device_count() < tp):
+        pytest.skip(f"needs {tp} CUDA devices")
+    found = work(device, "serve", *[str(tp)] * (tp > 1))("push", "stale", "mean")
+    record(before_the_push=f"{found['stale']:.4f}")
+    record_difference(record, found)
+    assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
+    assert found["stale"] > 2 * found["mean"]
+
+
+@needs_device
+def test_hand_over_of_an_engine(device, work, record):
+    """Seconds of each move of a rollout engine; its weights' bytes a second."""
+    found = work(device, "serve")("moves", "engine_sleep_s")
+    record(wake_weights=pace(found["weights"], found["wake_weights_s"]))
+    record(push=pace(found["weights"], found["push_s"]), wake_KV_cache=f"{found['wake_kv_s']:.3f} s")
+    record(sleep=f"{found['engine_sleep_s']:.3f} s")
+    assert device == "cpu" or found["room"] > 0.9 * found["weights"]
+
+
+@needs_device
+def test_tokens_per_second(device, work, record):
+    """Of one engine, answers of one length; more at once are more a second."""
+    found = work(device, "serve")("speed", "tokens_per_s_256")
+    rates = {batch: found[f"tokens_per_s_{batch}"] for batch in (1, 8, 64, 256)}
+    record(**{f"batch_{batch}": f"{rate:.0f}/s" for batch, rate in rates.items()})
+    assert sorted(rates.values()) == list(rates.values())
+
+
+@needs_device
+def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
+    """One seed, alone and among others, greedy ones among them."""
+    found = work(device, "same")("deterministic")
+    record(**{name: f"{found[name]} of {found['answers']}" for name in ("same_tokens", "same_logprobs")})
+    assert found["same_tokens"] == found["answers"]
+
+
+@needs_device
+def test_a_judge_that_slept_lost_nothing(device, work, record):
+    """Nobody pushes it: its weights come back from pinned host memory."""
+    found = work(device, "same")("judge", "wake_kv_s")
+    record(same_tokens=f"{found['same_tokens']} of {found['answers']}", given_back=gb(found["given_back"]))
+    record(sleep=pace(found["weights"], found["sleep_s"]))
+    record(wake_weights=pace(found["weights"], found["wake_weights_s"]))
+    record(wake_KV_cache=f"{found['wake_kv_s']:.3f} s")
+    assert found["same_tokens"] == found["answers"]
+    assert device == "cpu" or found["given_back"] > found["weights"]
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@needs_device
+def test_the_demo_on_one_device(device, tmp_path, record):
+    """Full colocation: rollout, judge and training take turns; the demo's models are made if they aren't."""
+    launch = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "1"]
+    launch += [str(HERE.parent / "run.py"), "--mode", "full", "--steps", "3", "--device", device]
+    run_command([*launch, "--out", str(tmp_path / "out"), "--port", "32100"], timeout_s=1500)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
+    steps = [row for row in rows if "train/loss" in row]
+    worst = max(row["train/engine_logprob_diff_mean"] for row in steps)
+    record(engine_logprob_diff_mean=f"{worst:.4f}", last_step=f"{steps[-1]['time/step_s']:.1f} s")
+    assert len(steps) == 3
+    assert worst < MAX_LOGPROB_DIFF["float32" if device == "cpu" else "bfloat16"]

@@ -1,0 +1,45 @@
+"""A random Qwen3 for the checks of a device, and how much of it each check does there or, dry, on a CPU."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+WIDTHS = dict(hidden_size=1536, intermediate_size=4608, num_hidden_layers=20, num_attention_heads=12)
+WIDTHS |= dict(num_key_value_heads=4, vocab_size=32768)
+SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
+SMALL |= dict(num_key_value_heads=2, vocab_size=512)
+
+
+class Sizes(NamedTuple):
+    """In tokens and numbers of answers."""
+
+    prompt: int
+    answer: int
+    answers: int  # of a batch that is trained on and compared
+    speed_answer: int  # of the answers that are timed
+    sequence: int  # of a timed training pass
+    micro_batch: int
+    copy_bytes: int  # of the copy that measures PCIe
+    widths: dict[str, int]
+
+
+SIZES = {
+    "cuda": Sizes(64, 256, 64, 256, 2048, 16384, 2 << 30, WIDTHS),  # 650 million parameters
+    "cpu": Sizes(16, 24, 8, 4, 64, 128, 1 << 20, SMALL),
+}
+
+
+def make_model(directory: Path, widths: dict[str, int]) -> None:
+    """Writes it in bfloat16; heads of 128. Its answers are neither certain nor uniform."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **widths, head_dim=128, tie_word_embeddings=False, max_position_embeddings=4096,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+        torch.nn.init.normal_(model.lm_head.weight, std=1.5 * widths["hidden_size"] ** -0.5)
+    model.to(torch.bfloat16).save_pretrained(directory)

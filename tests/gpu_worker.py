@@ -1,0 +1,368 @@
+"""What test_gpu.py starts as a process, so that each finds the device empty: measures, and judges nothing.
+
+Usage: gpu_worker.py WORK DEVICE MODEL_DIR RESULT.json [WHAT]. DEVICE is cuda, or cpu to run it all dry, where
+sizes are small and figures of the device's memory are 0. WORK is a row of WORKS; WHAT its argument. The
+result holds the figures of each check that it came to, by name: seconds, bytes, nats unless they say else.
+"""
+
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else products may differ from run to run
+if sys.argv[2] == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+from gpu_model import SIZES
+from parallel_worker import balanced, set_constants
+
+from config import Config
+from engines import server
+from engines.engine import Answer, Engine, Request, Sampling
+from runtime import rendezvous
+from sample import Sample
+
+DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
+HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
+BATCHES = (1, 8, 64, 256)
+START_S = 400.0  # for an engine to come up
+WEIGHT_BYTES = 2 * sum(torch.Size(shape).numel() for shape in server.checkpoint_shapes(MODEL).values())
+# the densest bfloat16 rate of a device, FLOP/s, by a part of its name; the same chips with PCIe have less
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+figures: dict[str, dict[str, float]] = {}
+
+
+def note(check: str, **found: float) -> None:
+    """Keep figures, also if the next check ends the process."""
+    figures.setdefault(check, {}).update(found)
+    RESULT.write_text(json.dumps(figures))
+
+
+def settings(**changes) -> Config:
+    context = SIZE.prompt + max(SIZE.answer, SIZE.speed_answer) + 8
+    sizes = dict(max_model_len=context, max_new_tokens=SIZE.answer, judge_max_new_tokens=SIZE.answer)
+    sizes |= dict(max_tokens_per_micro_batch=SIZE.micro_batch, max_running_requests=max(BATCHES))
+    learning = dict(lr=3e-5, lr_warmup_steps=0, mem_fraction=0.5, deterministic=False)
+    return Config(**sizes | learning | changes, device=DEVICE, dtype="bfloat16")
+
+
+def synchronize() -> None:
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def used_bytes() -> int:
+    """Of the device, by anybody."""
+    if not HAS_GPU:
+        return 0
+    synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def timed(work: Callable[[], object]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start
+
+
+async def waited(work: Awaitable[None]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    await work
+    synchronize()
+    return time.perf_counter() - start
+
+
+def differences(samples: list[Sample], rows: list[list[float]]) -> dict[str, float]:
+    """Of the samples' own log-probabilities and others."""
+    pairs = [zip(s.logprobs, row, strict=True) for s, row in zip(samples, rows, strict=True)]
+    apart = torch.tensor([abs(a - b) for row in pairs for a, b in row], dtype=torch.float64).sort().values
+    return dict(mean=apart.mean().item(), p999=apart[int(0.999 * len(apart))].item(), max=apart[-1].item())
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, SIZE.widths["vocab_size"]) for _ in range(count)]
+
+
+def random_samples(actor) -> list[Sample]:
+    """Random answers of up to `SIZE.answer` tokens, with the log-probabilities of the actor."""
+    samples = []
+    for number in range(SIZE.answers):
+        length = SIZE.answer * (number + 1) // SIZE.answers
+        sample = Sample(number, 0, random_tokens(SIZE.prompt, number))
+        sample.response, sample.advantages = random_tokens(length, -number - 1), [(-1.0) ** number] * length
+        samples.append(sample)
+    for sample, row in zip(samples, actor.logprobs(samples), strict=True):
+        sample.logprobs = row
+    return samples
+
+
+def update(actor, samples: list[Sample]) -> None:
+    versions = [[actor.version] * len(sample.response) for sample in samples]
+    fresh = [replace(s, versions=written) for s, written in zip(samples, versions, strict=True)]
+    actor.update(balanced(fresh, actor))
+
+
+# ---------------------------------------------------------------- a trainer
+
+
+def state_of(actor) -> list[torch.Tensor]:
+    """All that an update changes: weights, AdamW's state and its counts of steps."""
+    parts = [part.optimizer.state.values() for part in actor.optimizer.chained_optimizers]
+    counts = [x for states in parts for state in states for x in state.values() if not x.ndim]
+    return [*actor._state_tensors(), *counts]
+
+
+def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def furthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(some, others, strict=True))
+
+
+def fill_the_device() -> None:
+    """Write over what a sleeping trainer gave back: what is still right afterwards wasn't just left there."""
+    if HAS_GPU:
+        size = int(0.9 * torch.cuda.mem_get_info()[0])
+        torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+        torch.cuda.empty_cache()
+
+
+def nap() -> None:
+    """A trainer sleeps and wakes between two updates; the same without, twice."""
+    from actor import Actor
+    from commands.memory import trainer_parts
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    actor = Actor(settings(), MODEL)
+    samples = random_samples(actor)
+    update(actor, samples)
+    begun = to_host(state_of(actor))
+
+    def again(sleep: Callable[[], None]) -> list[torch.Tensor]:
+        for tensor, kept in zip(state_of(actor), begun, strict=True):
+            tensor.data.copy_(kept)
+        actor.version = 1
+        sleep()
+        update(actor, samples)
+        return to_host(state_of(actor))
+
+    def sleep() -> None:
+        before = used_bytes()
+        first_s = timed(actor.sleep)  # pins the host's memory
+        parts = trainer_parts(server.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
+        states = parts["weights"] + parts["gradients"] + parts["optimizer"]
+        note("release", given_back=before - used_bytes(), states=states, first_sleep_s=first_s)
+        fill_the_device()
+        actor.wake()
+        note("nap", lost=furthest(to_host(state_of(actor)), begun))
+
+    plain, repeated = again(lambda: None), again(lambda: None)
+    moved = max(furthest([a], [b]) for a, b in zip(plain, begun, strict=True) if a.ndim)
+    note("nap", moved=moved, repeated=furthest(repeated, plain))
+    note("nap", napped=furthest(again(sleep), plain))
+    hand_over(actor)
+
+
+def hand_over(actor) -> None:
+    """Seconds of the trainer's moves once its host memory is pinned, beside plain copies."""
+    naps = [(timed(actor.sleep), timed(actor.wake)) for _ in range(5)]
+    sleep_s, wake_s = map(statistics.median, zip(*naps, strict=True))
+    moved = sum(len(copy) for copy in actor._host_copies._host)
+    note("hand_over", bytes=moved, sleep_s=sleep_s, wake_s=wake_s)
+    there = torch.empty(SIZE.copy_bytes, dtype=torch.uint8, device=DEVICE)
+    here = torch.zeros(SIZE.copy_bytes, dtype=torch.uint8, pin_memory=HAS_GPU)
+    pairs = {"to_device": (there, here), "to_host": (here, there)}
+    for name, (to, source) in pairs.items():
+        times = [timed(lambda to=to, source=source: to.copy_(source, non_blocking=True)) for _ in range(6)]
+        note("hand_over", **{f"{name}_bytes_per_s": SIZE.copy_bytes / statistics.median(times[1:])})
+
+
+def training_pass(recompute: str = "") -> None:
+    """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step."""
+    from actor import Actor, cross_entropy_loss
+    from commands.memory import trainer_parts
+    from training.model import forward_cost, read_hf_config
+
+    actor = Actor(settings(recompute=bool(recompute)), MODEL)
+    sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
+    packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
+    for _ in range(2):  # compiles, makes AdamW's state
+        actor.optimizer_step(packed, cross_entropy_loss, (), 1e-6)
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    actor.optimizer_step(packed, cross_entropy_loss, (), 1e-6)
+    peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
+    parts = trainer_parts(server.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
+    note("memory", peak=peak, predicted=sum(parts.values()))
+    seconds = statistics.median(timed(lambda: actor._passes(packed, cross_entropy_loss)) for _ in range(5))
+    # a multiply-add is two operations; going back takes twice what going forward takes
+    products = sum(forward_cost(read_hf_config(MODEL), SIZE.sequence) for chosen in packed for _ in chosen)
+    rate = 2 * 3 * products / seconds
+    tokens_per_s = sum(map(len, packed)) * SIZE.sequence / seconds
+    note("pass", seconds=seconds, flop_per_s=rate, tokens_per_s=tokens_per_s, mfu=rate / peak_rate())
+
+
+def peak_rate() -> float:
+    """FLOP/s; infinite if unknown, so that nothing is a part of it."""
+    name = torch.cuda.get_device_name() if HAS_GPU else ""
+    known = [rate for part, rate in PEAKS.items() if part in name]
+    less = "H" in name and any(slower in name for slower in ("PCIe", "NVL"))
+    return known[0] if known and not less else float("inf")
+
+
+# ---------------------------------------------------------------- an engine
+
+
+def launch(role: str, config: Config) -> Engine:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Engine.launch(role, 0, port, MODEL, config, RESULT.with_suffix(".log"), "a key")
+
+
+async def answers_of(engine: Engine, requests: list[Request]) -> list[Answer]:
+    whole: dict[int, Answer] = {}
+    async for part in engine.generate(requests):
+        whole[part.index] = whole[part.index].extended(part) if part.index in whole else part
+    return [whole[number] for number in range(len(requests))]
+
+
+async def sampled(engine: Engine, temperature: float = 1.0) -> list[Sample]:
+    sampling = Sampling(temperature, SIZE.answer, ignore_eos=True)
+    prompts = [random_tokens(SIZE.prompt, number) for number in range(SIZE.answers)]
+    answers = await answers_of(engine, [Request(prompt, sampling, SIZE.answer) for prompt in prompts])
+    samples = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        sample = Sample(number, 0, prompt, response=answer.tokens, logprobs=answer.logprobs)
+        sample.versions, sample.finish = answer.versions, answer.finish
+        sample.advantages = [(-1.0) ** number] * len(answer.tokens)
+        samples.append(sample)
+    return samples
+
+
+async def speed(engine: Engine) -> None:
+    sampling = Sampling(1.0, SIZE.speed_answer, ignore_eos=True)
+    for batch in BATCHES:
+        seconds = []
+        for attempt in range(3):  # the first may still be loading kernels
+            prompts = [random_tokens(SIZE.prompt, 1000 * attempt + number) for number in range(batch)]
+            requests = [Request(prompt, sampling, SIZE.speed_answer) for prompt in prompts]
+            start = time.perf_counter()
+            answers = await answers_of(engine, requests)
+            seconds.append(time.perf_counter() - start)
+            assert {len(answer.tokens) for answer in answers} == {SIZE.speed_answer}
+        note("speed", **{f"tokens_per_s_{batch}": batch * SIZE.speed_answer / min(seconds)})
+
+
+async def serve_and_learn(tp: str = "1") -> None:
+    """An engine and a trainer take turns on the device, as in a run; two updates, each pushed."""
+    from actor import Actor
+
+    config, before = settings(rollout_tp=int(tp)), used_bytes()
+    engine = launch("rollout", config)
+    try:
+        await engine.ready(START_S)
+        written = await sampled(engine)
+        if tp == "1":
+            await speed(engine)
+        awake = used_bytes()
+        await engine.sleep()
+        total = torch.cuda.mem_get_info()[1] if HAS_GPU else 0
+        note("release", before=before, awake=awake, asleep=used_bytes(), share=config.mem_fraction * total)
+        actor = Actor(config, MODEL)
+        note("agreement", **differences(written, actor.logprobs(written)))
+        for version in (1, 2):
+            update(actor, written)
+            note("push", stale=differences(written, actor.logprobs(written))["mean"])
+            await push(engine, actor)
+            written = await sampled(engine)
+            assert {v for sample in written for v in sample.versions} == {version}
+            note("moves", engine_sleep_s=await waited(engine.sleep()))
+            actor.wake()
+            note("push", **differences(written, actor.logprobs(written)))
+    finally:
+        await engine.close()
+
+
+async def push(engine: Engine, actor) -> None:
+    """From training to serving, in placement.py's order."""
+    asleep = used_bytes()
+    weights_s = await waited(engine.wake_weights())
+    room = used_bytes() - asleep
+    push_s = await waited(engine.load_weights(actor.named_weights(), actor.version))
+    actor.sleep()
+    kv_s = await waited(engine.wake_kv_cache())
+    note("moves", weights=WEIGHT_BYTES, room=room, wake_weights_s=weights_s, push_s=push_s, wake_kv_s=kv_s)
+
+
+async def same_tokens() -> None:
+    """A deterministic judge answers alone, among others, and after it slept: nobody pushes its weights."""
+    engine = launch("genrm", settings(deterministic=True))
+    try:
+        await engine.ready(START_S)
+        asked = [request(number) for number in range(8)]
+        alone = [(await answers_of(engine, [one]))[0] for one in asked]
+        others = [request(number) for number in range(8, SIZE.answers)]
+        together = (await answers_of(engine, others + asked))[-len(asked) :]
+        note("deterministic", **equal_answers(alone, together))
+        before = used_bytes()
+        sleep_s = await waited(engine.sleep())
+        given_back = before - used_bytes()
+        weights_s = await waited(engine.wake_weights())
+        kv_s = await waited(engine.wake_kv_cache())
+        note("judge", **equal_answers(alone, await answers_of(engine, asked)))
+        times = dict(sleep_s=sleep_s, wake_weights_s=weights_s, wake_kv_s=kv_s)
+        note("judge", weights=WEIGHT_BYTES, given_back=given_back, **times)
+    finally:
+        await engine.close()
+
+
+def request(number: int) -> Request:
+    """Every fourth is greedy; the lengths of the prompts differ."""
+    prompt = random_tokens(SIZE.prompt - number % 7, number)
+    temperature = 0.0 if number % 4 == 0 else 1.0
+    return Request(prompt, Sampling(temperature, SIZE.answer, ignore_eos=True), SIZE.answer, seed=number)
+
+
+def equal_answers(some: list[Answer], others: list[Answer]) -> dict[str, float]:
+    """How many have the same tokens, and how many the same log-probabilities, too."""
+    pairs = list(zip(some, others, strict=True))
+    tokens = sum(a.tokens == b.tokens for a, b in pairs)
+    bits = sum((a.tokens, a.logprobs) == (b.tokens, b.logprobs) for a, b in pairs)
+    return dict(answers=len(pairs), same_tokens=tokens, same_logprobs=bits)
+
+
+WORKS: dict[str, Callable] = {
+    "nap": nap,
+    "pass": training_pass,
+    "serve": lambda *tp: asyncio.run(serve_and_learn(*tp)),
+    "same": lambda: asyncio.run(same_tokens()),
+}
+
+
+if __name__ == "__main__":
+    set_constants()  # engines may be far off: that is measured, and must not end an update
+    try:
+        world = rendezvous.join(settings())
+        world.enter_device()
+        WORKS[sys.argv[1]](*sys.argv[5:])
+        world.close()
+    finally:
+        rendezvous.close()
