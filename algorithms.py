@@ -210,8 +210,8 @@ class Algorithm(Settings):
     @property
     def gathers_signals(self) -> bool:
         """Whether scores, or the multiplier, need what only those that train know, or the whole step's."""
-        is_taken_off = self.kl_coef > 0 and self.kl_in == "reward" and not self.kl_by_token
-        return is_taken_off or "cost" in self.signals
+        whole_kl = self.kl_in == "reward" and not self.kl_by_token
+        return "cost" in self.signals or (whole_kl and self.kl_coef > 0)
 
 
 BOTH, WITH_GAE = ("reward", "cost"), dict(estimator=gae, whiten=True, kl_by_token=True, filters=False)
@@ -259,8 +259,8 @@ def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     a, values, least = algorithm, vars(algorithm), 1 if algorithm.greedy else 2
     for name, (low, high) in LIMITS.items():  # NaN is refused, too
         yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
-    for name in ("clip_dual", "icepop_bound"):
-        yield not 0 < values[name] <= 1, f"{name}=0 or more than 1"
+    yield not 0 < a.clip_dual <= 1, "clip_dual=0 or more than 1"
+    yield not 0 < a.icepop_bound <= 1, "icepop_bound=0 or more than 1"
     yield a.kl_in in ("loss", "reward"), "kl_in=loss or kl_in=reward"
     yield a.kl_estimator in KL_ESTIMATORS, f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
     yield config.answers_per_prompt >= least, f"--answers-per-prompt {least} or more"
@@ -290,14 +290,13 @@ def set_baseline(group: list[Sample], algorithm: Algorithm) -> None:
 
 
 def kl_penalties(sample: Sample, algorithm: Algorithm) -> list[float]:
-    """[T], off the reward: kl_coef times the KL of the step's weights to the reference, 0 if they are equal."""
+    """[T], off the reward: kl_coef times the KL to the reference model, both in the trainer's numbers."""
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
         return [0.0] * len(sample.response)
     from torch import float64, tensor
 
-    policy, reference = sample.policy_logprobs, sample.reference_logprobs
-    log_ratio = tensor(policy, dtype=float64) - tensor(reference, dtype=float64)
-    return (algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](log_ratio)).tolist()
+    policy, reference = tensor((sample.policy_logprobs, sample.reference_logprobs), dtype=float64)
+    return (algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](policy - reference)).tolist()
 
 
 def reward_of(sample: Sample, algorithm: Algorithm) -> float:
