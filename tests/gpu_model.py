@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-WIDTHS = dict(hidden_size=1536, intermediate_size=4608, num_hidden_layers=20, num_attention_heads=12)
+WIDTHS = dict(hidden_size=1536, intermediate_size=4608, num_hidden_layers=16, num_attention_heads=12)
 WIDTHS |= dict(num_key_value_heads=4, vocab_size=32768)
 SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=2, vocab_size=512)
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "cuda": Sizes(64, 256, 64, 256, 2048, 16384, 2 << 30, WIDTHS),  # 650 million parameters
+    "cuda": Sizes(64, 256, 64, 256, 2048, 16384, 2 << 30, WIDTHS),  # 541 million parameters
     "cpu": Sizes(16, 24, 8, 4, 64, 128, 1 << 20, SMALL),
 }
 
