@@ -28,8 +28,8 @@ MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 DIFF_BINS = tuple(f"diff_bin_{number}" for number in range(130))  # of a histogram: 16 a decade, from 1e-7
 # statistics of a micro-batch: sums over its targets, reported as means over tokens, and others
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
-STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", "engine_logprob_diff", *DIFF_BINS, *ptx.SUMS)
-STATS += ("engine_logprob_diff_max",)
+DIFFS = ("engine_logprob_diff_sum", "engine_logprob_diff_max", *DIFF_BINS)
+STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *DIFFS, *ptx.SUMS)
 
 
 class Actor(Trainer):
@@ -72,7 +72,7 @@ class Actor(Trainer):
     def _check_engine(self, stats: dict[str, float]) -> None:
         """ValueError if trainer and engine are too far apart on the tokens that the step's weights wrote."""
         found, most = engine_differences(stats), MAX_LOGPROB_DIFF[self.config.dtype]
-        if found["engine_logprob_diff_mean"] > most:
+        if not found["engine_logprob_diff_mean"] <= most:  # NaN isn't
             apart = "the trainer's log-probabilities differ from the engine's by {:.2e} in the mean".format(
                 found["engine_logprob_diff_mean"]
             )
@@ -188,9 +188,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs.
 
-    The ratio of a target that the step's own weights wrote is to the engine's log-probabilities. That of one
-    of older weights is to those at the start of the step, times an importance weight; `tis_cap` and
-    `icepop_bound` have all targets do so.
+    With `tis_cap` or `icepop_bound` the ratio is to the trainer's log-probabilities at the start of the step,
+    times an importance weight for the engine's. Without, so it is for targets that older weights wrote; that
+    of others is to the engine's.
     """
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
@@ -226,8 +226,8 @@ def difference_stats(differences: Tensor) -> dict[str, Tensor]:
     place = 1 + ((differences.clamp(min=1e-9).log10() + 7) * 16).floor()  # bin 0: below 1e-7
     place = torch.nan_to_num(place, nan=math.inf).clamp(0, len(DIFF_BINS) - 1).long()
     counts = torch.bincount(place, minlength=len(DIFF_BINS))
-    bins = dict(zip(DIFF_BINS, counts.unbind(), strict=True))
-    return bins | {"engine_logprob_diff": differences.sum(), "engine_logprob_diff_max": largest(differences)}
+    stats = {"engine_logprob_diff_sum": differences.sum(), "engine_logprob_diff_max": largest(differences)}
+    return stats | dict(zip(DIFF_BINS, counts.unbind(), strict=True))
 
 
 def engine_differences(stats: dict[str, float]) -> dict[str, float]:
@@ -238,7 +238,7 @@ def engine_differences(stats: dict[str, float]) -> dict[str, float]:
         rest, number = rest - counts[number], number - 1
     most = stats["engine_logprob_diff_max"]
     return {
-        "engine_logprob_diff_mean": stats["engine_logprob_diff"] / max(sum(counts), 1.0),
+        "engine_logprob_diff_mean": stats["engine_logprob_diff_sum"] / max(sum(counts), 1.0),
         "engine_logprob_diff_p999": min(10 ** (number / 16 - 7), most),
         "engine_logprob_diff_max": most,
     }
@@ -307,8 +307,8 @@ class Reference:
 
     def __init__(self, actor: Actor):
         self._actor, has_gpu = actor, actor.device.type == "cuda"
-        copies = [parameter.detach().to("cpu", copy=True) for parameter in actor.gpt.parameters()]
-        self._host = [copy.pin_memory() if has_gpu else copy for copy in copies]
+        own = [parameter.detach() for parameter in actor.gpt.parameters()]
+        self._host = [torch.empty_like(x, device="cpu", pin_memory=has_gpu).copy_(x) for x in own]
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
         """Fill `reference_logprobs` of samples, packed as for training (collective: model-parallel group).

@@ -86,7 +86,7 @@ class Config:
     temperature: float = 1.0  # of the answers
     max_new_tokens: int = 1024  # of an answer
     max_model_len: int = 0  # context of an engine, prompt and answer; 0: what its model's config names
-    skip_long: bool = False  # leave out prompts that such a context has no room for, instead of an error
+    skip_long: bool = False  # leave out prompts that --max-model-len has no room for, instead of an error
     max_running_requests: int = 128  # answers that one engine decodes at once
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans
@@ -161,8 +161,9 @@ class Config:
         known = self.dtype in ("float32", "bfloat16")
         yield known, f"--dtype {self.dtype} is unknown; choose float32 or bfloat16"
         yield self.device in DEVICES, f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}"
-        flash = self.device == "cpu" or self.dtype == "bfloat16" or self.command not in ("rl", "eval")
-        yield flash, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
+        asks_engines = self.command in ("rl", "eval") and not self.train_only
+        takes = self.device == "cpu" or self.dtype == "bfloat16" or not asks_engines
+        yield takes, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
         yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
         in_full = self.rebalance and self.mode == "full"
         yield not in_full, "--rebalance moves ranks between the roles: in --mode full both hold all ranks"

@@ -165,7 +165,7 @@ class PromptFile(Sequence[Prompt]):
     def __getitem__(self, number: int) -> Prompt:
         line, prompt, answer = self._rows[number]
         tokens = self._encode(prompt)
-        if len(tokens) > self._max_tokens:  # a template of which `_most_tokens` thought too little
+        if len(tokens) > self._max_tokens:  # `_most_tokens` thought too little of a template or normaliser
             raise self._too_long(line, len(tokens))
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")

@@ -96,10 +96,15 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
 
 
 def choose_device(config: Config) -> None:
-    """CUDA devices are hidden from a run without them. ValueError if ranks of this machine lack one."""
+    """CUDA devices are hidden from a run without them. ValueError if ranks of this machine lack one.
+
+    From then on torch.cuda.is_available() says the same as --device, here and in all that is started.
+    """
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
+    # else each tensor that is pinned on the host takes up to twice its size: the next power of two
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
     from torch import cuda
 
     if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):

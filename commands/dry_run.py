@@ -27,7 +27,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
     rendezvous.interface_of(config.host)
     check_models(config)
-    lines = [*device_map(config, plans, ranks), *memory(config, ranks), "nothing was started"]
+    lines = [*device_map(config, plans, ranks), *memory(config, plans, ranks), "nothing was started"]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":

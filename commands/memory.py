@@ -9,6 +9,7 @@ import psutil
 from algorithms import algorithm_of
 from config import Config
 from engines import server
+from placement import Plan
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
@@ -16,14 +17,14 @@ BYTES = {"float32": 4, "bfloat16": 2}
 KEPT = {"float32": (40, 12, 20), "bfloat16": (28, 6, 10)}
 ASLEEP = 5_000_000_000  # of a GPU, by all that sleep: contexts, CUDA graphs, NCCL's buffers; an estimate
 PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
-DEVICES = (80e9, 141e9)  # what is asked about where there is no GPU
+SIZES = (80e9, 141e9)  # what is asked about where there is no GPU
 REFERENCE = "reference, in the host's memory"
 
 Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
 Parts = dict[str, int]  # bytes
 
 
-def memory(config: Config, ranks: int) -> list[str]:
+def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """Lines: what a rank's part of each trainer takes, what an engine on each of its ranks; if it fits."""
     trainers, engines = trainers_of(config, ranks), engines_of(config)
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
@@ -31,7 +32,9 @@ def memory(config: Config, ranks: int) -> list[str]:
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
         lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
     lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and each server")
-    return lines + verdicts(config, ranks, trainers, engines)
+    if config.device == "cpu":
+        return [*lines, verdict_without_devices(config, plans, ranks, trainers, engines)]
+    return [*lines, *verdicts(config, trainers, engines), host_memory(config, trainers, engines)]
 
 
 def trainers_of(config: Config, ranks: int) -> dict[str, Parts]:
@@ -116,37 +119,53 @@ def read_model(path: str, config: Config) -> tuple[Shapes, int]:
 # ---------------------------------------------------------------- whether it fits
 
 
-def verdicts(config: Config, ranks: int, trainers: dict[str, Parts], engines: dict[str, Parts]) -> list[str]:
-    """A line for this machine's devices, or where it has none for each size of DEVICES."""
-    if config.device == "cpu":
-        needed = ranks * sum(sum(parts.values()) + PROCESS for parts in (trainers | engines).values())
-        free = psutil.virtual_memory().available
-        fits = "fit into" if needed <= free else "DON'T FIT INTO"
-        return [f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"]
+def verdict_without_devices(
+    config: Config, plans: list[Plan], ranks: int, trainers: dict[str, Parts], engines: dict[str, Parts]
+) -> str:
+    """Of the processes and models of all ranks, if they are on this machine."""
+    needed = ranks * (PROCESS + sum(sum(parts.values()) for parts in trainers.values()))
+    for role in ("rollout", "genrm"):
+        largest = max((sum(p.values()) for name, p in engines.items() if name.startswith(role)), default=0)
+        needed += len({rank for plan in plans for rank in plan.leads(role)}) * (PROCESS + largest)
+    free = psutil.virtual_memory().available
+    fits = "fit into" if needed <= free else "DON'T FIT INTO"
+    return f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"
+
+
+def host_memory(config: Config, trainers: dict[str, Parts], engines: dict[str, Parts]) -> str:
+    """What sleeps on the host of a rank that has a server of each role."""
+    own = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
+    for name, parts in engines.items():
+        own += parts["weights"] if config.mode != "partial" or name.startswith("genrm") else 0
+    return f"  pinned on the host for each rank, at most: {own / 1e9:.1f} GB"
+
+
+def verdicts(config: Config, trainers: dict[str, Parts], engines: dict[str, Parts]) -> list[str]:
+    """A line for this machine's devices, or where it has none for each of SIZES."""
     from torch import cuda
 
-    sizes = [cuda.get_device_properties(0).total_memory] if cuda.is_available() else DEVICES
-    lines = []
-    for size in sizes:
-        peaks = moments(config, trainers, engines, size)
+    lines, here = [], [cuda.get_device_properties(0).total_memory] if cuda.is_available() else []
+    for size in here or SIZES:
+        peaks = peaks_of(config, trainers, engines, size)
         worst = max(peaks, key=peaks.get)
         shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
         fits = "takes it" if peaks[worst] <= size else "IS TOO SMALL"
         lines.append(f"  a device of {size / 1e9:.0f} GB {fits}, in GB: {shown}")
         if peaks[worst] > size:
-            lines.append(f"    first try {advice(worst, config, trainers)}")
+            lines.append(f"    first try {advice(worst, config, trainers, engines)}")
     return lines
 
 
-def moments(
+def peaks_of(
     config: Config, trainers: dict[str, Parts], engines: dict[str, Parts], device: float
 ) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
     actor, rollout = trainers["actor"], next(iter(engines.values()), {"weights": 0})
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
-    share, peaks = config.mem_fraction * device, {}
-    for name, parts in engines.items():
-        peaks[f"serving {name}"] = max(share, sum(parts.values()))
+    fraction, peaks = config.mem_fraction, {}
+    for name, parts in engines.items():  # one that needs more than its share doesn't start
+        needed = sum(parts.values())
+        peaks[f"serving {name}"] = needed / fraction if needed > fraction * device else fraction * device
     if REFERENCE in trainers:
         peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
     learners = {name: parts for name, parts in trainers.items() if name != REFERENCE}
@@ -155,11 +174,12 @@ def moments(
     return {name: needed + ASLEEP for name, needed in peaks.items()}
 
 
-def advice(worst: str, config: Config, trainers: dict[str, Parts]) -> str:
+def advice(worst: str, config: Config, trainers: dict[str, Parts], engines: dict[str, Parts]) -> str:
     """What to change first: what takes most, where it can be had for less."""
-    actor = trainers["actor"]
-    if worst.startswith("serving"):
-        return "a lower --mem-fraction, or a higher --rollout-tp or --genrm-tp"
+    actor, served = trainers["actor"], max((parts["weights"] for parts in engines.values()), default=0)
+    pushes_more = worst == "the push" and served > actor["weights"] + actor["gradients"]
+    if worst.startswith("serving") or pushes_more:
+        return "a higher --mem-fraction, --rollout-tp or --genrm-tp"
     if actor["activations"] < sum(actor.values()) / 2:
         return f"--tp {2 * config.tp} --sp"
     half = f"--max-tokens-per-micro-batch {config.max_tokens_per_micro_batch // 2}"

@@ -206,7 +206,8 @@ def run_scheduler_process(*args, **kwargs):
     """The child process that owns the model: SGLang's own, with cpu/invariance.py's part for this device."""
     from sglang.srt.managers import scheduler
 
-    invariance.repair_sampling()  # with CUDA, too, where it was not run yet
+    if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
+        invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
         from sglang.srt.models import qwen3
 

@@ -56,8 +56,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     if config.device == "cuda":
         flags |= {"base-gpu-id": os.environ["LOCAL_RANK"], "mem-fraction-static": config.mem_fraction}
         flags["enable-memory-saver"] = None
-        if role == "genrm" or config.mode != "partial":
-            # nobody pushes a judge its weights after it slept, nor a rollout engine between waves in turns
+        if role == "genrm" or config.mode != "partial" or config.command == "eval":
+            # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
             flags["enable-weights-cpu-backup"] = None
     elif tp > 1:
         raise ValueError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
@@ -204,8 +204,8 @@ def end_stale_servers(out: Path) -> list[str]:
     facts = {}
     for path in sorted((out / "logs").glob("*.pid")):
         with contextlib.suppress(FileNotFoundError):  # another machine has just removed its own
-            if (row := json.loads(path.read_text()))["machine"] == socket.gethostname():
-                facts[path] = row
+            row = {"machine": socket.gethostname()} | json.loads(path.read_text())
+            facts |= {path: row} if row["machine"] == socket.gethostname() else {}
     for row in facts.values():
         if same_process(row["owner"], row["owner_born"]):
             whose = f"a run is at work there (process {row['owner']})"

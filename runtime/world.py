@@ -60,7 +60,7 @@ class World:
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        """`total` of every rank's `value`, on every rank (collective). Nobody hears more than a few values.
+        """`total` of every rank's `value`, on every rank (collective).
 
         Neighbours tell each other what theirs come to, then pairs of neighbours, and so on: `total` must
         take its own results. Who waits hears as many as the size has binary digits.
@@ -95,8 +95,9 @@ class World:
 
         senders: exactly those that send something here, maybe this rank. One object is pickled once.
         """
-        pickled = {id(value): bytearray(pickle.dumps(value)) for value in outgoing.values()}
-        payloads = {rank: pickled[id(value)] for rank, value in outgoing.items() if rank != self.rank}
+        leaving = {rank: value for rank, value in outgoing.items() if rank != self.rank}
+        pickled = {id(value): bytearray(pickle.dumps(value)) for value in leaving.values()}
+        payloads = {rank: pickled[id(value)] for rank, value in leaving.items()}
         others = set(senders) - {self.rank}
         received = await self.run(self._meet, self._send_and_receive, payloads, others)
         return received | {rank: value for rank, value in outgoing.items() if rank == self.rank}

@@ -7,15 +7,26 @@ import math
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actor import DIFF_BINS, PackedTargets, importance_weights, pack_targets, policy_loss, update_metrics
+from actor import (
+    DIFF_BINS,
+    Actor,
+    PackedTargets,
+    difference_stats,
+    importance_weights,
+    pack_targets,
+    policy_loss,
+    update_metrics,
+)
 from algorithms import (
     ALGORITHMS,
     KL_ESTIMATORS,
@@ -752,6 +763,15 @@ def test_in_bfloat16_engines_are_corrected_for():
         algorithm_of(Config(algorithm=("gspo", "tis_cap=0"), dtype="bfloat16"))
 
 
+def test_what_is_no_number_is_no_agreement_with_the_engine():
+    """A masked token has no gradient, whatever it is: the loss alone wouldn't tell."""
+    for differences, agrees in (([0.0, 1e-5], True), ([0.0, 1.0], False), ([0.0, math.nan], False)):
+        found = difference_stats(torch.tensor(differences))
+        stats = {name: value.item() for name, value in found.items()}
+        with nullcontext() if agrees else pytest.raises(ValueError, match="differ from the engine's by"):
+            Actor._check_engine(SimpleNamespace(config=Config()), stats)
+
+
 def test_the_kl_in_the_reward_is_nothing_at_equal_weights():
     """Whatever the engine's numbers are, per answer; and k1 by default."""
     algorithm = algorithm_of(Config(algorithm=("rloo", "kl_coef=0.1", "kl_in=reward"), dtype="bfloat16"))
@@ -867,7 +887,7 @@ def test_metrics_of_two_optimizer_steps_by_hand():
     }
     first |= {"not_finite": 0.0, "skipped": 0.0, "grad_norm": 1.0, "engine_logprob_diff_max": 0.1}
     first |= dict.fromkeys(DIFF_BINS, 0.0) | {"diff_bin_64": 3.0, "diff_bin_90": 1.0}
-    first["engine_logprob_diff"] = 0.2
+    first["engine_logprob_diff_sum"] = 0.2
     first |= {"slowest_s": 3.0, "fastest_s": 2.0}
     second = dict.fromkeys(first, 0.0) | {
         "engine_logprob_diff_max": 0.7,

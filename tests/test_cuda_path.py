@@ -13,7 +13,7 @@ import pytest
 from fakes import FakeWorld, VirtualClock, simulate
 
 import run
-from commands.memory import ASLEEP, engines_of, memory, moments, trainers_of
+from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
 from config import PRESETS, parse_config
 from engines import fleet
 from engines.fleet import Fleet, ServerSpec
@@ -106,7 +106,7 @@ def test_sglang_takes_every_flag(models, monkeypatch):
 
 
 def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
-    """The names are those that torch_memory_saver and SGLang read."""
+    """SGLang's name is one that it reads."""
     (home,) = importlib.util.find_spec("sglang").submodule_search_locations  # to import it takes triton
     on_cuda, on_cpu = (server_environment("key", "/tmp/x", device) for device in ("cuda", "cpu"))
     assert on_cuda["TMS_RETAIN_CPU_BACKUP"] == "1"
@@ -173,17 +173,6 @@ def test_engines_of_a_device_start_in_turn_and_sleep_before_the_trainer(models, 
     assert caches[0] + StartingEngine.weights == pytest.approx(0.7 * H200)
 
 
-def test_side_by_side_the_second_engine_would_find_no_room(models, monkeypatch):
-    """What the order above prevents."""
-    config, gpu = settings(models, "7B"), Gpu()
-    StartingEngine.gpu, StartingEngine.weights = gpu, engines_of(config)[f"genrm {models['7B']}"]["weights"]
-    both = [StartingEngine.launch(role, 0, 0, "", config, None, "") for role in ("rollout", "genrm")]
-    both[0].free = both[1].free = H200
-    asyncio.run(both[0].ready(1))
-    with pytest.raises(AssertionError, match="no GPU memory for the KV cache"):
-        asyncio.run(both[1].ready(1))
-
-
 # ---------------------------------------------------------------- who holds how much when
 
 
@@ -209,25 +198,52 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
         mine[who] = states[who] if who in states else weights[role] if who.endswith("weights") else cache
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
-    predicted = moments(config, trainers, engines, H200)
+    predicted = peaks_of(config, trainers, engines, H200)
     assert peak + ASLEEP == pytest.approx(max(v for k, v in predicted.items() if "reference" not in k))
     assert max(predicted.values()) <= 0.9 * H200, predicted
-    shown = " ".join(memory(config, ranks))
-    assert "a device of 141 GB takes it" in shown
-    assert ("a device of 80 GB takes it" in shown) == all(v <= 80e9 for v in moments_at(80e9, config, ranks))
-
-
-def moments_at(device, config, ranks):
-    return moments(config, trainers_of(config, ranks), engines_of(config), device).values()
+    assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
 
 
 def test_what_does_not_fit_is_said_with_the_first_thing_to_change(models):
     """Without recomputation the activations of 16,384 tokens alone are more than the device."""
-    shown = memory(settings(models, "7B", "--no-recompute"), 8)
-    assert shown[-2].startswith("  a device of 141 GB IS TOO SMALL")
-    assert shown[-1] == "    first try --recompute"
-    shown = memory(settings(models, "32B"), 64)
-    assert shown[-1] == "    first try --tp 2 --sp"
+    shown = memory(settings(models, "7B", "--no-recompute"), [], 8)
+    assert shown[-3].startswith("  a device of 141 GB IS TOO SMALL")
+    assert shown[-2] == "    first try --recompute"
+    assert memory(settings(models, "32B"), [], 64)[-2] == "    first try --tp 2 --sp"
+    shown = memory(settings(models, "32B", "--tp", "4", "--sp"), [], 64)  # 65.5 GB of 0.7 x 80 to serve
+    assert [line[:35] for line in shown[-4:-1]] == [
+        "  a device of 80 GB IS TOO SMALL, i",
+        "    first try a higher --mem-fracti",
+        "  a device of 141 GB takes it, in G",
+    ]
+
+
+def test_what_sleeps_on_the_host(models):
+    """A 7B: weights 15.2 GB, an eighth of the optimizer 11.4; a reference, a judge, rollout in turns."""
+    for mode, row, needed in (("partial", ["grpo"], "41.9"), ("full", ["grpo", "kl_coef=0.1"], "72.3")):
+        config = settings(models, "7B", "--mode", mode, "--algorithm", *row)
+        assert memory(config, [], 8)[-1].endswith(f" at most: {needed} GB")
+
+
+def test_who_evaluates_keeps_the_weights_of_its_engine(models, monkeypatch):
+    """It sleeps once, when it is ready, and nobody pushes."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    model = ["--device", "cuda", "--model", models["7B"]]
+    for arguments, keeps in ((["--rule", "forbidden:7"], False), (["eval"], True)):
+        config = parse_config([*arguments, *model])
+        flags = server_flags("rollout", 0, 30000, models["7B"], config)
+        assert ("--enable-weights-cpu-backup" in flags) == keeps
+
+
+def test_the_warm_start_trains_in_float32_on_a_device_too(tmp_path, monkeypatch):
+    """The demo's models are made before any engine; their settings are checked like all others."""
+    from recipes.addition import warmstart
+
+    made = []
+    monkeypatch.setattr(warmstart, "MuonActor", lambda config, path: made.append(config) or exit())
+    with pytest.raises(SystemExit):
+        warmstart.train(parse_config(["--device", "cuda"]), None, tmp_path, tmp_path, None, 1, None)
+    assert (made[0].device, made[0].dtype) == ("cuda", "float32")
 
 
 @pytest.mark.parametrize("devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)])

@@ -70,7 +70,8 @@ def test_memory_counts_critics_and_the_reference():
     """Only where the algorithm has them, and is trained; engines, where any is started."""
 
     def names(**more):
-        lines = memory.memory(settings(**more), 2)
+        config = settings(**more)
+        lines = memory.memory(config, run.check_settings(config, 2), 2)
         assert "loss 4.2" in lines[1]  # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         return [line.split(":")[0].strip() for line in lines[1:-2]]
 

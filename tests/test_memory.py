@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from commands.memory import KEPT
 from training import lm_head
+from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512
 CHUNK_ROWS = 64
@@ -126,3 +127,18 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         assert other == pytest.approx(metrics, abs=1e-6, rel=1e-5)
         assert torch.allclose(others_gradient, gradient, rtol=0, atol=1e-6)
         assert all(torch.allclose(others_weights[name], weights[name], rtol=0, atol=1e-4) for name in weights)
+
+
+def test_what_leaves_the_device_comes_back():
+    """Views and ties of a storage too, and what came to be between two naps."""
+    copies, whole, other = HostCopies(), torch.arange(12.0), torch.ones(3, dtype=torch.bfloat16)
+    tensors = [whole[:5], other, whole[5:].view(7)]
+    for _ in range(3):
+        before = [tensor.clone() for tensor in tensors]
+        copies.move_out(tensors)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        copies.move_in()
+        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+        whole.mul_(2.0)  # seen by both views
+        tensors.append(torch.full((4,), len(tensors)))
+    assert tensors[0].tolist() == [0, 8, 16, 24, 32] and whole[5] == tensors[2][0] == 40

@@ -75,7 +75,8 @@ class Trainer:
         self.device = models.device()
         self.cost = partial(models.forward_cost, hf)
         self.awake, self.version = True, 0
-        self._host_copies, self._asleep_bytes = HostCopies(), 0  # the latter: that the last sleep gave back
+        self._host_copies = HostCopies()
+        self._asleep_bytes = 0  # that the last sleep gave back
         self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
         model_config = models.transformer_config(hf, self.config)
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)

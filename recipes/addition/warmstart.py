@@ -90,7 +90,7 @@ def train(
     config: Config, world: World, start: Path, end: Path, batches: Batches, steps: int, progress: Progress
 ) -> None:
     """Supervised steps from the checkpoint `start` to `end` (collective)."""
-    config = dataclasses.replace(config, tp=1, pp=1, cp=1, sp=False, dtype="float32")
+    config = dataclasses.replace(config, command="sft", tp=1, pp=1, cp=1, sp=False, dtype="float32")
     actor, tokenizer = MuonActor(config, str(start)), data.load_tokenizer(str(start))
     for step in range(steps):
         progress.doing(f"warm start: {end.name} {step + 1}/{steps}")
