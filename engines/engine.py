@@ -208,7 +208,7 @@ class Engine:
             yield name, tensor
 
     async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: Any) -> None:
-        body |= {"load_format": "flattened_bucket", "flush_cache": False}  # it was flushed before it slept
+        body |= {"load_format": "flattened_bucket", "flush_cache": False}
         await self._move("/begin_weight_update")
         try:
             for bucket in server.buckets(named_weights):
@@ -216,6 +216,7 @@ class Engine:
                 await self._move("/update_weights_from_tensor", **body)
         finally:
             await self._move("/end_weight_update")
+        await self._call("POST", "/flush_cache?timeout=30")  # once, not in each bucket
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.

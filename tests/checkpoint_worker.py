@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import torch
 import torch.distributed as dist
@@ -60,10 +61,11 @@ class Rewards:
 def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     """As much of a Controller as a checkpoint looks at."""
     plans = placement.full_colocation(tuple(range(world.size)), 1, 1)
+    give = {"give_device_to": AsyncMock()}  # there is only a CPU
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
-        placement=SimpleNamespace(actor=actor, critics=[critic], plans=plans, plan=plans[0]),
+        placement=SimpleNamespace(actor=actor, critics=[critic], plans=plans, plan=plans[0], **give),
         rewards=Rewards(),
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),

@@ -25,6 +25,7 @@ from transformers import AutoModelForSequenceClassification
 from workers import run_worker
 
 import controller
+from algorithms import set_scores, signals_of
 from config import Config
 from sample import Sample
 from training.model import check_critic
@@ -441,6 +442,7 @@ def test_ppo_steps_of_the_real_models(start, model_dir, monkeypatch):
         ]
         for sample, logprobs in zip(batch, actor.packed_logprobs([batch]), strict=True):
             sample.logprobs, sample.reward = logprobs, float(sample.prompt_id % 2)
+        set_scores(batch, [signals_of(batch, actor.algorithm)], actor.algorithm)
         asyncio.run(controller.compute_advantages(c, [[batch]]))
         for sample in batch:
             assert (

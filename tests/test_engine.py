@@ -468,21 +468,21 @@ def test_a_refusal_of_the_server_is_raised(engine, run):
 
 
 def test_sleep_and_wake(engine, run, models):
-    calls, call = [], engine._call
+    calls, call = [], engine._open
 
-    def noted(method, path, **body):
+    def noted(method, path, body, deadline_s=None):
         if method == "POST":
             calls.append((path, body.get("tags")))
-        return call(method, path, **body)
+        return call(method, path, body, deadline_s)
 
-    engine._call = noted
+    engine._open = noted
     try:
         run(engine.sleep())
         run(engine.wake_weights())
         run(engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         run(engine.wake_kv_cache())
     finally:
-        del engine._call
+        del engine._open
     [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
     assert len(answer.tokens) == 3
     assert calls == [
@@ -490,6 +490,7 @@ def test_sleep_and_wake(engine, run, models):
         ("/release_memory_occupation", ["kv_cache", "weights"]),
         ("/resume_memory_occupation", ["weights"]),
         ("/begin_weight_update", None), ("/update_weights_from_tensor", None), ("/end_weight_update", None),
+        ("/flush_cache?timeout=30", None),
         ("/resume_memory_occupation", ["kv_cache"]), ("/continue_generation", None),
     ]  # fmt: skip
 
@@ -903,11 +904,9 @@ def test_batched_attention_does_not_depend_on_the_neighbours(request):
 )
 def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, keeps):
     """On CUDA: a judge, and rollout that wakes between waves: nobody pushes weights then."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    flags = server_flags(role, 0, 30000, models[0], dataclasses.replace(CONFIG, mode=mode))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    config = dataclasses.replace(CONFIG, mode=mode, device="cuda", dtype="bfloat16")
+    flags = server_flags(role, 0, 30000, models[0], config)
     assert ("--enable-weights-cpu-backup" in flags) == keeps
 
 
