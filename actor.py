@@ -71,12 +71,10 @@ class Actor(Trainer):
 
     def _check_engine(self, stats: dict[str, float]) -> None:
         """ValueError if trainer and engine are too far apart on the tokens that the step's weights wrote."""
-        found, most = engine_differences(stats), MAX_LOGPROB_DIFF[self.config.dtype]
-        if not found["engine_logprob_diff_mean"] <= most:  # NaN isn't
-            apart = "the trainer's log-probabilities differ from the engine's by {:.2e} in the mean".format(
-                found["engine_logprob_diff_mean"]
-            )
-            raise ValueError(f"{apart}, more than the {most:.2e} that --dtype {self.config.dtype} may make")
+        mean, dtype = engine_differences(stats)["engine_logprob_diff_mean"], self.config.dtype
+        if not mean <= (most := MAX_LOGPROB_DIFF[dtype]):  # NaN isn't
+            apart = f"the trainer's log-probabilities differ from the engine's by {mean:.2e} in the mean"
+            raise ValueError(f"{apart}, more than the {most:.2e} that --dtype {dtype} may make")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of samples with stale tokens or, if corrected, of all.

@@ -3,8 +3,7 @@
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
 made again for the gradient (torch.utils.checkpoint): two copies of a chunk live at once, six where the
-entropy learns. Chunks are of all
-tokens, prompts' too: where there is one chunk, the sums have the same bits as without.
+entropy learns. Chunks are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
 """
 
 from __future__ import annotations
