@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,7 +222,8 @@ def test_an_early_answer_arrives_early(engine, run):
     run(ask_all())
     lengths, times, outstanding = zip(*seen, strict=True)
     assert lengths[0] < lengths[-1] / 2 and times[0] < times[-1] - 0.05
-    assert list(lengths) == sorted(lengths)
+    # in about that order: SGLang may take the prompts of a request in as two batches, some tokens apart
+    assert all(later > earlier - 16 for earlier, later in pairwise(lengths))
     assert list(outstanding) == [
         left * (len(PROMPT) + 200 - 1) for left in range(15, -1, -1)
     ]  # each has begun
