@@ -17,9 +17,9 @@ from config import Config
 from sample import Key, Sample
 from scheduling.balance import flat
 from training import ptx
-from training.lm_head import LMOutput, output_of, read_targets
+from training.executor import Update
+from training.lm_head import LMOutput, output_of, over_context_parallel, read_targets
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.parallel import over_context_parallel
 from training.trainer import LossSums, OutputLoss, Packed, TokenLoss, Trainer, all_reduce, as_sequences
 
 LR_DECAY_TO = 0.1  # of the learning rate, at the last step
@@ -42,12 +42,8 @@ class Actor(Trainer):
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         super().__init__(config, model_dir)
 
-    def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
-        """Train on this data-parallel rank's samples: an optimizer step a mini-batch (collective: all ranks).
-
-        Each sample needs `advantages`. Returns metrics, the same on every rank (docs/metrics.md). ValueError
-        if trainer and engine disagree about log-probabilities.
-        """
+    def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
+        """An optimizer step a mini-batch (collective: all ranks). Returns metrics, equal on every rank."""
         self._check_samples(flat(mini_batches))
         lr = learning_rate(self.version, self.config, self.algorithm.critic_warmup)
         proximal = self._proximal_logprobs(mini_batches)
@@ -57,7 +53,7 @@ class Actor(Trainer):
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
             packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
-            steps.append(self.optimizer_step(packed, self._output_loss(loss), STATS, lr, check))
+            steps.append((yield from self.step(packed, self._output_loss(loss), STATS, lr, check)))
         self.version += 1
         return update_metrics(steps, lr) | {"train/micro_batches": float(sum(map(len, mini_batches)))}
 
@@ -77,15 +73,11 @@ class Actor(Trainer):
             raise ValueError(f"{apart}, more than the {most:.2e} that --dtype {dtype} may make")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step, of samples with stale tokens or, if corrected, of all.
-
-        Nothing of a single mini-batch, whose own forward pass gives them. Collective over the model-parallel
-        group, whose ranks have the same samples; other groups may not run.
-        """
+        """Log-probabilities at the start of the step, of stale samples or all (collective: its ranks)"""
         samples, every = flat(mini_batches), self.algorithm.corrects_mismatch
         wanted = [s for s in samples if every or min(s.versions, default=self.version) < self.version]
         if len(mini_batches) == 1 or not wanted:
-            return {}
+            return {}  # the own forward pass of a single mini-batch gives them
         if any(sample.policy_logprobs is None for sample in wanted):
             for sample, row in zip(wanted, self.logprobs(wanted), strict=True):
                 sample.policy_logprobs = row
@@ -114,7 +106,7 @@ class Actor(Trainer):
         return output_loss
 
     def _as_output(self, tensor: Tensor) -> LMOutput:
-        return output_of(self.gpt, tensor)
+        return output_of(self.chunks[-1], tensor)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Of every response token under the current weights (collective over the model-parallel group)."""
@@ -184,12 +176,7 @@ def policy_loss(
     targets: PackedTargets, algorithm: Algorithm, total: Callable[[Tensor], Tensor],
     slots: Tensor, logprobs: Tensor, entropy: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs.
-
-    With `tis_cap` or `icepop_bound` the ratio is to the trainer's log-probabilities at the start of the step,
-    times an importance weight for the engine's. Without, so it is for targets that older weights wrote; that
-    of others is to the engine's.
-    """
+    """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs."""
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
     old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
@@ -224,7 +211,9 @@ def difference_stats(differences: Tensor) -> dict[str, Tensor]:
     place = 1 + ((differences.clamp(min=1e-9).log10() + 7) * 16).floor()  # bin 0: below 1e-7
     place = torch.nan_to_num(place, nan=math.inf).clamp(0, len(DIFF_BINS) - 1).long()
     counts = torch.bincount(place, minlength=len(DIFF_BINS))
-    stats = {"engine_logprob_diff_sum": differences.sum(), "engine_logprob_diff_max": largest(differences)}
+    known = torch.nan_to_num(differences, nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
+    most = known.max() if known.numel() else known.new_zeros(())
+    stats = {"engine_logprob_diff_sum": differences.sum(), "engine_logprob_diff_max": most}
     return stats | dict(zip(DIFF_BINS, counts.unbind(), strict=True))
 
 
@@ -247,9 +236,9 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each target the log-probability that its ratio is to, its importance weight, whether it is kept.
 
-    What older weights wrote, or an engine of other numbers, is corrected by exp(proximal - engine),
-    truncated; the ratio that is clipped is then to `proximal`, of the start of the step. AReaL's decoupled
-    objective (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641); for engines Yao et al.,
+    What older weights wrote or, with `tis_cap` or `icepop_bound`, all is corrected by exp(proximal - engine),
+    truncated; the ratio is then to `proximal`, of the step's start, else to the engine's. AReaL's decoupled
+    objective (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641); engines: Yao et al.,
     Your Efficient RL Framework Secretly Brings You Off-Policy RL (2025); masks: IcePop (arXiv 2510.18855).
     """
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
@@ -264,18 +253,8 @@ def importance_weights(
     return proximal, weights.where(kept, 0.0), kept  # one that isn't kept may be infinite
 
 
-def largest(values: Tensor) -> Tensor:
-    """The maximum, 0 of nothing; infinity stands for NaN, which a maximum over ranks could lose."""
-    if not values.numel():
-        return values.new_zeros(())
-    return torch.nan_to_num(values, nan=math.inf, posinf=math.inf).max()
-
-
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
-    """Linear from 0 over `lr_warmup_steps` updates, then linear to LR_DECAY_TO of it at the last of `steps`.
-
-    Before that 0 for `warmup` updates: AdamW leaves the weights as they are.
-    """
+    """0 for `warmup` updates, linear over `lr_warmup_steps` more, linear to LR_DECAY_TO of it at the last."""
     version, steps = version - warmup, config.steps - warmup
     if version < 0:
         return 0.0
@@ -305,20 +284,17 @@ class Reference:
 
     def __init__(self, actor: Actor):
         self._actor, has_gpu = actor, actor.device.type == "cuda"
-        own = [parameter.detach() for parameter in actor.gpt.parameters()]
+        own = [parameter.detach() for parameter in actor.parameters()]
         self._host = [torch.empty_like(x, device="cpu", pin_memory=has_gpu).copy_(x) for x in own]
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` of samples, packed as for training (collective: model-parallel group).
-
-        With the KL in the reward `policy_logprobs`, too: an engine's are other numbers than the trainer's.
-        """
+        """Fill `reference_logprobs` and, with the KL in the reward, `policy_logprobs` (collective)."""
         assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
         samples, micro_batches = flat(mini_batches), list(chain(*mini_batches))
         if self._actor.algorithm.kl_in == "reward":
             for sample, row in zip(samples, self._actor.packed_logprobs(micro_batches), strict=True):
                 sample.policy_logprobs = row
-        parameters = list(self._actor.gpt.parameters())
+        parameters = self._actor.parameters()
         own = [parameter.data for parameter in parameters]
         for parameter, host in zip(parameters, self._host, strict=True):
             parameter.data = host.to(self._actor.device, non_blocking=True)

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from config import Config, as_text
-from sample import Key, Sample
+from sample import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
 MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in one step, which grows with lambda: slack could end a large one
 
-GroupRewards = dict[int, dict[int, float]]  # prompt_id -> index -> reward
-Signals = dict[str, GroupRewards]  # by signal: reward, cost
+Signals = dict[str, dict[int, dict[int, float]]]  # by signal (reward, cost), prompt_id and index
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
 
@@ -320,33 +319,20 @@ def signals_of(samples: list[Sample], algorithm: Algorithm) -> Signals:
     return signals
 
 
-def scores_of(prompt_ids: set[int], parts: list[GroupRewards], algorithm: Algorithm) -> dict[Key, float]:
-    """By prompt_id and index, the scores of groups, of whose rewards each of `parts` may hold some."""
-    scores = {}
-    for prompt_id in prompt_ids:
-        group = sorted(item for part in parts for item in part.get(prompt_id, {}).items())
-        values = algorithm.score([reward for _, reward in group])
-        scores |= {(prompt_id, index): value for (index, _), value in zip(group, values, strict=True)}
-    return scores
-
-
 def set_scores(samples: list[Sample], parts: list[Signals], algorithm: Algorithm) -> None:
-    """Fill `scores` of each sample.
-
-    parts: `signals_of` on each rank: a score needs the rewards of the whole group, wherever its answers are.
-    """
-    prompt_ids = {sample.prompt_id for sample in samples}
+    """Fill `scores` of samples. parts: `signals_of` on each rank: it takes the rewards of whole groups."""
     for name in algorithm.signals:
-        scores = scores_of(prompt_ids, [part[name] for part in parts], algorithm)
+        scores = {}
+        for prompt_id in {sample.prompt_id for sample in samples}:
+            group = sorted(item for part in parts for item in part[name].get(prompt_id, {}).items())
+            values = algorithm.score([reward for _, reward in group])
+            scores |= {(prompt_id, index): value for (index, _), value in zip(group, values, strict=True)}
         for sample in samples:
             sample.scores[name] = scores[sample.key]
 
 
 def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
-    """Fill `advantages` and, of every critic, `returns` of each sample that has its scores.
-
-    multiplier: lambda, the weight of the cost.
-    """
+    """Fill `advantages` and, of critics, `returns` of samples with scores. multiplier: the cost's weight."""
     for sample in samples:
         advantages, returns = {}, {}
         for name in algorithm.signals:
@@ -382,10 +368,7 @@ def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
 
 
 def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) -> dict[str, float]:
-    """ln(lambda) += lagrange_lr * lambda * (mean cost of the step - cost_limit). Returns metrics.
-
-    parts: as in `set_scores`. Safe RLHF (arXiv 2310.12773), equation 31.
-    """
+    """ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Safe RLHF (arXiv 2310.12773), eq. 31."""
     costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
     if not costs:
         return {}

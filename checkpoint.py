@@ -10,8 +10,8 @@
     OUT/checkpoints/archived_<n>-<i>/         damaged, or of steps that were done again; never read
 
 A save takes its snapshot while the trainers have the device: each rank forks a process, whose memory stays
-as it was, and goes on. Once all of these have ended well, rank 0 completes the checkpoint: checksums, then
-the folder's name, each on the disk before the next. A save that fails costs a line, not the run.
+as it was, and goes on. Once all have ended well, rank 0 completes it: checksums, then the folder's name, each
+on the disk before the next. A save that fails costs a line, not the run.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ Writers = dict[str, Callable[..., Any]]  # by the folder that each writes
 Part = tuple[dict[str, list], dict[str, str]]  # descriptions of shards by folder; SHA-256 by file
 
 
-# ---------------------------------------------------------------- what is saved
-
-
 def state_of(c: Controller) -> tuple[dict, dict]:
     """What is the same on every controller between two steps, and this one's own. JSON, floats exactly."""
     import torch
@@ -81,21 +78,18 @@ async def restore(c: Controller, folder: Path) -> None:
 
 
 def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> None:
-    """Take what `state_of` returned on all of them, who may have been more or fewer.
-
-    A group goes to its new holder. On another number of ranks the run begins with its first plan.
-    """
+    """Take what `state_of` returned on all. On another number of ranks the run begins with its first plan."""
     import torch
 
-    state, actor, rank = c.state, c.placement.actor, c.world.rank
-    vars(state).update({name: common[name] for name in COUNTERS})
+    actor, rank = c.placement.actor, c.world.rank
+    vars(c.state).update({name: common[name] for name in COUNTERS})
     groups = [[Sample(**sample) for sample in group] for own in controllers for group in own["groups"]]
     c.prompts.load_state(common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1)
     c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])  # to be summed
     split, history = Split(*common["split"]), [stats_from(row) for row in common["history"]]
     plans = {plan.split: plan for plan in c.placement.plans}
     if common["ranks"] == c.world.size and {split, *(stats.split for stats in history)} <= plans.keys():
-        c.placement.plan, state.history = plans[split], history
+        c.placement.plan, c.state.history = plans[split], history
     if rank < len(controllers):
         torch.set_rng_state(torch.tensor(controllers[rank]["random"], dtype=torch.uint8))
 
@@ -103,10 +97,7 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
 def stats_from(row: dict) -> StepStats:
     """The inverse of asdict."""
     roles = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
-    return StepStats(**row | roles | {"split": Split(*row["split"])})
-
-
-# ---------------------------------------------------------------- how it is saved
+    return StepStats(**row | roles | {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])})
 
 
 def write_part(folder: Path, rank: int, state: tuple[dict, dict], shards: Writers, hf: Writers) -> Part:
@@ -175,10 +166,7 @@ class Checkpoints:
             await self.finish(c, wait=True)
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
-        """Complete what all ranks have written, if they have; `wait` until they have.
-
-        A failure is noted, and the run goes on. A writer that hangs (its disk does) fails after --timeout-s.
-        """
+        """Complete what all ranks have written, if they have, or `wait` for it, --timeout-s at most."""
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
@@ -195,7 +183,6 @@ class Checkpoints:
                 waited_s += POLL_S
 
     async def _begin(self, c: Controller) -> None:
-        """Take the snapshot and start to write it."""
         step, rank, state, trainers = c.state.step, self.world.rank, state_of(c), trainers_of(c)
         folder_name = await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
         folder = self.out / "checkpoints" / folder_name
@@ -237,7 +224,6 @@ class Checkpoints:
 
 
 def make_folders(folder: Path, *names: str) -> None:
-    """Make the folders of a new checkpoint."""
     for name in names:
         (folder / name).mkdir(parents=True)
 
@@ -275,9 +261,6 @@ async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- what an earlier run left
-
-
 class ResumePoint(NamedTuple):
     """A whole checkpoint that the run goes on from, and where on the run's own clock (s) its record ends."""
 
@@ -296,10 +279,7 @@ async def prepare_out(config: Config, world: World, say: Callable[[str], None]) 
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of --out, or the one that --resume names (collective: each reads a share).
-
-    Raises ValueError if there should be one and none is whole: no run starts from 0 over what it can't read.
-    """
+    """The newest whole checkpoint, or that of --resume (collective: each reads a share). ValueError: none."""
     resume, checkpoints = config.resume, Path(config.out) / "checkpoints"
     steps = await world.broadcast(steps_in(checkpoints)) if resume == "auto" else []
     named = [Path(resume)] if resume not in ("auto", "never") else []
@@ -357,8 +337,7 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """What an earlier run left is moved, not overwritten."""
     if any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "eval.json")):
-        target = next_free(out)
-        out.rename(target)
+        target = out.rename(next_free(out))
         say(f"moved the earlier run in {out} to {target}")
 
 

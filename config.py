@@ -15,12 +15,12 @@ from typing import NamedTuple
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
 AT_LEAST_1 += ("judgements", "eval_every", "tp", "pp", "cp", "rollout_tp", "genrm_tp", "keep", "samples")
 AT_LEAST_1 += ("max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "batch_size")
-AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "judge_temperature", "lr_warmup_steps")
+AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "lr_warmup_steps")
 AT_LEAST_0 += ("weight_decay", "max_model_len", "save_every", "save_hf_every")
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
-LIMITS |= {"over_dispatch": (1, 4), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
+LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,15 @@ class Config:
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     trust_remote_code: bool = False  # run Python code that a model's directory brings along
     # ---- the loop
-    mode: str = "partial"  # who holds the devices when: full | partial | auto
+    mode: str = "partial"  # who holds the devices when: full | partial | fused | auto
     algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then settings of its own: kl_coef=0.01
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
     max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
     over_dispatch: float = 1.0  # above 1: start so many times the prompts; the next step continues the rest
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
-    rebalance: bool = False  # partial mode: move ranks between the roles from measured load
+    tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
+    rebalance: bool = False  # move ranks between the roles, or in fused mode the tail, from measured load
     # ---- debugging
     dry_run: bool = False  # print all settings, who would run where, the memory that takes, and end
     rollout_only: bool = False  # generate and judge, but don't train; samples go to OUT/replay.jsonl
@@ -61,8 +62,7 @@ class Config:
     cost_judge: tuple[str, ...] = ()  # like judge, for the cost (algorithms with a constraint)
     cost_rule: tuple[str, ...] = ()  # like rule, for the cost (`cost` of FILE.py)
     judge_max_new_tokens: int = 1024  # of a critique and its verdict
-    judge_temperature: float = 0.0  # of the judges; 0: greedy
-    judgements: int = 1  # critiques of a sample; the reward is the mean of their verdicts
+    judgements: int = 1  # critiques of a sample; the mean of their verdicts is the reward; one is greedy
     # ---- evaluation
     judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each; reads answers
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
@@ -71,12 +71,12 @@ class Config:
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
     lr_warmup_steps: int = 5  # linear, from 0
-    weight_decay: float = 0.0  # AdamW
     max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
     sp: bool = False  # sequence parallelism beside tp
+    schedule: str = "1f1b"  # order of pipeline passes: 1f1b | interleaved | fused, critics beside the actor
     recompute: bool = False  # keep the inputs of each layer alone, and compute the rest again going back
     # ---- reinforcement learning
     updates_per_step: int = 1  # optimizer updates on one batch of samples
@@ -100,6 +100,7 @@ class Config:
     save_hf_every: int = 0  # steps between checkpoints with a Hugging Face directory, and at the end; 0: none
     # ---- examples
     batch_size: int = 32  # examples of a step: conversations, or pairs of answers
+    weight_decay: float = 0.0  # AdamW
     dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
     # ---- pass@k
     samples: int = 8  # answers to each prompt, beside a greedy one
@@ -158,17 +159,15 @@ class Config:
 
     def _parts(self) -> Iterator[tuple[bool, str]]:
         """Whether settings, models, data and rewards go together; what to say if not."""
-        known = self.dtype in ("float32", "bfloat16")
-        yield known, f"--dtype {self.dtype} is unknown; choose float32 or bfloat16"
-        yield self.device in DEVICES, f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}"
+        for name, known in (("dtype", ("float32", "bfloat16")), ("device", DEVICES)):
+            value = vars(self)[name]
+            yield value in known, f"--{name} {value} is unknown; choose {' or '.join(known)}"
         asks_engines = self.command in ("rl", "eval") and not self.train_only
         takes = self.device == "cpu" or self.dtype == "bfloat16" or not asks_engines
         yield takes, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
         yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
         in_full = self.rebalance and self.mode == "full"
         yield not in_full, "--rebalance moves ranks between the roles: in --mode full both hold all ranks"
-        varied = self.judgements == 1 or self.judge_temperature > 0
-        yield varied, f"--judgements {self.judgements} needs --judge-temperature above 0"
         halves = self.rollout_only and self.train_only
         yield not halves, "--rollout-only never trains and --train-only starts no engine: choose one"
         replays = self.train_only == bool(self.replay)
@@ -214,13 +213,6 @@ COMMANDS = {
     "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, {}),
     "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
-
-
-def found_device() -> str:
-    """What this machine has; one that CUDA_VISIBLE_DEVICES hides isn't there."""
-    from torch import cuda
-
-    return "cuda" if cuda.is_available() else "cpu"
 
 
 def make_out(config: Config) -> Path:
@@ -272,8 +264,12 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
     if preset not in PRESETS:
         raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
-    given |= {"preset": preset, "command": name, "device": given.get("device") or found_device()}
-    config = Config(**command.defaults | DEVICES.get(given["device"], {}) | PRESETS[preset] | given)
+    if not (device := given.get("device")):
+        from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
+
+        device = "cuda" if cuda.is_available() else "cpu"
+    given |= {"preset": preset, "command": name, "device": device}
+    config = Config(**command.defaults | DEVICES.get(device, {}) | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"

@@ -27,6 +27,7 @@ from runtime.shutdown import Stop
 from runtime.world import World
 from sample import Sample
 from scheduling.balance import flat, plan_batch
+from scheduling.pipeline import schedule_of
 from scheduling.rebalance import HISTORY, StepStats, choose_split
 
 if TYPE_CHECKING:
@@ -74,10 +75,7 @@ class Controller:
 
 
 async def train(c: Controller) -> int:
-    """The training loop (collective: every rank calls). One turn is one step: serve, then train.
-
-    Returns the signal that ended it early, else 0; the state in which the step began has been saved then.
-    """
+    """The loop: serve, then train (collective). Returns the signal that ended it, once all is saved, or 0."""
     await c.placement.begin()
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
@@ -116,8 +114,8 @@ async def finish(c: Controller) -> int:
 async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
 
-    Each works out the whole plan from gathered lengths (scheduling/balance.py). Samples then move point to
-    point, never through one rank; of a model-parallel group the first gets them and passes them on.
+    Each works out the whole plan from gathered lengths. Samples then move point to point, never through one
+    rank; of a model-parallel group the first gets them and passes them on.
     """
     if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
         algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
@@ -147,21 +145,19 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
 
 
 async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Advantages, then one update of every critic and of the actor (collective). Returns their metrics."""
-    stats = await compute_advantages(c, mini_batches)
-    for model in (*reversed(c.placement.critics), c.placement.actor):  # the last critic has the device
-        await c.placement.give_device_to(model)
-        stats |= await c.world.run(model.update, mini_batches)
+    """Advantages, then updates of critics and actor, in turns or fused (collective). Returns metrics."""
+    stats, fuses = await compute_advantages(c, mini_batches), schedule_of(c.config).fuses
+    trainers = [*reversed(c.placement.critics), c.placement.actor]  # the last critic has the device
+    for first, *beside in [trainers] if fuses else [[trainer] for trainer in trainers]:
+        await c.placement.give_device_to(first, *beside)
+        stats |= await c.world.run(first.update, mini_batches, beside)
+        c.timeline.ran(first.phases)
     stop_on_nan(c, stats, mini_batches)
     return stats
 
 
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Give every sample its advantages (collective). Returns the metrics of the constraint, if there is one.
-
-    Scores need the rewards of whole groups, whose answers may be trained on elsewhere now. Where `exchange`
-    couldn't work them out before they moved, those are gathered.
-    """
+    """Give every sample its advantages (collective). Returns the metrics of a constraint, if there is one."""
     samples, metrics = flat(mini_batches), {}
     for reference in c.references:
         await c.placement.give_device_to(c.placement.actor)
@@ -170,7 +166,7 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
         await c.placement.give_device_to(critic)
         await c.world.run(critic.compute_values, mini_batches)
     mine = samples if c.placement.actor.is_head else []  # others of its model-parallel group hold the same
-    if c.algorithm.gathers_signals:
+    if c.algorithm.gathers_signals:  # `exchange` couldn't score whole groups before their answers moved
         parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
         metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
         algorithms.set_scores(samples, parts, c.algorithm)
@@ -189,19 +185,14 @@ async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
     c.state.history = [*c.state.history, await c.world.reduce(stats, StepStats.total)][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
-    steps_left = config.steps - c.state.step - 1
-    decision = choose_split(c.state.history, list(plans), config.max_running_requests, tp, steps_left)
-    moves = decision.split != placement.plan.split
-    if moves:
+    left = config.steps - c.state.step - 1
+    decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp, left)
+    if moves := decision.split != placement.plan.split:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))
         placement.switch(plans[decision.split])
-    return {
-        "split/predicted_s": decision.predicted_s,
-        "split/moved": float(moves),
-        "split/reason": decision.reason,
-        "faults/engine_restarts": float(restarts),
-    }
+    metrics = {"split/predicted_s": decision.predicted_s, "split/moved": float(moves)}
+    return metrics | {"split/reason": decision.reason, "faults/engine_restarts": float(restarts)}
 
 
 def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:
@@ -212,10 +203,8 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
         c.report.note(f"step {c.state.step + 1}: loss or gradient aren't finite: the update is skipped")
     if c.state.skips == MAX_SKIPS:
         path = c.report.dump(flat(mini_batches) if c.placement.actor.is_head else [])
-        raise ValueError(
-            f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite; "
-            f"the samples of the last one are in {path}"
-        )
+        problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
+        raise ValueError(f"{problem}; the samples of the last one are in {path}")
 
 
 def advance(c: Controller, batch: RolloutBatch) -> None:
@@ -226,19 +215,16 @@ def advance(c: Controller, batch: RolloutBatch) -> None:
 
 
 def stop_on_empty_steps(c: Controller) -> None:
-    """ValueError after MAX_EMPTY_STEPS in a row."""
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
-        raise ValueError(
-            f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward; "
-            f"they are too easy or too hard, or the judge can't tell"
-        )
+        problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"
+        raise ValueError(f"{problem}; they are too easy or too hard, or the judge can't tell")
 
 
 async def evaluate(c: Controller, step: int) -> None:
     """Every `eval_every` steps and at the end: greedy accuracy on the held-out prompts (collective)."""
     held_out = [prompt for prompt in c.prompts.held_out if prompt.answer_key is not None]
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
-    if not held_out or not is_due or not c.placement.rollout.engines:
+    if not (held_out and is_due and c.placement.rollout.engines):
         return
     actor, tasks = c.placement.actor, rollout.Tasks()
     share = list(enumerate(held_out))[actor.dp_rank :: actor.dp_size] if actor.is_head else []

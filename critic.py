@@ -1,7 +1,7 @@
 """A value model: what return to expect from every token on, learned beside the policy.
 
-It is the policy's architecture with one number a token in place of the logits. The value of a response token
-is that of the state before the token is written: it is predicted where the policy predicts the token.
+It is the policy's architecture with one number a token in place of the logits, predicted where the policy
+predicts the token: the value of the state before it is written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from algorithms import algorithm_of
 from config import Config
 from sample import Sample
 from scheduling.balance import flat
+from scheduling.pipeline import schedule_of
 from training import hf_weights
 from training import model as models
+from training.executor import Update
 from training.packing import NO_TARGET, MicroBatch
-from training.parallel import gather_from_sequence_parallel_region
 from training.trainer import GPTModel, LossSums, OutputLoss, Trainer, TransformerConfig, as_sequences
 
 HEAD = "score.weight"  # as transformers' ...ForSequenceClassification calls it
@@ -40,7 +41,7 @@ class ValueHead(torch.nn.Module):
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
         """As Megatron calls an output layer, which may also return a bias."""
         if self.config.sequence_parallel:  # a part of the tokens -> all values, of equal gradients
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+            hidden = models.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return F.linear(hidden, self.weight), None
 
 
@@ -52,10 +53,10 @@ class Critic(Trainer):
         self.name, self.title = name, f"{name} critic"
         self.prefix = "critic" if name == "reward" else f"{name}_critic"  # of the metrics
         self.algorithm = algorithm_of(config)
-        super().__init__(config, model_dir)
+        super().__init__(config, model_dir, reverse=schedule_of(config).fuses)
 
-    def _load_model(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
-        gpt = models.build_model(hf | {"tie_word_embeddings": False}, model_config)
+    def _load_chunk(self, hf: dict, model_config: TransformerConfig, number: int) -> GPTModel:
+        gpt = models.build_chunk(hf | {"tie_word_embeddings": False}, model_config, self.groups, number)
         if gpt.post_process:
             gpt.output_layer = ValueHead(model_config)
         gpt = gpt.to(self.device)
@@ -70,7 +71,7 @@ class Critic(Trainer):
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.values[self.name] = row
 
-    def update(self, mini_batches: list[list[list[Sample]]]) -> dict[str, float]:
+    def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
         """Learn `returns[name]` of this data-parallel rank's samples. Returns metrics (collective)."""
         lr = self.config.critic_lr * min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
         steps = []
@@ -79,7 +80,7 @@ class Critic(Trainer):
             rows = [s.returns[self.name] for s in samples], [s.values[self.name] for s in samples]
             columns = (torch.tensor([*chain(*c)], dtype=torch.float32, device=self.device) for c in rows)
             loss = returns_loss(*columns, self.algorithm.value_clip)
-            steps.append(self.optimizer_step(as_sequences(micro_batches), loss, STATS, lr))
+            steps.append((yield from self.step(as_sequences(micro_batches), loss, STATS, lr)))
         self.version += 1
         return {f"{self.prefix}/{name}": value for name, value in value_metrics(steps, lr).items()}
 
@@ -97,10 +98,9 @@ def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
     """[1, hidden]: a directory's value head, zeros if it has none. ValueError for one of more numbers."""
     if HEAD not in weights.file_of:
         return torch.zeros(1, hidden_size)
-    head = weights[HEAD]
+    head, wanted = weights[HEAD], f"the head of a value model, [1, {hidden_size}] without a bias"
     if list(head.shape) != [1, hidden_size] or "score.bias" in weights.file_of:
-        value_head = f"the head of a value model, [1, {hidden_size}] without a bias"
-        raise ValueError(f"{weights.where}: {HEAD} isn't {value_head}")
+        raise ValueError(f"{weights.where}: {HEAD} isn't {wanted}")
     return head
 
 

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 
 Row = TypeVar("Row")
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
+Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to it with what ends it
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,7 @@ class PromptFile(Sequence[Prompt]):
         self, path: Path, encode: Callable[[Text], list[int]], max_tokens: int, skip_long: bool = False,
         say: Callable[[str], None] = print,
     ):  # fmt: skip
-        """max_tokens: what the context leaves. skip_long: leave out longer prompts, and say how many.
-
-        ValueError with file and line for a row that can't be used, or is longer.
-        """
+        """max_tokens: room in the context. skip_long: leave out longer ones. ValueError: file and line."""
         self._path, self._encode, self._max_tokens = path, encode, max_tokens
         self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
         rows = [(line, prompt_of(row, f"{path}:{line}"), row.get("answer")) for line, row in read_rows(path)]
@@ -255,21 +254,14 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False) -> lis
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
-    turns = []
-    for turn in prompt:  # the template alone makes special tokens
-        texts = {name: text for name, text in turn.items() if isinstance(text, str)}
-        turns.append(turn | {name: break_special_tokens(tokenizer, text) for name, text in texts.items()})
+    plain = partial(break_special_tokens, tokenizer)  # the template alone makes special tokens
+    turns = [{name: plain(x) if isinstance(x, str) else x for name, x in turn.items()} for turn in prompt]
     settings = {"add_generation_prompt": not is_complete, "return_dict": True}
     return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
 
 
-def encode_pair(
-    tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data"
-) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, and of the response to it with what ends it: both text, or both chat turns.
-
-    ValueError that says `where` if the chat template doesn't render them one behind the other.
-    """
+def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
+    """Both text, or both chat turns. ValueError if the template doesn't render one behind the other."""
     start = encode(tokenizer, prompt)
     if isinstance(prompt, str):  # encoded apart: a token across the border would be none of a prompt's
         return start, [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -290,7 +282,6 @@ def encode_exchange(tokenizer: Tokenizer, turns: list[dict]) -> list[int]:
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Text without special tokens."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 

@@ -1,29 +1,24 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
-What a judge is asked and how its text is read is a `JudgeFormat`: three small pure functions, and the place
-to edit for a judge of one's own. `chat` suits any instruction-following model; `harm` is a judge of costs. A
-scalar reward model (`score`) is asked likewise, and says a number of the whole response.
+What a judge is asked and how its text is read is a `JudgeFormat`: small pure functions, to be edited for a
+judge of one's own. `chat` suits any instruction-following model; `harm` is a judge of costs. A scalar reward
+model (`score`) says a number of the whole response.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import data
 from config import Config, as_text
 from engines.engine import Answer, Sampling, seed_of
+from engines.pool import Pool
 from engines.server import context_length
-
-if TYPE_CHECKING:  # it takes seconds to import
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from engines.pool import Pool
 
 JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
@@ -79,7 +74,6 @@ def chat_answer(text: str) -> str | None:
 
 
 def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
-    """One user turn."""
     return [{"role": "user", "content": instruction.format(question=question, answer=answer)}]
 
 
@@ -140,26 +134,20 @@ class Judgement(NamedTuple):
 class Judge:
     """One judge model with its own tokenizer. Number m is served by the genrm engines whose `model` is m."""
 
-    def __init__(self, config: Config, number: int, tokenizer: Tokenizer):
+    def __init__(self, config: Config, number: int, tokenizer: data.Tokenizer):
         model_dir, self.format = config.judge_models[number], formats_of(config)[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer)
         self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
         self.signal = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
         self.judgements = 1 if self.format.scores else config.judgements
-        self.sampling = Sampling(config.judge_temperature, max_new_tokens, stop)
+        self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
         self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
         self.failed = self.parsed = 0  # since the run's start: pairs without a verdict, and verdicts
-        self.reset()
-
-    def reset(self) -> None:
-        self.latencies: list[float] = []  # seconds of each critique
+        self.latencies: list[float] = []  # seconds of each critique in this step
 
     async def ask(self, question: str, answer: str | None, pool: Pool) -> Judgement:
-        """The critiques of an answer and the mean of their verdicts. answer None: the response has none.
-
-        What can't be read is asked for again, unless the judge is greedy: it would only repeat itself.
-        """
+        """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read."""
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
         # a special token that they spell out is text: it can't end the turn
@@ -170,7 +158,7 @@ class Judge:
             self.failed += 1
             return Judgement(f"not asked: {len(prompt)} tokens, of at most {self.max_prompt_tokens}", None)
         texts, verdicts, missing = [], [], list(range(self.judgements))
-        for attempt in range(1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES):
+        for attempt in range(1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES):  # greedy repeats
             seeds = [seed_of(self.seed, question, answer, self.number, which, attempt) for which in missing]
             found = [self._read(reply) for reply in await self._replies(prompt, seeds, pool)]
             texts += [text for text, _ in found]
@@ -184,10 +172,9 @@ class Judge:
 
     async def _replies(self, prompt: list[int], seeds: list[int], pool: Pool) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""
-        clock, replies, prompts = asyncio.get_running_loop().time, [], [prompt] * len(seeds)
-        start = clock()
+        replies, prompts = [], [prompt] * len(seeds)
         async for reply in pool.generate(prompts, self.sampling, seeds=seeds, model=self.number):
-            self.latencies.append(clock() - start)
+            self.latencies.append(reply.end - reply.sent)
             replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)
 
@@ -199,13 +186,9 @@ class Judge:
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:
-    """Raises ValueError once a judge failed on MAX_JUDGE_FAILURES answers and never gave a verdict.
-
-    counts: as of `Rewards.counts()`, of all controllers together.
-    """
+    """ValueError once a judge failed on MAX_JUDGE_FAILURES answers and gave no verdict. counts: of all."""
     for model, failures, verdicts in zip(config.judge_models, *counts, strict=True):
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
-            raise ValueError(
-                f"the judge {model}: none of the first {failures} answers got a verdict: they don't fit "
-                f"its context, or its text can't be read by --judge-format {as_text(config.judge_format)}"
-            )
+            none = f"the judge {model}: none of the first {failures} answers got a verdict"
+            unread = f"its text can't be read by --judge-format {as_text(config.judge_format)}"
+            raise ValueError(f"{none}: they don't fit its context, or {unread}")

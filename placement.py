@@ -1,9 +1,10 @@
 """Placement: which ranks each role holds, and the hand-over of the devices between serving and training.
 
-Who holds what is data, a `Plan`: the ranks of each role. While serving, rollout and genrm engines hold ranks;
-while training, the actor holds all of them. The order of the hand-overs decides the memory peak:
+Who holds what is data, a `Plan`. While serving, rollout and genrm engines hold ranks; while training, the
+actor holds all. Where both may hold all, the mode says who has them now. The order decides the memory peak:
 
-    to training   every engine sleeps (weights and KV cache go); then actor and critics wake, one at a time
+    to training   every engine sleeps (weights and KV cache go); then trainers wake: one at a time, or all
+                  where the schedule runs them in one pipeline
     to serving    critics sleep, rollout weights come back, push, the actor sleeps, the KV cache comes back
 
 Between the two everything sleeps: there a run may switch to another plan, and lost engines are started again.
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from config import Config
 from engines.pool import Pool
 from runtime.world import World
+from scheduling.fusion import TAILS, Left, ranks_of_tail
 from scheduling.rebalance import Split
 
 if TYPE_CHECKING:
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks of each role. Roles that share a rank take turns; on disjoint ranks they run side by side.
-
-    An engine may span several consecutive ranks (tensor parallelism): the first, its lead, owns the server.
-    """
+    """The ranks of each role; on shared ones they take turns. The first rank of an engine owns its server."""
 
     mode: str  # a row of rollout.MODES
     rollout: tuple[int, ...]
@@ -40,61 +39,57 @@ class Plan:
     actor: tuple[int, ...]
     rollout_tp: int = 1  # ranks of one rollout engine
     genrm_tp: int = 1
+    tail: float = 0.0  # fused: part of the answers begun that may be unwritten when genrm gets ranks
 
     def leads(self, role: str) -> tuple[int, ...]:
         """The ranks that own a server of `role`."""
         return {"rollout": self.rollout[:: self.rollout_tp], "genrm": self.genrm[:: self.genrm_tp]}[role]
 
     @property
+    def units(self) -> list[tuple[int, ...]]:
+        """The ranks, in the smallest parts of them that cut no engine."""
+        size = math.lcm(self.rollout_tp, self.genrm_tp)
+        return [self.actor[first : first + size] for first in range(0, len(self.actor), size)]
+
+    @property
     def split(self) -> Split:
-        return Split(self.mode, len(self.rollout), len(self.genrm))
+        return Split(self.mode, len(self.rollout), len(self.genrm), self.tail)
 
     def __str__(self) -> str:
         roles = {"rollout": self.rollout, "genrm": self.genrm, "actor": self.actor}
-        return ", ".join(f"{role} on ranks {as_range(ranks)}" for role, ranks in roles.items() if ranks)
+        ends = {role: sorted({ranks[0], ranks[-1]}) for role, ranks in roles.items() if ranks}
+        return ", ".join(f"{role} on ranks {'-'.join(map(str, pair))}" for role, pair in ends.items())
 
 
-def as_range(ranks: tuple[int, ...]) -> str:
-    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
-
-
-# ---------------------------------------------------------------- the plans of a mode, as pure functions
-
-
-def full_colocation(everyone: tuple[int, ...], rollout_tp: int, genrm_tp: int) -> list[Plan]:
+def full_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
     """Rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
-    return [Plan("full", everyone, everyone, everyone, rollout_tp, genrm_tp)]
+    return [Plan("full", everyone, everyone, everyone, config.rollout_tp, config.genrm_tp)]
 
 
-def partial_colocation(everyone: tuple[int, ...], rollout_tp: int, genrm_tp: int) -> list[Plan]:
-    """Ranks [0, S) serve rollout and [S, N) serve genrm side by side; then all N train.
-
-    One plan for every S that is a multiple of both engines' sizes, so that no engine is cut when the split
-    moves. Source: WeChat-YATT, partial colocation.
-    """
-    splits = range(unit := math.lcm(rollout_tp, genrm_tp), len(everyone), unit)
-    return [Plan("partial", everyone[:s], everyone[s:], everyone, rollout_tp, genrm_tp) for s in splits]
+def partial_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
+    """Ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
+    tp = config.rollout_tp, config.genrm_tp
+    splits = range(unit := math.lcm(*tp), len(everyone), unit)
+    return [Plan("partial", everyone[:s], everyone[s:], everyone, *tp) for s in splits]
 
 
-def auto(everyone: tuple[int, ...], rollout_tp: int, genrm_tp: int) -> list[Plan]:
-    """Every plan of both."""
-    modes = (partial_colocation, full_colocation)
-    return [plan for mode in modes for plan in mode(everyone, rollout_tp, genrm_tp)]
+def inter_stage_fusion(everyone: tuple[int, ...], config: Config) -> list[Plan]:
+    """A plan for each tail of the answers: 0 is full, 1 partial. RLHFuse (arXiv 2409.13221), section 4."""
+    (plan,) = full_colocation(everyone, config)
+    tails = dict.fromkeys((config.tail, *TAILS)) if len(plan.units) > 1 else ()
+    return [replace(plan, mode="fused", tail=tail) for tail in tails]
 
 
-PLANS: dict[str, Callable[..., list[Plan]]] = {
-    "full": full_colocation,
-    "partial": partial_colocation,
-    "auto": auto,
-}
+def auto(everyone: tuple[int, ...], config: Config) -> list[Plan]:
+    modes = (partial_colocation, full_colocation, inter_stage_fusion)
+    return [plan for mode in modes for plan in mode(everyone, config)]
+
+
+PLANS = {"full": full_colocation, "partial": partial_colocation, "fused": inter_stage_fusion, "auto": auto}
 
 
 def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Plan]:
-    """The plans that a run may take, the first of which it starts with (pure).
-
-    One, unless `rebalance` lets the split move or the mode is auto. on_machine: ranks of each machine, 0: all
-    are on one. ValueError with the numbers if none fits.
-    """
+    """The plans a run may take, that of its start first (pure), or ValueError. on_machine: ranks of each."""
     if config.mode not in PLANS:
         raise ValueError(f"--mode {config.mode} is unknown; choose one of {', '.join(PLANS)}")
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
@@ -103,10 +98,13 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
             raise ValueError(f"--{name}-tp {tp} doesn't divide {ranks} ranks{where}")
     if config.train_only:
         return [Plan("partial", (), (), tuple(range(world_size)))]
-    plans = plans_of_mode(config, world_size)
-    if not plans:
-        least = least_ranks(config)
-        raise ValueError(f"--mode {config.mode} needs at least {least}; this run has {world_size}")
+    if not (plans := plans_of_mode(config, world_size)):
+        unit, judges = math.lcm(config.rollout_tp, config.genrm_tp), len(config.judge_models)
+        least = next(ranks for ranks in itertools.count(unit, unit) if plans_of_mode(config, ranks))
+        engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
+        engines += f" for each of {judges} judges" if judges > 1 else ""
+        needed = f"at least {least} ranks, for {engines}"
+        raise ValueError(f"--mode {config.mode} needs {needed}; this run has {world_size}")
     first = first_plan(plans, config, world_size)
     may_move = config.rebalance or config.mode == "auto"
     return [first] + [plan for plan in plans if may_move and plan != first]
@@ -116,32 +114,22 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
     """Those in which every judge has an engine. Without a judge, rollout shares the ranks with nobody."""
     everyone, judges, tp = tuple(range(world_size)), len(config.judge_models), config.genrm_tp
     if not judges:
-        mode = "partial" if config.mode == "auto" else config.mode
+        mode = "partial" if config.mode in ("fused", "auto") else config.mode
         return [Plan(mode, everyone, (), everyone, config.rollout_tp, tp)]
-    plans = PLANS[config.mode](everyone, config.rollout_tp, tp)
+    plans = PLANS[config.mode](everyone, config)
     return [p for p in plans if len({judge_of(rank, tp, judges) for rank in p.leads("genrm")}) == judges]
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """The split that --rollout-ranks asks for, by default half the ranks, rounded up; else the only plan."""
+    """That of --rollout-ranks, by default half, rounded up; if both roles have all ranks, of --tail."""
     splits = [len(plan.rollout) for plan in plans if plan.rollout != plan.genrm]
     half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
     wanted = config.rollout_ranks or half
     for plan in plans:
-        if not splits or len(plan.rollout) == wanted:
+        if len(plan.rollout) == wanted if splits else plan.tail in (0, config.tail):
             return plan
-    raise ValueError(
-        f"--rollout-ranks {wanted} leaves {world_size - wanted} of {world_size} ranks for genrm; "
-        f"this run takes {', '.join(map(str, splits))}"
-    )
-
-
-def least_ranks(config: Config) -> str:
-    """What a mode asks for, in words."""
-    unit, judges = math.lcm(config.rollout_tp, config.genrm_tp), len(config.judge_models)
-    least = next(ranks for ranks in itertools.count(unit, unit) if plans_of_mode(config, ranks))
-    engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
-    return f"{least} ranks, for {engines}{f' for each of {judges} judges' if judges > 1 else ''}"
+    left = f"{world_size - wanted} of {world_size} ranks for genrm"
+    raise ValueError(f"--rollout-ranks {wanted} leaves {left}; this run takes {', '.join(map(str, splits))}")
 
 
 def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
@@ -149,30 +137,21 @@ def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
     return rank // genrm_tp % judges
 
 
-# ---------------------------------------------------------------- the hand-over
-
-
 class Placement:
-    """Who holds this rank's device now: the plan, the trainers and the engines of both roles.
-
-    hand_over_s: seconds that the last hand-over to serving took here. restarts: engines of this rank that the
-    last hand-over to training started again.
-    """
+    """Who holds this rank's device now: the plan, the trainers and the engines of both roles."""
 
     def __init__(
-        self,
-        plans: list[Plan],
-        trainers: list[Trainer],
-        pools: dict[str, Pool],
-        world: World,
+        self, plans: list[Plan], trainers: list[Trainer], pools: dict[str, Pool], world: World,
         timeline: Timeline,
-    ):
+    ):  # fmt: skip
         """trainers: the actor, then the critics. pools: by role."""
         self.plans, self.plan = plans, plans[0]
         self.actor, *self.critics = trainers
         self.rollout, self.genrm = pools["rollout"], pools["genrm"]
         self._world, self._timeline = world, timeline
-        self.hand_over_s, self.restarts = 0.0, 0
+        self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
+        self.swap_s = 0.0  # moves between the roles since
+        self.restarts = 0  # engines of this rank that the last hand-over to training started again
 
     async def begin(self) -> None:
         """Engines come up asleep, as trainers do: hand the devices to serving (collective)."""
@@ -185,6 +164,27 @@ class Placement:
         self.rollout.assign(plan.leads("rollout"))
         self.genrm.assign(plan.leads("genrm"))
 
+    async def share(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
+        """Have only engines led by these ranks awake (collective). Judgements end first, answers move on."""
+        if not self.plan.genrm:
+            return  # of a run without a judge
+        start = self._timeline.now()
+        await self.genrm.use(tuple(lead for lead in self.genrm.awake if lead in genrm))
+        await self.rollout.use(rollout, move=True)
+        await self.genrm.use(genrm)
+        self.swap_s += self._timeline.now() - start
+
+    async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
+        """Fused mode: share the ranks as the answers that are left say (collective). See ranks_of_tail."""
+        tp, plan = self.plan.rollout_tp, self.plan
+        held = tuple(rank for lead in self.rollout.awake for rank in range(lead, lead + tp))
+        up = [{engine.rank: engine.model for engine in pool.up} for pool in (self.rollout, self.genrm)]
+        ranks = ranks_of_tail(plan.tail, plan.units, held, left, keep * tp, owed, *up)
+        if ranks != held:
+            self._timeline.mark("tail", f"{len(ranks)}|{len(plan.rollout) - len(ranks)}")
+            rollout = tuple(lead for lead in plan.leads("rollout") if lead in ranks)
+            await self.share(rollout, tuple(lead for lead in plan.leads("genrm") if lead not in ranks))
+
     async def to_training(self, go_on: bool = True) -> None:
         """Engines sleep (collective). If the run goes on, lost ones are started again."""
         await self.rollout.sleep()
@@ -192,16 +192,17 @@ class Placement:
         if go_on:
             self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
 
-    async def give_device_to(self, trainer: Trainer | None) -> None:
-        """Wake a trainer, once the one that has the device sleeps: none needs another (collective)."""
+    async def give_device_to(self, *trainers: Trainer) -> None:
+        """Wake trainers, once those that have the device sleep (collective)."""
         for other in (self.actor, *self.critics):
-            if other.awake and other is not trainer:
+            if other.awake and other not in trainers:
                 with self._timeline.span("switch"):
                     await self._world.run(other.sleep)
                     await self._world.barrier()
-        if trainer and not trainer.awake:
-            with self._timeline.span("switch"):
-                await self._world.run(trainer.wake)
+        for trainer in trainers:
+            if not trainer.awake:
+                with self._timeline.span("switch"):
+                    await self._world.run(trainer.wake)
 
     async def to_serving(self) -> None:
         """Critics out, weights back, push, actor out, KV cache back (collective). The mode wakes genrm."""
@@ -209,6 +210,6 @@ class Placement:
         await self.give_device_to(self.actor)
         await self.rollout.wake_weights()
         await self.rollout.load_weights(self.actor.named_weights(), self.actor.version)
-        await self.give_device_to(None)
+        await self.give_device_to()
         await self.rollout.wake_kv_cache()
-        self.hand_over_s = self._timeline.now() - start
+        self.hand_over_s, self.swap_s = self._timeline.now() - start, 0.0

@@ -1,7 +1,6 @@
 """Every reward and cost of an answer: by judges, and by rules, which are Python functions of one answer.
 
-A rule is `reward(sample) -> float`: a row of `RULES`, or a function in the user's own file, which runs
-because the user named it. It may be `async`, to ask a server of its own.
+A rule is `reward(sample) -> float`, maybe `async`: a row of `RULES`, or a function in the user's own file.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
+from engines.pool import Pool
 from genrm import Judge, Judgement, formats_of
 from sample import Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from engines.pool import Pool
+    from data import Tokenizer
 
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
@@ -51,20 +49,11 @@ def exact_match(sample: TextSample) -> float:
     return float(sample.answer == sample.answer_key)
 
 
-def length(sample: TextSample, tokens: str) -> float:
-    """`length:40`: tokens of the answer over 40."""
-    return len(sample.response) / int(tokens)
-
-
-def forbidden(sample: TextSample, text: str) -> float:
-    """`forbidden:7`: 1 if the answer's text has a 7, else 0."""
-    return float(text in sample.text)
-
-
 RULES = {  # how a rule is spelled -> its function, which takes the groups of the pattern, too
     r"right": exact_match,
-    r"length:(?P<tokens>[1-9]\d*)": length,
-    r"forbidden:(?P<text>.+)": forbidden,
+    # `length:40`: tokens of the answer over 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
+    r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
+    r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.text),
 }
 
 
@@ -102,10 +91,7 @@ class Rule(NamedTuple):
 
 
 def load(signal: str, spec: str) -> Rule:
-    """`my.py:name`, `my.py` (its function `reward` or `cost`), or a row of RULES, say `length:40`.
-
-    Runs the file. ValueError in one line for what can't be used.
-    """
+    """A row of RULES, `my.py:name`, or `my.py` (its `reward` or `cost`), which runs. ValueError: one line."""
     title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
@@ -145,14 +131,13 @@ class Rewards:
         assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
         self._tasks.clear()
         for judge in self.judges:
-            judge.reset()
+            judge.latencies.clear()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
 
         The reward is the weighted mean, the cost the sum; the verdict says if the mean of the reward's
-        generative judges is above 0.5. If one of them has no number, all stay None: the mean of the rest has
-        another scale.
+        generative judges is above 0.5. If one has no number, all stay None: the rest has another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
@@ -160,9 +145,9 @@ class Rewards:
         if (count := len(self.judges)) > 1:
             critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
         sample.critique = "\n".join(filter(None, critiques))
-        if any(judgement.value is None for judgement in judgements):
-            return
         values = [judgement.value for judgement in judgements]
+        if None in values:
+            return
         verdicts, costs = list(compress(values, self._of_verdict)), list(compress(values, self._of_cost))
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
         sample.reward = weighted_mean(list(compress(values, self._of_reward)), self._weights)

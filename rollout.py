@@ -1,14 +1,14 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
-A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While
-they serve, controllers meet in one small reduction at a time: which groups finished, and with what. Every
-decision, to draw more, to stop, to cut off the rest, is a pure function of what came of it, so that all
-controllers take the same one.
+A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While they
+serve, controllers meet in small reductions: which groups finished, and with what. Every decision, to draw
+more, to stop, to cut off the rest, is a pure function of what came of it: all take the same one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import genrm
 from algorithms import set_baseline
 from engines.engine import Answer, Sampling, seed_of
-from engines.pool import EngineStatus, Pool
+from engines.pool import EngineStatus
 from sample import Sample
+from scheduling.balance import flat
 from scheduling.dynamic_sampling import (
     DynamicSampler,
     OrderedSampler,
@@ -25,7 +26,8 @@ from scheduling.dynamic_sampling import (
     is_informative,
     is_judged,
 )
-from scheduling.rebalance import StepStats
+from scheduling.fusion import Left, histogram, kept_engines
+from scheduling.rebalance import StepStats, token_latency
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -44,6 +46,7 @@ class RolloutBatch:
     waves: int = 0
     missing_groups: int = 0  # short of the batch, over all controllers
     tokens: int = 0  # generated in this step
+    moved: int = 0  # answers that another engine went on with
     aborted: int = 0  # answers cut off
     stats: StepStats | None = None  # what this controller measured
 
@@ -71,15 +74,13 @@ class Tasks:
 
 
 class RolloutStep:
-    """One controller's part of a step: the sampler that all controllers share, and this one's groups.
-
-    keeps: whether a judged group teaches something.
-    """
+    """One controller's part of a step: the sampler that all controllers share, and this one's groups."""
 
     def __init__(self, c: Controller, sampler: DynamicSampler, keeps: Callable[[list[Sample]], bool]):
-        self.c, self.sampler, self.keeps = c, sampler, keeps
+        self.c, self.sampler, self.keeps = c, sampler, keeps  # keeps: does a judged group teach something?
         self.groups: dict[int, list[Sample]] = {}  # by prompt_id
-        self.tasks, self.batch, self.swap_s = Tasks(), RolloutBatch(), 0.0
+        self.tasks, self.batch = Tasks(), RolloutBatch()
+        self.judging = 0  # answers, those that wait for an engine, too
 
     @property
     def is_over(self) -> bool:
@@ -91,11 +92,10 @@ class RolloutStep:
 
     def begin_wave(self) -> list[int]:
         """Draw and deal the prompts of a wave, if one is to begin. Returns this controller's."""
-        c, wave = self.c, self.sampler.next_wave()
+        c, wave, actor = self.c, self.sampler.next_wave(), self.c.placement.actor
         if wave is None:
             return []
         drawn = c.prompts.draw(wave.size)
-        actor = c.placement.actor
         owners = c.prompts.assign_owners(drawn, actor.dp_size)
         if wave.number not in self.sampler.wave_of.values():
             c.timeline.mark("wave", f"wave {wave.number + 1}")
@@ -108,25 +108,14 @@ class RolloutStep:
         for prompt_id in prompt_ids:
             self.tasks.start(prompt_id, work(self, self.groups[prompt_id]))
 
-    async def wake(self, pool: Pool, instead_of: Pool | None = None) -> None:
-        """A pool gets its devices, which another may hold; nothing to do if it has them (collective)."""
-        if not pool.engines:
-            return  # of a run without a judge
-        clock = self.c.timeline.now
-        start = clock()
-        if instead_of:
-            await instead_of.sleep()
-        await pool.wake()
-        self.swap_s += clock() - start
-
 
 async def collect(c: Controller) -> RolloutBatch:
     """Draw prompts, serve them, drop groups that teach nothing and draw again (collective).
 
     The first wave has `prompts_per_step` prompts, times `over_dispatch`; each of up to `max_refill_waves`
-    more replaces what was filtered. By default the first informative groups in the order of drawing are kept,
-    with `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step.
-    When a stop is asked for, everything is cut off and nothing of the step counts.
+    more replaces what was filtered. The first informative groups in the order of drawing are kept, with
+    `over_dispatch` above 1 the first to finish; prompts that aren't used come first in the next step. When a
+    stop is asked for, nothing of the step counts.
     """
     config, start = c.config, c.timeline.now()
     kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
@@ -142,15 +131,13 @@ async def collect(c: Controller) -> RolloutBatch:
         return step.batch
     c.state.groups_per_kept = sampler.updated_groups_per_kept()
     partition(step)
-    placement = c.placement
+    placement, finished = c.placement, [s for s in flat([step.groups.values()]) if s.is_finished]
     step.batch.stats = StepStats(
         placement.plan.split, placement.rollout.pop_stats(), placement.genrm.pop_stats(), sampler.waves,
-        serve_s=c.timeline.now() - start, swap_s=step.swap_s, hand_over_s=placement.hand_over_s,
+        serve_s=c.timeline.now() - start, swap_s=placement.swap_s, hand_over_s=placement.hand_over_s,
+        lengths=histogram(len(sample.response) for sample in finished),
     )  # fmt: skip
     return step.batch
-
-
-# ---------------------------------------------------------------- one loop per mode
 
 
 async def generate_then_judge(step: RolloutStep) -> None:
@@ -159,12 +146,12 @@ async def generate_then_judge(step: RolloutStep) -> None:
     while not step.is_over:
         unfinished = [prompt_id for prompt_id, group in step.groups.items() if not is_generated(group)]
         wave = step.begin_wave() + unfinished
-        await step.wake(placement.rollout, instead_of=placement.genrm)
+        await placement.share(rollout=placement.plan.leads("rollout"))
         step.start(wave, generate)
         await wait_for_enough(step)
         if c.stopping:
             return
-        await step.wake(placement.genrm, instead_of=placement.rollout)
+        await placement.share(genrm=placement.plan.leads("genrm"))
         step.start([prompt_id for prompt_id in wave if is_generated(step.groups[prompt_id])], judge)
         await wait_for_all(c, step.tasks)
         await gather_finished_groups(step)
@@ -172,23 +159,34 @@ async def generate_then_judge(step: RolloutStep) -> None:
 
 async def judge_as_generated(step: RolloutStep) -> None:
     """Partial colocation: an answer is judged the moment it is finished, elsewhere; a wave costs no swap."""
-    await step.wake(step.c.placement.genrm)
+    plan = step.c.placement.plan
+    await step.c.placement.share(plan.leads("rollout"), plan.leads("genrm"))
     while not step.is_over:
         step.start(step.begin_wave(), generate_and_judge)
         await step.tasks.poll()
         await gather_finished_groups(step)
 
 
-MODES = {"full": generate_then_judge, "partial": judge_as_generated}
+async def judge_beside_the_tail(step: RolloutStep) -> None:
+    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left unwritten."""
+    c, rollout = step.c, step.c.placement.rollout
+    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
+    while not step.is_over:
+        step.start(step.begin_wave(), generate_and_judge)
+        await step.tasks.poll()
+        left, owed = await gather_finished_groups(step)
+        if not step.is_over:
+            keep = kept_engines(left.unwritten, latency, rollout.capacity)
+            await c.placement.follow_the_tail(left, keep, owed)
+
+
+MODES = {"full": generate_then_judge, "partial": judge_as_generated, "fused": judge_beside_the_tail}
 
 
 async def ask(
     c: Controller, sampling: Sampling, group: list[Sample], tasks: Tasks
 ) -> AsyncIterator[tuple[Sample, Answer]]:
-    """What engines generate of the unfinished answers of a group, which the caller appends.
-
-    They share the prompt's KV cache. What an engine aborted is asked for again, unless all is being cut off.
-    """
+    """What engines generate, for the caller to append. What they abort is asked again, unless all ends."""
     while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
         answers = c.placement.rollout.generate(
             [sample.prompt + sample.response for sample in unfinished],
@@ -202,7 +200,6 @@ async def ask(
 
 
 async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
-    """Have the answers of a group generated, or continued."""
     async for sample, answer in ask(step.c, step.c.sampling, group, step.tasks):
         append_tokens(step, sample, answer)
         if sample.is_finished and not step.tasks.closed:
@@ -210,7 +207,6 @@ async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sa
 
 
 def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
-    """Add what an engine generated to a sample."""
     version, timeline, key = step.c.placement.actor.version, step.c.timeline, sample.key
     assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
     generating = "resumed" if sample.response else "decoding"
@@ -222,8 +218,10 @@ def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
     sample.finish = answer.finish
     step.batch.tokens += len(answer.tokens)
     if not sample.is_finished:
-        timeline.sample("aborted", *key, answer.rank, answer.end, answer.end)
-        step.batch.aborted += 1
+        is_over = step.tasks.closed  # else another engine goes on with it
+        timeline.sample("aborted" if is_over else "moved", *key, answer.rank, answer.end, answer.end)
+        step.batch.aborted += is_over
+        step.batch.moved += not is_over
 
 
 async def judge(step: RolloutStep, group: list[Sample]) -> None:
@@ -235,11 +233,7 @@ async def generate_and_judge(step: RolloutStep, group: list[Sample]) -> None:
     """Have the answers of a group generated, and each judged the moment it is finished."""
     finished = [sample for sample in group if sample.is_finished and sample.reward is None]
     judging = [asyncio.create_task(judge_one(step, sample)) for sample in finished]
-
-    def begin_to_judge(sample: Sample) -> None:
-        judging.append(asyncio.create_task(judge_one(step, sample)))
-
-    await generate(step, group, begin_to_judge)
+    await generate(step, group, lambda s: judging.append(asyncio.create_task(judge_one(step, s))))
     await asyncio.gather(*judging)
 
 
@@ -248,9 +242,12 @@ async def judge_one(step: RolloutStep, sample: Sample) -> None:
         return  # it finished a moment before its group was cut off: a call now would outlive the step
     c, clock = step.c, asyncio.get_running_loop().time
     start = clock()
+    step.judging += 1
     await c.rewards.score(sample, c.placement.genrm)
-    end = clock()
-    c.timeline.sample("judging", *sample.key, c.world.rank, start, end)
+    step.judging -= 1
+    end, begin = clock(), max(start, c.placement.genrm.woke_at)
+    c.timeline.sample("queued", *sample.key, c.world.rank, start, begin)
+    c.timeline.sample("judging", *sample.key, c.world.rank, begin, end)
     c.timeline.sample("done", *sample.key, c.world.rank, end, end)
 
 
@@ -269,9 +266,6 @@ def partition(step: RolloutStep) -> None:
     batch.waves, batch.missing_groups = sampler.waves, sampler.target - len(chosen)
 
 
-# ---------------------------------------------------------------- where controllers meet
-
-
 class Meeting(NamedTuple):
     """What the controllers told together, and the signal that asked one of them to stop, else 0."""
 
@@ -286,45 +280,41 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable[[list], An
 
     def total_of(parts: list[Meeting]) -> Meeting:
         facts, rollout, genrm, asked = zip(*parts, strict=True)
-        statuses = EngineStatus.total(rollout), EngineStatus.total(genrm)
-        return Meeting(total(facts), *statuses, max(asked))
+        return Meeting(total(facts), EngineStatus.total(rollout), EngineStatus.total(genrm), max(asked))
 
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
     return await c.world.reduce(Meeting(facts, *statuses, c.stop.asked), total_of)
 
 
 def follow(c: Controller, meeting: Meeting) -> None:
-    """Act on a meeting, on every controller alike: remember a stop, else route around lost engines.
-
-    ValueError if a role has no engine left.
-    """
+    """Remember a stop, else route around lost engines, on all alike. ValueError if a role has none left."""
     c.stopping = max(c.stopping, meeting.stop)
-    if c.stopping:
-        return  # all is cut off, and saved, whoever is left
-    for pool, status in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
-        for line in pool.apply_status(status):
-            c.report.note(line)
+    if not c.stopping:  # else all is cut off, and saved, whoever is left
+        for pool, status in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
+            for line in pool.apply_status(status):
+                c.report.note(line)
 
 
-async def gather_finished_groups(step: RolloutStep) -> None:
-    """All controllers tell which of their groups finished, and whether those are informative (collective)."""
-    c, sampler = step.c, step.sampler
+async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
+    """All tell which groups finished (collective). Returns what is left, and tokens owed, by rank."""
+    c, sampler, samples = step.c, step.sampler, flat([step.groups.values()])
     ended = step.groups.keys() - step.tasks.running.keys() - sampler.informative.keys()
     mine = {p: step.keeps(step.groups[p]) for p in sorted(ended) if is_generated(step.groups[p])}
     num_generated = sum(map(is_generated, step.groups.values()))
-    meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts()), total_of_groups)
+    left = (sum(not sample.is_finished for sample in samples), step.judging, len(samples))
+    meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts(), left), total_of_groups)
     follow(c, meeting)
-    finished, sampler.num_generated, counts = meeting.facts
+    finished, sampler.num_generated, counts, left = meeting.facts
     sampler.record(finished)
     genrm.check_judges(c.config, counts)
+    return Left(*left), meeting.rollout.outstanding
 
 
 def total_of_groups(parts: list[tuple]) -> tuple:
-    """Of what several controllers tell in `gather_finished_groups`."""
-    finished, generated, counts = zip(*parts, strict=True)
+    finished, generated, counts, left = zip(*parts, strict=True)
     union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
     sums = ([sum(column) for column in zip(*rows, strict=True)] for rows in zip(*counts, strict=True))
-    return union, sum(generated), tuple(sums)
+    return union, sum(generated), tuple(sums), tuple(map(sum, zip(*left, strict=True)))
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:

@@ -44,6 +44,7 @@ from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
 from runtime.world import World, raise_on_all
+from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
     from actor import Reference
@@ -92,14 +93,12 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
         raise ValueError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
+    schedule_of(config)
     return make_plans(config, ranks, on_machine) if config.command == "rl" else []
 
 
 def choose_device(config: Config) -> None:
-    """CUDA devices are hidden from a run without them. ValueError if ranks of this machine lack one.
-
-    From then on torch.cuda.is_available() says the same as --device, here and in all that is started.
-    """
+    """Hide CUDA devices from a run without, and all that it starts. ValueError if a rank here lacks one."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
@@ -217,20 +216,16 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
     load = partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
     tokenizer, judge_tokenizers = load(config.model), [load(path) for path in config.judge_models]
-    decode, source = partial(data.decode, tokenizer), Addition(config.seed, partial(data.encode, tokenizer))
+    encode, decode = (partial(function, tokenizer) for function in (data.encode, data.decode))
+    source = Addition(config.seed, encode)
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
-        encode, path = partial(data.encode, tokenizer), Path(config.data)
-        rows = data.PromptFile(path, encode, room, config.skip_long, say)
+        rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say)
         source = data.Shuffled(rows, config.seed, config.eval_prompts)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
-    group = config.answers_per_prompt, config.continues_answers, algorithm.greedy
-    inputs = {
-        "prompts": data.Prompts(source, *group),
-        "rewards": rewards.build(config, judge_tokenizers, decode),
-        "sampling": sampling,
-        "greedy": dataclasses.replace(sampling, temperature=0.0),
-    }
+    prompts = data.Prompts(source, config.answers_per_prompt, config.continues_answers, algorithm.greedy)
+    inputs = {"prompts": prompts, "rewards": rewards.build(config, judge_tokenizers, decode)}
+    inputs |= {"sampling": sampling, "greedy": dataclasses.replace(sampling, temperature=0.0)}
     if config.rollout_only:
         inputs["learn"] = replay.record
     if config.train_only:

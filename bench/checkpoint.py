@@ -77,7 +77,7 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
     from recipes.addition.task import Addition
     from reporting.timeline import Timeline
 
-    (plan,) = full_colocation(tuple(range(world.size)), 1, 1)
+    (plan,) = full_colocation(tuple(range(world.size)), config)
     return SimpleNamespace(
         config=config,
         world=world,

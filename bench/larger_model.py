@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -33,7 +34,7 @@ def main() -> None:
         warmstart.new_model(work / "new", config.seed)
     dist.barrier()
     progress = Progress(STEPS, world.rank == 0)
-    batches = warmstart.demonstrations(config.seed)
+    batches = partial(warmstart.demonstrations, config.seed)
     warmstart.train(config, world, work / "new", work / "actor", batches, STEPS, progress)
     if world.rank == 0:  # at once, so that what is there is whole
         (work / "actor").rename(target)

@@ -1,8 +1,9 @@
-"""Who should hold the devices when: full, partial, rebalanced and automatic placement on named workloads.
+"""Who should hold the devices when: full, partial, fused, rebalanced and automatic, on named workloads.
 
     python bench/modes.py                     all workloads on 2 and 4 ranks -> docs/modes.png and tables
     python bench/modes.py --ranks 4 --workloads tail --repeats 1
-    python bench/modes.py --sides full "2|2" --moving 0      these sides alone
+    python bench/modes.py --sides full "2|2" auto            these sides alone
+    python bench/modes.py --ranks 4 --workloads tail-judged --tails 0 0.05 0.1 0.2 0.3 0.5 0.9
     python bench/modes.py --bench-shift       from the worst split, with a workload that changes in mid-run
     python bench/modes.py --over-dispatch     the tail: answers that are continued, against waiting for all
 
@@ -14,18 +15,25 @@ have just changed hands.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 from tables import picture, print_table, quartile_spread
 
+from config import Config
+from scheduling.fusion import TAILS
+
 STEPS = 5  # of a static side, the first not counted
-WORKLOADS = ("short", "tail", "resample", "judge-heavy")
-MOVING = ("rebalance", "auto")  # sides that choose their split; their first half isn't counted
+WORKLOADS = ("short", "tail", "tail-judged", "resample", "judge-heavy")
+FUSED = [f"fused {tail:g}" for tail in (0, *TAILS)]
+MOVING = ("rebalance", "auto", "from 0.05", "from 0.9")  # choose their split; their first half isn't counted
 
 
 # ---------------------------------------------------------------- sides
@@ -37,15 +45,21 @@ def splits_of(ranks: int) -> list[str]:
 
 
 def make_sides(given: Namespace, ranks: int) -> list[dict]:
-    """Full and every partial split of each workload, in alternating order.
+    """Full, every partial split and the given tails of each workload, in alternating order.
 
-    After the first round those that choose: rebalance from 1|N-1, auto from the middle split.
+    After the first round those that choose: rebalance from 1|N-1, auto from the middle split, tails from both
+    ends if there are several.
     """
     splits = splits_of(ranks)
-    static = [(name, [name]) for name in ("full", *splits) if name in (given.sides or ("full", *splits))]
-    middle = splits[(len(splits) - 1) // 2]
+    names = ["full", *splits, *(f"fused {tail:g}" for tail in given.tails)]
+    static = [(name, [name]) for name in names if name in (given.sides or names)]
+    middle, default = splits[(len(splits) - 1) // 2], f"fused {Config().tail:g}"
     moving = [("rebalance", splits)] if len(splits) > 1 else []
-    moving.append(("auto", [middle, *(s for s in splits if s != middle), "full"]))
+    fused = dict.fromkeys([default, *FUSED[1:]])
+    moving.append(("auto", [middle, *(s for s in splits if s != middle), "full", *fused]))
+    if len(given.tails) > 1:
+        moving += [("from 0.05", FUSED[1:]), ("from 0.9", FUSED[:0:-1])]
+    moving = [(name, options) for name, options in moving if name in (given.sides or MOVING)]
     sides = []
     for repeat in range(given.repeats):
         for workload in given.workloads:
@@ -53,7 +67,7 @@ def make_sides(given: Namespace, ranks: int) -> list[dict]:
             order = static[:: -1 if repeat % 2 else 1]
             sides += [labels | dict(side=name, splits=options, steps=STEPS) for name, options in order]
             if repeat == 0 and given.moving:
-                sides += [labels | dict(side=s, splits=options, steps=given.moving) for s, options in moving]
+                sides += [labels | dict(side=s, splits=o, steps=given.moving) for s, o in moving]
     return sides
 
 
@@ -174,6 +188,7 @@ def draw_bars(rows: list[dict], ranks: int, axes) -> None:
 
     workloads, names = workloads_in(rows), list(dict.fromkeys(row["side"] for row in rows))
     splits, colors = splits_of(ranks), {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
+    colors |= dict.fromkeys(names, "#8a4fb0") | colors
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))
     width = 0.8 / len(names)
@@ -232,7 +247,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="full, 1|3, ...: of the static ones these")
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="full, 1|3, auto, ...: these alone")
+    tails = "of fused mode, each a side; of several also --rebalance from both ends"
+    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], help=tails)
     parser.add_argument("--repeats", type=int, default=3)
     moving = "of the sides that may move; 0: leave them out"
     parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)

@@ -15,7 +15,6 @@ import os
 import random
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +63,11 @@ def long_tail(group: random.Random, answer: random.Random) -> int:
     return answer.randint(80, 100) if answer.random() < 0.025 else answer.randint(10, 20)
 
 
+def longer_tail(group: random.Random, answer: random.Random) -> int:
+    """Twice as long: most between 20 and 40, one in forty from 160 to 200."""
+    return 2 * long_tail(group, answer)
+
+
 def by_prompt(group: random.Random, answer: random.Random) -> int:
     """8 to 60: some prompts have long answers, and those of one prompt differ by a quarter."""
     return round(group.uniform(10, 48) * answer.uniform(0.8, 1.25))
@@ -72,6 +76,7 @@ def by_prompt(group: random.Random, answer: random.Random) -> int:
 WORKLOADS = {
     "short": Workload(uniform),
     "tail": Workload(long_tail),
+    "tail-judged": Workload(longer_tail, judgements=2),
     "resample": Workload(by_prompt, keep=0.5),
     "judge-heavy": Workload(by_prompt, judgements=4),
 }
@@ -84,8 +89,6 @@ class Load:
         """name: of several, `a+b`, each has its part of the steps."""
         self._names, self._config, self._timeline = name.split("+"), config, timeline
         self._keys: dict[int, tuple[int, int]] = {}  # seed of an answer -> whose it is
-        self._lengths: dict[tuple[int, int], int] = {}
-        self._starts: Counter[tuple[int, int]] = Counter()
 
     @property
     def name(self) -> str:
@@ -103,14 +106,10 @@ class Load:
             self._keys[seed_of(self._config.seed, *sample.key)] = sample.key
 
     def tokens_left(self, seed: int, done: int) -> int:
-        """Of an answer, `done` tokens of which are there. Begun anew, it gets another length."""
+        """Of an answer, `done` tokens of which are there."""
         key = self._keys[seed]
-        if not done:
-            self._starts[key] += 1
-            group = random.Random(f"{self.name} {key[0]}")
-            answer = random.Random(f"{self.name} {key} {self._starts[key]}")
-            self._lengths[key] = self.workload.length(group, answer)
-        return self._lengths[key] - done
+        group, answer = random.Random(f"{self.name} {key[0]}"), random.Random(f"{self.name} {key}")
+        return self.workload.length(group, answer) - done
 
     def reward(self, sample: Sample) -> float:
         """Half of the answers are right, in a group that is kept; all of them in another."""
@@ -220,7 +219,7 @@ async def measure_side(c: Controller, side: dict, plans: list[Plan]) -> int:
     stopped_by = await train(dataclasses.replace(c, config=config, state=state, **parts))
     rollout.generate = generate
     if not stopped_by:
-        await c.world.run(placement.actor.wake)  # as `train` finds it
+        await placement.to_training()  # engines sleep, as `train` finds them
     return stopped_by
 
 
@@ -248,8 +247,9 @@ def main() -> None:
     genrm.MAX_JUDGE_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
         Engine.module = "bench.paced_server"
-    # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side
-    run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", *theirs])
+    # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side.
+    # --tail adds a plan to those of auto
+    run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", "--tail", "0", *theirs])
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import shutil
 import sys
 import textwrap
 from importlib.metadata import distributions
+from math import prod
 from pathlib import Path
 
 import psutil
 
-from commands.memory import PROCESS, memory
+from commands.memory import BYTES, PROCESS, memory, read_model
 from config import Config, as_text, dashed
 from placement import Plan
 from reporting.describe import describe
@@ -25,9 +26,16 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "
 
 def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
+    from recipes.addition.warmstart import model_config
+    from training import model
+
     rendezvous.interface_of(config.host)
-    check_models(config)
-    lines = [*device_map(config, plans, ranks), *memory(config, plans, ranks), "nothing was started"]
+    hf = model.read_hf_config(config.model) if config.model else model_config().to_dict()
+    model.check_sizes(hf, config)
+    if config.critic:
+        model.check_critic(config)
+    lines = device_map(config, plans, ranks) + ([] if config.train_only else resharding(config, ranks))
+    lines += [*memory(config, plans, ranks), "nothing was started"]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
@@ -46,23 +54,33 @@ def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     return lines
 
 
+def resharding(config: Config, ranks: int) -> list[str]:
+    """What three systems move from training to engines of --rollout-tp ranks, and HybridFlow's groups."""
+    from training.resharding import Layout
+
+    sizes = config.pp, config.tp, ranks // (config.pp * config.tp)
+    way = f"pp-tp-dp {'-'.join(map(str, sizes))} to engines of {config.rollout_tp}"
+    if config.tp % config.rollout_tp:
+        return [f"  HybridFlow can't reshard {way}: --rollout-tp doesn't divide --tp"]
+    layout, shapes = Layout(*sizes, config.rollout_tp), read_model(config.model, config)[0]
+    lines = [f"  MB of a rank, {way}, by HybridFlow's table 2 (a push receives as HybridFlow-V):"]
+    for system, cost in layout.costs().items():
+        size = BYTES[config.dtype] * sum(map(prod, shapes.values())) / 1e6
+        numbers = (f"{part * size:.1f}" for part in cost)
+        lines.append("    {}: receives {}, holds at most {}, of it redundant {}".format(system, *numbers))
+    indents = dict(initial_indent=4 * " ", subsequent_indent=6 * " ")
+    for kind, groups in zip(("tensor", "micro-data"), layout.groups(), strict=True):
+        each = " ".join(str(group).replace(" ", "") for group in groups)
+        lines += textwrap.wrap(f"{kind}-parallel groups: {each}", 106, **indents)
+    return lines
+
+
 def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
     """Where a rank stands in the actor, in Megatron's order: tensor-parallel ranks are neighbours."""
     rest, tp = divmod(rank, config.tp)
     rest, cp = divmod(rest, config.cp)
     pp, dp = divmod(rest, ranks // (config.tp * config.cp * config.pp))
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
-
-
-def check_models(config: Config) -> None:
-    """ValueError if the trainers can't be cut as the settings say."""
-    from recipes.addition.warmstart import model_config
-    from training import model
-
-    hf = model.read_hf_config(config.model) if config.model else model_config().to_dict()
-    model.check_sizes(hf, config)
-    if config.critic:
-        model.check_critic(config)
 
 
 def check(config: Config) -> int:

@@ -62,7 +62,6 @@ async def generate(config: Config, prompts: list[list[int]], sampling: Sampling)
 async def ask(
     number: int, prompt: list[int], pool: Pool, sampling: Sampling, config: Config, at_once: asyncio.Semaphore
 ) -> list[Answer]:
-    """The answers to one prompt, in one request."""
     greedy = [False] * config.samples + [True]
     seeds = [seed_of(config.seed, "eval", number, index) for index in range(len(greedy))]
     async with at_once:

@@ -32,21 +32,18 @@ from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
+from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch
-from training.parallel import over_context_parallel
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
-def encode_answer(
-    prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str
-) -> tuple[list[int], list[int]]:
-    """Tokens of what comes before an answer, and of the answer with what ends it.
+def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> data.Pair:
+    """prompt, answer: text or chat turns. ValueError that says `where` what is wrong.
 
-    prompt, answer: text or chat turns. Turns that don't begin with the assistant's are a whole conversation:
-    `prompt` is then left out or repeated. ValueError that says `where` what is wrong.
+    Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
     """
     name = tokenizer.name_or_path
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
@@ -116,17 +113,15 @@ def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config
     return Examples(rows, config.seed, config.eval_prompts)
 
 
-def room(example: Example, cp: int) -> int:
-    """In a micro-batch, in tokens."""
+def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
     return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
 
 
 def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.device) -> OutputLoss:
     """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs, by the conventions of TRL.
 
-    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. samples: those of
-    all micro-batches, chosen and rejected in turns. Every context-parallel rank holds a part of each answer
-    and counts every pair, both in the sum and in what it is divided by.
+    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. samples: of all
+    micro-batches, chosen and rejected in turns. Every context-parallel rank counts every pair.
     """
     owners = [number for number, sample in enumerate(samples) for _ in sample.response]
     answer_of = torch.tensor(owners, dtype=torch.int64, device=device)  # [slots]
@@ -143,8 +138,8 @@ def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.dev
         chosen, rejected = (scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
         losses, count = -F.logsigmoid(margin), here.sum()
-        facts = {"accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
-        return losses.sum(), count, {name: fact.detach().sum() for name, fact in facts.items()}
+        facts = zip(PAIR_STATS, (margin > 0, margin, chosen, rejected), strict=True)
+        return losses.sum(), count, {name: fact.detach().sum() for name, fact in facts}
 
     return loss
 
@@ -157,19 +152,16 @@ class Task:
     model: type[Trainer]
     read: Read | None = None
     has_reference: bool = False
-
-    @property
-    def stats(self) -> tuple[str, ...]:
-        """Beside the loss."""
-        return ("accuracy", "margin", "chosen", "rejected") if self.read else ()
+    stats: tuple[str, ...] = ()  # beside the loss
 
 
+PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
 TASKS = {
     "sft": Task(parse_sft, Actor),
     # InstructGPT (arXiv 2203.02155), section 3.5, equation 1; r: the scalar head at the last token
-    "rm": Task(parse_rm, Critic, target_values),
+    "rm": Task(parse_rm, Critic, target_values, stats=PAIR_STATS),
     # DPO (arXiv 2305.18290), section 4, equation 7; r: the log-probability of the answer, scale: beta
-    "dpo": Task(parse_pair, Actor, target_logprobs, has_reference=True),
+    "dpo": Task(parse_pair, Actor, target_logprobs, has_reference=True, stats=PAIR_STATS),
 }
 
 
@@ -231,10 +223,8 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     name, path = config.command, Path(config.data or out / "data.jsonl")
     tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
-    progress.line(
-        f"nanoYATT {name}: {config.model} learns from {examples.count} examples of {path}, "
-        f"{len(examples.held_out)} more are held out; {config.steps} steps of {config.batch_size}"
-    )
+    sizes = f"{len(examples.held_out)} more are held out; {config.steps} steps of {config.batch_size}"
+    progress.line(f"nanoYATT {name}: {config.model} learns from {examples.count} examples of {path}, {sizes}")
     learner, writer, skips = Learner(config), MetricsWriter(out) if rank == 0 else None, 0
     for step in range(config.steps + 1):
         row, began = {}, time.perf_counter()

@@ -10,6 +10,7 @@ from algorithms import algorithm_of
 from config import Config
 from engines import server
 from placement import Plan
+from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
@@ -22,6 +23,7 @@ REFERENCE = "reference, in the host's memory"
 
 Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
 Parts = dict[str, int]  # bytes
+Models = dict[str, Parts]  # by their names
 
 
 def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
@@ -33,11 +35,11 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
     lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and each server")
     if config.device == "cpu":
-        return [*lines, verdict_without_devices(config, plans, ranks, trainers, engines)]
+        return [*lines, verdict_without_devices(plans, ranks, trainers, engines)]
     return [*lines, *verdicts(config, trainers, engines), host_memory(config, trainers, engines)]
 
 
-def trainers_of(config: Config, ranks: int) -> dict[str, Parts]:
+def trainers_of(config: Config, ranks: int) -> Models:
     """What each trainer holds of a device while it learns, and the host's copy of the reference."""
     algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
     shapes, _ = read_model(config.model, config)
@@ -67,28 +69,26 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
 
 
 def activations(shapes: Shapes, config: Config) -> int:
-    """Of a full micro-batch. A pipeline's first stage keeps those of as many as there are stages."""
+    """Of the micro-batches, all full, that the first rank of a pipeline keeps: interleaved, more of them."""
     rows = {name: shape[0] for name, shape in shapes.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
-    widths = (shapes["model.embed_tokens.weight"][1], rows_of(rows, "k_proj"), rows_of(rows, "gate_proj"))
+    kinds = (next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj"))
+    widths = (shapes["model.embed_tokens.weight"][1], *kinds)
     whole = config.tp if config.sp else 1  # of the hidden columns: tensor parallelism doesn't cut all
     cuts = (whole, config.tp, config.tp)
     kept = sum(b * width // cut for b, width, cut in zip(KEPT[config.dtype], widths, cuts, strict=True))
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
         kept, layers = layers * BYTES[config.dtype] * widths[0] // whole + kept, 1
-    return kept * layers * config.max_tokens_per_micro_batch // config.cp
+    per_rank = schedule_of(config).stages_per_rank
+    more = (config.pp - 1) / (config.pp * per_rank) if per_rank > 1 else 0.0
+    return int((1 + more) * kept * layers) * config.max_tokens_per_micro_batch // config.cp
 
 
-def rows_of(rows: dict[str, int], kind: str) -> int:
-    return next(count for name, count in rows.items() if kind in name)
-
-
-def engines_of(config: Config) -> dict[str, Parts]:
+def engines_of(config: Config) -> Models:
     """What an awake engine needs at least on each of its ranks. With CUDA its KV cache takes more."""
-    engines = [("rollout", config.model, config.rollout_tp)]
-    engines += [("genrm", path, config.genrm_tp) for path in config.judge_models]
-    rows = {}
-    for role, path, tp in [] if config.train_only else engines:
+    rows, models = {}, [("rollout", config.model), *(("genrm", path) for path in config.judge_models)]
+    for role, path in [] if config.train_only else models:
+        tp = vars(config)[f"{role}_tp"]
         rows[f"{role} {path}".strip()] = engine_parts(*read_model(path, config), config, tp)
     return rows
 
@@ -97,7 +97,8 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
     """A token's keys and values: a number for each row of the weights that make them."""
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": server.kv_tokens(context) * rows}
+    tokens = max(server.KV_TOKENS, context)
+    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 
@@ -116,12 +117,7 @@ def read_model(path: str, config: Config) -> tuple[Shapes, int]:
     return shapes, config.max_model_len or model.config.max_position_embeddings
 
 
-# ---------------------------------------------------------------- whether it fits
-
-
-def verdict_without_devices(
-    config: Config, plans: list[Plan], ranks: int, trainers: dict[str, Parts], engines: dict[str, Parts]
-) -> str:
+def verdict_without_devices(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:
     """Of the processes and models of all ranks, if they are on this machine."""
     needed = ranks * (PROCESS + sum(sum(parts.values()) for parts in trainers.values()))
     for role in ("rollout", "genrm"):
@@ -132,7 +128,7 @@ def verdict_without_devices(
     return f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"
 
 
-def host_memory(config: Config, trainers: dict[str, Parts], engines: dict[str, Parts]) -> str:
+def host_memory(config: Config, trainers: Models, engines: Models) -> str:
     """What sleeps on the host of a rank that has a server of each role."""
     own = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
     for name, parts in engines.items():
@@ -140,7 +136,7 @@ def host_memory(config: Config, trainers: dict[str, Parts], engines: dict[str, P
     return f"  pinned on the host for each rank, at most: {own / 1e9:.1f} GB"
 
 
-def verdicts(config: Config, trainers: dict[str, Parts], engines: dict[str, Parts]) -> list[str]:
+def verdicts(config: Config, trainers: Models, engines: Models) -> list[str]:
     """A line for this machine's devices, or where it has none for each of SIZES."""
     from torch import cuda
 
@@ -156,9 +152,7 @@ def verdicts(config: Config, trainers: dict[str, Parts], engines: dict[str, Part
     return lines
 
 
-def peaks_of(
-    config: Config, trainers: dict[str, Parts], engines: dict[str, Parts], device: float
-) -> dict[str, float]:
+def peaks_of(config: Config, trainers: Models, engines: Models, device: float) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
     actor, rollout = trainers["actor"], next(iter(engines.values()), {"weights": 0})
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
@@ -169,12 +163,14 @@ def peaks_of(
     if REFERENCE in trainers:
         peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
     learners = {name: parts for name, parts in trainers.items() if name != REFERENCE}
-    peaks |= {f"training the {name}": sum(parts.values()) for name, parts in learners.items()}
+    needs = {f"training the {name}": sum(parts.values()) for name, parts in learners.items()}
+    fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
+    peaks |= {"training all models": sum(needs.values())} if fuses else needs
     peaks["the push"] = states + rollout["weights"]
     return {name: needed + ASLEEP for name, needed in peaks.items()}
 
 
-def advice(worst: str, config: Config, trainers: dict[str, Parts], engines: dict[str, Parts]) -> str:
+def advice(worst: str, config: Config, trainers: Models, engines: Models) -> str:
     """What to change first: what takes most, where it can be had for less."""
     actor, served = trainers["actor"], max((parts["weights"] for parts in engines.values()), default=0)
     pushes_more = worst == "the push" and served > actor["weights"] + actor["gradients"]

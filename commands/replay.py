@@ -33,10 +33,7 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 
 
 class Replay:
-    """The samples of a replay, step by step, as if they had just been served.
-
-    Its first step is the one that the run begins with. From the second step on samples are stale ones.
-    """
+    """The samples of a replay from its first step on, as if just served; from the second on stale ones."""
 
     def __init__(self, path: Path):
         """ValueError names the file, and the line that isn't a sample's."""

@@ -37,20 +37,6 @@ def at_least_four_columns(linear):
     return padded
 
 
-def row_by_row(sample):
-    """SGLang's Sampler._sample_from_probs by each request's own rule: greedy ones don't change others."""
-
-    def sample_each(self, probs, rules, positions, is_simple):
-        if is_simple:
-            return sample(self, probs, rules, positions, True)
-        plain, _ = sample(self, probs, rules, positions, True)
-        ruled, capture = sample(self, probs, rules, positions, False)
-        has_rule = (rules.top_ks < probs.shape[1]) | (rules.top_ps < 1) | (rules.min_ps > 0)
-        return torch.where(has_rule, ruled, plain), capture
-
-    return sample_each
-
-
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
     """Requests whose padded lengths are equal, ready for one attention call per group and layer.
 
@@ -145,9 +131,19 @@ def batched_attention():
 
 def repair_sampling():
     """In the process that owns the model: a greedy request would change the tokens of those beside it."""
-    from sglang.srt.layers import sampler
+    from sglang.srt.layers.sampler import Sampler
 
-    sampler.Sampler._sample_from_probs = row_by_row(sampler.Sampler._sample_from_probs)
+    sample = Sampler._sample_from_probs
+
+    def sample_each(self, probs, rules, positions, is_simple):  # by each request's own rule
+        if is_simple:
+            return sample(self, probs, rules, positions, True)
+        plain, _ = sample(self, probs, rules, positions, True)
+        ruled, capture = sample(self, probs, rules, positions, False)
+        has_rule = (rules.top_ks < probs.shape[1]) | (rules.top_ps < 1) | (rules.min_ps > 0)
+        return torch.where(has_rule, ruled, plain), capture
+
+    Sampler._sample_from_probs = sample_each
 
 
 def install():

@@ -3,18 +3,13 @@
 Megatron-Core 0.16.1 without its optional kernels (Transformer Engine, Apex) is plain PyTorch that says "cuda"
 by name. `install()` adds an import hook that rewrites these names in megatron.core alone: with torch itself
 patched, every other library would see a CUDA that is not there.
-
-    torch.cuda                             -> CpuDevice, the small namespace below
-    "cuda", "torch.cuda.FloatTensor"       -> "cpu", "torch.FloatTensor"
-    x.cuda(...)                            -> x.cpu()        the tensor itself, on CPU
-    x.pin_memory(), pin_memory=True        -> x.clone(), pin_memory=False
 """
 
-import ast
 import contextlib
 import importlib.abc
 import importlib.machinery
 import logging
+import re
 import sys
 import warnings
 from types import MappingProxyType
@@ -28,6 +23,15 @@ WARNINGS = (  # about optional packages and about old calls inside Megatron: not
     r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
 CPU_WARNINGS = (r"When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS",)
+REWRITES = {  # of a module's source, in this order
+    r"torch\.cuda\.(\w+Tensor['\"])": r"torch.\1",
+    r"from torch\.cuda import": "from _CpuDevice import",
+    r"(?<!from )(?<!import )\btorch\.cuda\b": "_CpuDevice",
+    r"\.cuda\(([^()]|\(\))*\)": ".cpu()",  # the tensor itself
+    r"\.pin_memory\(\)": ".clone()",  # a copy: callers free the source's storage on the next line
+    r"pin_memory=True": "pin_memory=False",
+    r"(['\"])cuda(:0)?\1": r"\1cpu\1",
+}
 
 
 class CpuDevice:
@@ -50,53 +54,13 @@ class CpuDevice:
         get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
 
 
-class _Rewrite(ast.NodeTransformer):
-    """The four rewrites of the module docstring, on one module's syntax tree."""
-
-    def visit_Attribute(self, node):
-        self.generic_visit(node)
-        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return ast.copy_location(ast.Name("_CpuDevice", node.ctx), node)
-        return node
-
-    def visit_ImportFrom(self, node):  # from torch.cuda import name as other
-        if node.module != "torch.cuda":
-            return node
-        device = ast.Name("_CpuDevice", ast.Load())
-        lines = []
-        for alias in node.names:
-            name = ast.Name(alias.asname or alias.name, ast.Store())
-            lines.append(ast.Assign([name], ast.Attribute(device, alias.name, ast.Load())))
-        return [ast.copy_location(line, node) for line in lines]
-
-    def visit_Call(self, node):
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
-            node.func.attr, node.args, node.keywords = "cpu", [], []
-        elif isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory":
-            node.func.attr = "clone"  # a copy: callers free the source's storage on the next line
-        return node
-
-    def visit_keyword(self, node):
-        self.generic_visit(node)
-        if node.arg == "pin_memory" and isinstance(node.value, ast.Constant):
-            node.value = ast.copy_location(ast.Constant(False), node.value)
-        return node
-
-    def visit_Constant(self, node):
-        if node.value in ("cuda", "cuda:0"):
-            return ast.copy_location(ast.Constant("cpu"), node)
-        text = node.value if isinstance(node.value, str) else ""
-        if text.startswith("torch.cuda.") and text.endswith("Tensor"):
-            return ast.copy_location(ast.Constant(text.replace("torch.cuda.", "torch.")), node)
-        return node
-
-
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):  # overridden whole, so that rewritten code is never written to a .pyc
         path = self.get_filename(fullname)
-        tree = _Rewrite().visit(ast.parse(self.get_data(path), path))
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        source = self.get_data(path).decode()
+        for pattern, new in REWRITES.items():
+            source = re.sub(pattern, new, source)
+        return compile(source, path, "exec", dont_inherit=True)
 
     def exec_module(self, module):
         module.__dict__["_CpuDevice"] = CpuDevice
@@ -116,20 +80,18 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make megatron.core importable here, and quiet, before its first import. Calling it again does nothing.
-
-    With CUDA the import hook is left out. The optimizer's repair is about torch's own AdamW, not the device.
-    """
+    """Make megatron.core importable here, and quiet, before its first import. A second call does nothing."""
     on_cpu = not torch.cuda.is_available()
     for message in WARNINGS + CPU_WARNINGS * on_cpu:
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # it says that it is off
     if on_cpu and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert "megatron.core" not in sys.modules, "install() must run before megatron.core is imported"
+        sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())
     from megatron.core.optimizer import distrib_optimizer
 
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
+    if not distrib_optimizer.HAVE_APEX_OR_TE:  # but torch's own AdamW, on any device
         repair(distrib_optimizer.DistributedOptimizer)
 
 
@@ -156,13 +118,10 @@ def state_dict(self):
 
 
 def load_state_dict(self, state):
-    """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam.
-
-    A fused AdamW wants it on the parameter's device.
-    """
+    """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam."""
     original["load_state_dict"](self, state)
     for param, adam_state in self.optimizer.state.items():
-        adam_state["step"] = adam_state["step"].to(param.device, copy=True)
+        adam_state["step"] = adam_state["step"].to(param.device, copy=True)  # where a fused AdamW wants it
 
 
 @torch.no_grad()  # an fp32 shard is a view of a leaf parameter, which the original writes in place

@@ -3,13 +3,8 @@
     python -m cpu.sglang --model-path DIR ...   (from the repository root; the flags of sglang.launch_server)
 
 SGLang falls back to plain torch for every layer of a dense model when there is no GPU. What is missing from
-the wheel is filled in here, through SGLang's own hooks and without touching its files:
-
-- import stand-ins for triton, torchvision and sgl_kernel, which are imported at start and then never called;
-- the hash behind seeded sampling, which only ships as a GPU kernel;
-- attention over the whole batch, and sums that don't depend on what shares it (cpu/invariance.py);
-- children that are forked, not spawned: SGLang imports itself once, not three times;
-- Qwen3's forward, whose fallbacks for fused kernels spend more time in Python than in arithmetic.
+the wheel is filled in here, through SGLang's own hooks and without touching its files; cpu/invariance.py has
+attention over the whole batch, and sums that don't depend on what shares it.
 
 With CUDA only the sampling of seeded answers is repaired. Either way the server dies with the process that
 started it. Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
@@ -40,11 +35,6 @@ def die_with_parent():
 
 class StandIn(types.ModuleType):
     """A module that is imported but never used: every attribute exists, and any call is an idle decorator."""
-
-    def __init__(self, name):
-        super().__init__(name)
-        self.__path__ = []  # makes it a package: submodules may be imported too
-        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -98,12 +88,8 @@ def replace_torchvision():
     import transformers
     from transformers.utils import import_utils
 
-    class AutoImageProcessor:
-        @staticmethod
-        def register(*args, **kwargs):
-            pass
-
-    transformers.AutoImageProcessor = AutoImageProcessor
+    register = staticmethod(lambda *args, **kwargs: None)
+    transformers.AutoImageProcessor = type("AutoImageProcessor", (), {"register": register})
     assert not import_utils.is_torchvision_available()  # cached: transformers must not see the stand-in
     sys.meta_path.append(StandInFinder("torchvision"))
 
@@ -137,7 +123,7 @@ def unavailable_kernel(name):
 
 
 def murmur_hash32(seed, positions, columns):
-    """MurmurHash3, bits as on a GPU: int64 seed [n], positions [n], columns [vocab] -> uint32 [n, vocab]."""
+    """MurmurHash3, bits as on a GPU, for seeds: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
     low32 = 0xFFFFFFFF  # torch has no uint32 product
 
     def rotate(x, bits):
@@ -158,15 +144,8 @@ def murmur_hash32(seed, positions, columns):
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
-def register_murmur_hash():
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
-    return library  # the operator lives as long as this object
-
-
 def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
-    """Qwen3Model.forward in 0.7 x the time. input_ids, positions [tokens] -> states [tokens, hidden]."""
+    """Qwen3Model.forward in 0.7 x the time, with less Python: ids, positions [tokens] -> [tokens, hidden]."""
     linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
     def norm(x, module):
@@ -199,7 +178,10 @@ def install():
     replace_triton()
     replace_torchvision()
     replace_sgl_kernel()
-    return register_murmur_hash()
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    return library  # the operator lives as long as this object
 
 
 def run_scheduler_process(*args, **kwargs):

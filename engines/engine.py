@@ -74,30 +74,27 @@ class Answer:
     rank: int = 0  # of the engine that wrote its end
 
     def extended(self, part: Answer) -> Answer:
-        """This answer and the part that follows it."""
-        tokens, logprobs = self.tokens + part.tokens, self.logprobs + part.logprobs
-        end = dict(finish=part.finish, end=part.end, rank=part.rank)
-        return replace(self, tokens=tokens, logprobs=logprobs, versions=self.versions + part.versions, **end)
+        lists = {name: vars(self)[name] + vars(part)[name] for name in ("tokens", "logprobs", "versions")}
+        return replace(self, **lists, finish=part.finish, end=part.end, rank=part.rank)
 
 
 class Engine:
     """A handle on one SGLang server. Its owner, who launched it, may call all methods; others `generate`.
 
-    role, rank: whose engine it is and where it runs ("rollout", 3); the lead rank, if it spans several.
-    model: which of its role's models it serves (several judges), 0 of one. key: what every request must show.
+    role, rank: whose it is and its (lead) rank. model: which of its role's models it serves. key: what every
+    request must show. capacity: requests of full length that it holds at once, known when it is ready.
     """
 
     module = "cpu.sglang"  # that a server runs
     flags: tuple[str, ...] = ()  # of the server, besides those of every role
 
-    def __init__(self, role: str, rank: int, url: str, key: str, model: int = 0):
+    def __init__(self, role: str, rank: int, url: str, key: str, model: int = 0, capacity: int = 0):
         self.role, self.rank, self.url, self.key, self.model = role, rank, url, key, model
-        self.name = f"{role} engine of rank {rank}"
+        self.capacity, self.name = capacity, f"{role} engine of rank {rank}"
         self._process: server.ServerProcess | None = None
         self._shapes: dict[str, list[int]] = {}
         self._tp, self._session = 1, None
-        self._silence_s = 40.0  # without a sign of life it hangs; the deadline of short calls
-        self._move_s = 120.0
+        self._silence_s, self._move_s = 40.0, 120.0  # a hang, and the deadlines of short and of long calls
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
@@ -109,8 +106,7 @@ class Engine:
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._silence_s, engine._move_s = config.engine_silence_s, config.engine_move_s
-        engine._tp = server.ranks_of_an_engine(role, config)
-        engine._shapes = server.checkpoint_shapes(model_dir)
+        engine._tp, engine._shapes = vars(config)[f"{role}_tp"], server.checkpoint_shapes(model_dir)
         flags = [*server.server_flags(role, rank, port, model_dir, config), *cls.flags]
         command = [sys.executable, "-m", cls.module, *flags]
         engine._process = server.ServerProcess(command, key, log, config.device)
@@ -122,24 +118,31 @@ class Engine:
         clock = asyncio.get_running_loop().time
         deadline, process = clock() + deadline_s, self._process
         while not await self._is_healthy(self._silence_s):
-            if process.exit_status():
+            if self.exit_status():
                 raise ValueError(f"the {self.name} stopped while starting{process.log_tail()}")
             if clock() > deadline:
                 raise ValueError(f"the {self.name} wasn't ready within {deadline_s:g} s{process.log_tail()}")
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
+        info = await self._call("GET", "/server_info")
+        full_length = max(1, info["max_total_num_tokens"] // info["context_length"])
+        self.capacity = min(info["max_running_requests"], full_length)
         await self._call("POST", "/freeze_gc")  # else each sleep collects over all of SGLang's imports: 0.7 s
+
+    def exit_status(self) -> str:
+        """How its process ended; empty while it runs."""
+        return self._process.exit_status()
 
     async def until_down(self) -> str:
         """Waits until the server, which is awake, is dead or hangs; says which.
 
-        It hangs if no stream brings anything and /health doesn't say yes. That is asked after silence alone:
-        SGLang holds such a request for a second beside others, and pausing would wait as long.
+        It hangs if no stream brings anything and /health, asked after silence alone, doesn't say yes: SGLang
+        holds such a request for a second beside others, and pausing would wait as long.
         """
         clock, silent_s, patience_s = asyncio.get_running_loop().time, 0.0, self._silence_s / 4
         while silent_s < self._silence_s:
-            if status := self._process.exit_status():
+            if status := self.exit_status():
                 return f"died ({status})"
             events, start = self._events, clock()
             await asyncio.sleep(LOOK_S)
@@ -185,15 +188,10 @@ class Engine:
         await self._call("POST", "/continue_generation")
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights by full tensors under Hugging Face names; `version` marks what they write.
-
-        Only handles travel: the server, on the same machine, reads the tensors from shared memory or over
-        CUDA IPC. ValueError for a tensor that the model doesn't have, or lacks, or when the server refuses.
-        """
+        """Replaces all weights, under Hugging Face names. ValueError: one is unknown or missing."""
         missing = set(self._shapes)
         await self._push(self._checked(named_weights, missing), weight_version=str(version))
-        missing -= {"lm_head.weight"}  # tied to the embedding
-        if missing:
+        if missing := missing - {"lm_head.weight"}:  # tied to the embedding
             raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
         served = (await self._call("GET", "/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
@@ -221,9 +219,8 @@ class Engine:
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.
 
-        Yields what comes as it comes: an answer's first token, then STREAM_INTERVAL at a time, then its end.
-        Each is an Answer of the new tokens alone: `index` is its request, `finish` empty but at the end.
-        EngineLost if the connection breaks, ValueError if the server refuses.
+        Yields an Answer of new tokens alone as they come, STREAM_INTERVAL at a time: `index` is its request,
+        `finish` empty but at the end. EngineLost if the connection breaks, ValueError if the server refuses.
         """
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
@@ -278,15 +275,13 @@ class Engine:
             return await response.json() if response.content_type == "application/json" else None
 
     async def _move(self, path: str, **body: Any) -> None:
-        """Has weights or the KV cache come or go: of a large model that takes a while."""
-        async with self._open("POST", path, body, self._move_s):
+        async with self._open("POST", path, body, self._move_s):  # of a large model that takes a while
             pass
 
 
 def read_part(event: dict, written: int) -> Answer:
     """The new tokens in an event of the stream of an answer of which `written` tokens have come."""
-    info = event["meta_info"]
-    total = info["completion_tokens"]
+    info, total = event["meta_info"], event["meta_info"]["completion_tokens"]
     rows = info["output_token_logprobs"]  # (logprob, token, None); if it was aborted in the queue, all so far
     rows = rows[len(rows) - (total - written) :]
     # which weights wrote what is said at the end; until then it was the present ones, for they change asleep

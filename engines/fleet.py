@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from engines import server
@@ -19,7 +19,6 @@ from runtime.world import World, raise_on_all
 
 if TYPE_CHECKING:
     from reporting.timeline import Timeline
-
 
 ROLES = ("rollout", "genrm")
 
@@ -34,7 +33,7 @@ class ServerSpec(NamedTuple):
     scores: bool = False  # whether it is a scalar reward model
 
 
-class Fleet:
+class Fleet(contextlib.AbstractAsyncContextManager):
     """`async with` ends what was started, whatever happens. All other methods are collective."""
 
     def __init__(self, config: Config, world: World):
@@ -42,9 +41,6 @@ class Fleet:
         self._engines: list[Engine] = []  # those of this rank; once connected all
         self._starting: list[Engine] = []
         self._pools: dict[str, Pool] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         for pool in self._pools.values():
@@ -83,10 +79,7 @@ class Fleet:
             self._starting.append(engine)
 
     async def ready(self) -> None:
-        """Wait until the servers that are starting sleep, ready (collective).
-
-        ValueError with the end of a log if one doesn't come up.
-        """
+        """Wait until those that start sleep, ready (collective). ValueError with a log's end if one fails."""
         starting, self._starting = self._starting, []
         await raise_on_all(self._world, asyncio.gather(*map(self._until_asleep, starting)))
 
@@ -97,7 +90,7 @@ class Fleet:
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """By role, a handle on every engine of the run (collective)."""
-        facts = [(type(e), e.role, e.rank, e.url, e.key, e.model) for e in self._engines]
+        facts = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(facts)):
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -31,12 +32,14 @@ class EngineStatus(NamedTuple):
     outstanding: Counter[int]  # tokens that it awaits from the engine of each rank
     parts: Counter[int]  # of answers, that came from it since the meeting before
     trouble: dict[int, str]  # how the controller's own engine was lost, if it was, by rank
+    stalled: tuple[int, ...] = ()  # ranks of engines of which nothing came to it in this step
 
     @staticmethod
     def total(statuses: list[EngineStatus]) -> EngineStatus:
-        outstanding, parts, troubles = zip(*statuses, strict=True)
+        outstanding, parts, troubles, stalled = zip(*statuses, strict=True)
         trouble = {rank: text for each in troubles for rank, text in each.items()}
-        return EngineStatus(sum(outstanding, Counter()), sum(parts, Counter()), trouble)
+        slow = tuple(sorted({*sum(stalled, ())}))
+        return EngineStatus(sum(outstanding, Counter()), sum(parts, Counter()), trouble, slow)
 
 
 class Pool:
@@ -51,12 +54,16 @@ class Pool:
         self.role = engines[0].role if engines else ""
         self.all_engines, self.engines = engines, engines  # the latter: of the plan
         self.world, self.timeline, self.config = world, timeline, config
-        self.awake = False  # an engine sleeps once it is ready
+        self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked; one sleeps once it is ready
+        self.woke_at = 0.0  # when the first of them did, by the event loop's clock
         self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits
         self._elsewhere: Counter[int] = Counter()  # the same of all others, when they last met
         self._parts: Counter[int] = Counter()  # rank -> parts of answers that came from its engine to anybody
         self._told = EngineStatus(Counter(), Counter(), {})  # in the newest meeting
         self._new_parts: Counter[int] = Counter()  # came here since
+        self._random = random.Random(world.rank)
+        self._waiting: Counter[int] = Counter()  # model -> requests for which there is no engine to ask now
+        self._dealt: dict[int, deque[int]] = {}  # model -> ranks of the engines that they are to ask
         self._deprioritized: set[int] = set()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
         self._trouble = ""  # how this rank's engine was lost
@@ -71,8 +78,12 @@ class Pool:
 
     @property
     def own(self) -> Engine | None:
-        """The plan's engine on this rank."""
         return next((engine for engine in self.engines if engine.rank == self.world.rank), None)
+
+    @property
+    def up(self) -> list[Engine]:
+        """The plan's engines that weren't lost, as all controllers know since they last met."""
+        return [engine for engine in self.engines if engine.rank not in self._lost]
 
     async def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, limits: Sequence[int] = (),
@@ -81,19 +92,18 @@ class Pool:
         """An answer to each prompt, as they finish, all of one engine while it lives: they share its cache.
 
         limits: the most new tokens of each, default sampling.max_new_tokens. greedy: which are, whatever
-        `sampling` says. model: which of the role's models. If an engine is lost or stalls, another goes on
-        with the tokens so far. What was aborted comes with finish "abort", if anything came of it, and isn't
-        asked again. ValueError after MAX_STALLS stalls.
+        `sampling` says. If an engine is lost or stalls, another goes on with the tokens so far. What was
+        aborted comes with finish "abort", if anything came of it. ValueError after MAX_STALLS stalls.
         """
-        owed, begun, stalls = make_requests(prompts, sampling, limits, seeds, greedy), {}, 0
-        aborts = self._aborts
+        owed = make_requests(prompts, sampling, limits, seeds, greedy)
+        begun, stalls, aborts = {}, 0, self._aborts
         while owed:
             if self._aborts > aborts:  # while it waited, or what it had asked was lost
                 for index in begun.keys() & owed.keys():
                     yield self._note(replace(begun[index], index=index, finish="abort"), len(prompts[index]))
                 return
             if (engine := self.route(model)) is None:
-                await asyncio.sleep(WAIT_S)
+                await self._wait(model)
                 continue
             indices = list(owed)
             try:
@@ -117,26 +127,35 @@ class Pool:
         self._deprioritized.add(engine.rank)
         self._stalls += 1
         if stalls + 1 == MAX_STALLS:
-            raise ValueError(
-                f"the {engine.name} {error}, the third failure in a row to go on with an answer: "
-                f"--timeout-s {self.config.timeout_s:g} may be too short for it"
-            ) from None
+            failure = f"the {engine.name} {error}, the third failure in a row to go on with an answer"
+            hint = f"--timeout-s {self.config.timeout_s:g} may be too short for it"
+            raise ValueError(f"{failure}: {hint}") from None
         return stalls + 1
 
+    async def _wait(self, model: int) -> None:
+        self._waiting[model] += 1
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            self._waiting[model] -= 1
+
     def route(self, model: int = 0) -> Engine | None:
-        """The engine of `model` with the fewest outstanding tokens, stalled ones last; None if none is up."""
-        first = self.world.rank % len(self.engines)  # ties go round by rank, so that controllers differ
-        ring = self.engines[first:] + self.engines[:first]
-        up = [engine for engine in ring if engine.model == model and self._is_up(engine)]
+        """Of two random engines of `model` that with fewer outstanding tokens; None if none is up."""
+        up = {e.rank: e for e in self.engines if e.model == model and e.rank in self.awake and self._is_up(e)}
+        if self._dealt.get(model) and (rank := self._dealt[model].popleft()) in up:
+            return up[rank]
+        ranks = [rank for rank in up if rank not in self._deprioritized] or list(up)
+        # the least loaded of all would be the same for all controllers until they meet
+        pair = self._random.sample(ranks, min(2, len(ranks)))
         tokens = self._outstanding + self._elsewhere
-        return min(up, key=lambda e: (e.rank in self._deprioritized, tokens[e.rank]), default=None)
+        return up[min(pair, key=lambda rank: tokens[rank])] if pair else None
 
     def _is_up(self, engine: Engine) -> bool:
         return engine.rank not in self._lost and not (self._trouble and engine.rank == self.world.rank)
 
     async def _ask(self, engine: Engine, requests: list[Request]) -> AsyncIterator[Answer]:
         """What one engine writes, as it comes. EngineLost if it breaks off, TimeoutError if it stalls."""
-        assert self.awake, f"the {engine.name} was asked while it sleeps"
+        assert engine.rank in self.awake, f"the {engine.name} was asked while it sleeps"
         owed = [len(request.prompt) + request.limit for request in requests]
         self._outstanding[engine.rank] += sum(owed)
         try:
@@ -174,18 +193,18 @@ class Pool:
 
     def pop_stats(self) -> RequestStats:
         """What this controller's requests came to since the last call. The timeline is told of them, too."""
-        requests, wakes, stalls = self._finished, self._wakes, self._stalls
-        self._finished, self._wakes, self._stalls = [], 0, 0
-        for rank, sent, end, *_ in requests:
+        for rank, sent, end, *_ in self._finished:
             self.timeline.request(self.role, rank, sent, end)
-        return RequestStats.of((request[1:] for request in requests), wakes, stalls)
+        stats = RequestStats.of((request[1:] for request in self._finished), self._wakes, self._stalls)
+        self._finished, self._wakes, self._stalls = [], 0, 0
+        return stats
 
     def status(self) -> EngineStatus:
         """What this controller has to tell the others, in a meeting that `apply_status` ends."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
         trouble = {self.world.rank: self._trouble} if self._trouble else {}
-        self._told = EngineStatus(+self._outstanding, self._new_parts, trouble)
+        self._told = EngineStatus(+self._outstanding, self._new_parts, trouble, tuple(self._deprioritized))
         self._new_parts = Counter()
         return self._told
 
@@ -194,6 +213,7 @@ class Pool:
         known = self._lost
         self._elsewhere = status.outstanding - self._told.outstanding
         self._parts += status.parts - self._told.parts
+        self._deprioritized |= {*status.stalled}
         down = [engine for engine in self.engines if engine.rank in status.trouble]
         self._lost = {engine.rank: f"the {engine.name} {status.trouble[engine.rank]}" for engine in down}
         served = {engine.model for engine in self.engines if engine not in down}
@@ -202,19 +222,19 @@ class Pool:
         return [f"{self._lost[rank]}: others go on with its work" for rank in self._lost if rank not in known]
 
     async def restart_lost(self) -> int:
-        """Start every lost engine again and put it to sleep (collective, while all sleep); how many here.
-
-        Those that stalled get another chance. ValueError with the end of its log if one doesn't come up.
-        """
+        """Start lost engines again, asleep (collective, while all sleep). How many here; or ValueError."""
         assert not self.awake, "an engine that starts takes the devices"
-        restarts = int(bool(self._trouble))
         await raise_on_all(self.world, self._restart_own())
-        self._lost, self._trouble, self._deprioritized = {}, "", set()
+        restarts, self._trouble = int(bool(self._trouble)), ""
+        self._lost, self._deprioritized = {}, set()
         return restarts
 
     async def _restart_own(self) -> None:
-        if self._trouble:  # maybe of an engine that isn't of the plan: all come up awake
-            own = next(engine for engine in self.all_engines if engine.rank == self.world.rank)
+        own = next((engine for engine in self.all_engines if engine.rank == self.world.rank), None)
+        if own and not self._trouble and (status := own.exit_status()):  # asleep, it wasn't watched
+            self._trouble = f"died ({status})"
+            await own.kill()
+        if self._trouble:
             try:
                 await own.restart(self.config.engine_start_s)
                 await own.sleep()
@@ -231,7 +251,6 @@ class Pool:
                 await self._lose(str(lost))
 
     async def _lose(self, trouble: str) -> None:
-        """This rank's engine is down: what is left of it is ended."""
         if not self._trouble:  # else two found it at once
             self._trouble = trouble
             await self.own.kill()
@@ -245,11 +264,34 @@ class Pool:
             self._watch.cancel()
 
     async def wake(self) -> None:
-        """Weights and KV cache back on the device, if the engines sleep (collective)."""
-        if not self.awake:
-            self._wakes += 1
-            await self.wake_weights()
-            await self.wake_kv_cache()
+        """Weights and KV cache of all engines back on the devices (collective)."""
+        await self.use(tuple(engine.rank for engine in self.engines))
+
+    async def sleep(self) -> None:
+        """Weights and KV cache of all engines leave the devices (collective)."""
+        await self.use(())
+
+    async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
+        """Have these ranks' engines awake alone (collective); what others owe is waited for, or moves on."""
+        leaves, joins = set(self.awake) - set(leads), set(leads) - set(self.awake)
+        if not leaves and not joins:
+            return
+        self._wakes += bool(joins)
+        asleep, self.awake = not self.awake, ()
+        while await self.world.reduce(sum(self._outstanding[rank] for rank in leaves), sum):
+            if move and self.world.rank in leaves:
+                await self._on_own(lambda engine: engine.abort())
+            await asyncio.sleep(WAIT_S)
+        if leaves:
+            await self._each(self._sleep_own, leaves)
+        if joins:
+            await self._each(lambda engine: engine.wake_weights(), joins)
+            await self._each(self._wake_own, joins)
+        if leads:
+            await self._deal(leads)
+        else:  # what steered requests would steer the next step's, and a resumed run can't know it
+            self._elsewhere, self._random = Counter(), random.Random(self.world.rank)
+        self.awake, self.woke_at = leads, asyncio.get_running_loop().time() if asleep else self.woke_at
 
     async def wake_weights(self) -> None:
         """Room for the weights alone (collective): for a push while the actor still holds its own memory."""
@@ -257,23 +299,35 @@ class Pool:
 
     async def wake_kv_cache(self) -> None:
         """The KV cache back, requests may come, and each rank watches its engine (collective)."""
-        await self._each(lambda engine: engine.wake_kv_cache())
-        self.awake = True
-        if self.own and not self._trouble:
-            self._watch = asyncio.create_task(self._watch_own())
+        await self._each(self._wake_own)
+        self.awake = tuple(engine.rank for engine in self.engines)
 
-    async def sleep(self) -> None:
-        """Weights and KV cache leave the device, if the engines are awake, once nobody asks (collective)."""
-        if not self.awake:
-            return
-        await self.world.barrier()
-        if self._watch:
-            self.close()
-            await asyncio.wait([self._watch])
-            self._watch = None
-        self.awake = False
-        self._elsewhere.clear()  # it would steer the next step's requests, which a resumed run can't know
-        await self._each(lambda engine: engine.sleep())
+    async def _wake_own(self, engine: Engine) -> None:
+        await engine.wake_kv_cache()
+        self._watch = asyncio.create_task(self._watch_own())
+
+    async def _sleep_own(self, engine: Engine) -> None:
+        self.close()
+        await asyncio.wait([self._watch])
+        self._watch = None
+        await engine.sleep()
+
+    @property
+    def capacity(self) -> int:
+        """Requests of full length that an engine holds at once."""
+        return min((engine.capacity for engine in self.all_engines), default=1)
+
+    async def _deal(self, leads: tuple[int, ...]) -> None:
+        """Give those who wait engines in turns, the least busy first, or all choose alike (collective)."""
+        waiting, owed = await self.world.reduce((self._waiting, +self._outstanding), totals)
+        self._dealt, self._elsewhere = {}, owed - self._outstanding
+        parts = await self.world.gather(self._waiting) if +waiting else []
+        for model in +waiting:
+            ranks = [e.rank for e in self.up if e.model == model and e.rank in leads]
+            ranks.sort(key=lambda rank: (owed[rank], rank))
+            first = sum(part[model] for part in parts[: self.world.rank])
+            places = range(first, first + parts[self.world.rank][model])
+            self._dealt[model] = deque(ranks[place % len(ranks)] for place in places if ranks)
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Push the actor's weights into this rank's engine (collective: the iterator gathers them)."""
@@ -285,13 +339,19 @@ class Pool:
     async def abort(self) -> None:
         """Abort what this controller asked for, and what this rank's engine is writing. Not collective."""
         self._aborts += 1
-        if self.awake:
+        if self.world.rank in self.awake:
             await self._on_own(lambda engine: engine.abort())
 
-    async def _each(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _each(self, call: Callable[[Engine], Awaitable[None]], ranks: set[int] | None = None) -> None:
+        """`call` of each engine of the plan, or of these ranks."""
         with self.timeline.span("switch"):
-            await self._on_own(call)
+            if ranks is None or self.world.rank in ranks:
+                await self._on_own(call)
             await self.world.barrier()
+
+
+def totals(parts: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
+    return tuple(sum(column, Counter()) for column in zip(*parts, strict=True))
 
 
 def make_requests(prompts: list, sampling: Sampling, limits: Sequence, seeds: Sequence, greedy: Sequence):

@@ -11,10 +11,7 @@ HEAD, BIAS = "score.weight", "score.bias"
 
 
 class ScoringEngine(Engine):
-    """A handle on a server of a Hugging Face directory ...ForSequenceClassification of one number.
-
-    `generate` yields an Answer without tokens for each prompt: its `score` is the number at the last token.
-    """
+    """Of a directory ...ForSequenceClassification: an Answer's `score` is its number at the last token."""
 
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
 

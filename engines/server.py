@@ -21,20 +21,21 @@ from typing import TYPE_CHECKING
 import psutil
 
 from config import Config
+from runtime.world import live_process
 
 if TYPE_CHECKING:
     import aiohttp
     from torch import Tensor
 
 STREAM_INTERVAL = 256  # tokens between two events of an answer
-KV_TOKENS = 32768  # least size of an engine's KV cache without CUDA
+KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 END_S = 10.0  # for a killed server to be gone
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
     """The server's command line. An engine of several ranks takes the devices from this rank's on."""
-    context, tp = context_length(model_dir, config), ranks_of_an_engine(role, config)
+    context, tp = context_length(model_dir, config), vars(config)[f"{role}_tp"]
     flags = {
         "model-path": Path(model_dir).resolve(), "weight-version": 0, "host": config.host, "port": port,
         "load-format": "safetensors",  # by default it would take a .bin, too, which is a pickle
@@ -63,16 +64,15 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         raise ValueError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
     else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
         flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
-        flags["max-total-tokens"] = kv_tokens(context)
+        flags["max-total-tokens"] = max(KV_TOKENS, context)
     return [text for flag, value in flags.items() for text in (f"--{flag}", str(value)) if text != "None"]
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group.
 
-    key: what requests must show; in the environment, because anybody may read a command line. private: a
-    folder of the server's own. There its processes find each other in a file (by default, on a port that is
-    open on every interface), and there are its sockets, which a killed server doesn't remove.
+    key: what requests must show; anybody may read a command line. private: a folder of the server's own, for
+    its sockets and the file by which its processes meet (by default, on a port open on every interface).
     """
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
@@ -91,11 +91,6 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     return environment
 
 
-def ranks_of_an_engine(role: str, config: Config) -> int:
-    """Tensor-parallel ranks that one engine spans."""
-    return {"rollout": config.rollout_tp, "genrm": config.genrm_tp}[role]
-
-
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
     path = Path(model_dir, "config.json")
@@ -109,11 +104,6 @@ def context_length(model_dir: str | Path, config: Config) -> int:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     except KeyError:
         raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len") from None
-
-
-def kv_tokens(context: int) -> int:
-    """Tokens in the KV cache of an engine without CUDA: those of one answer at least."""
-    return max(KV_TOKENS, context)
 
 
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
@@ -155,11 +145,9 @@ class ServerProcess:
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
         environment = server_environment(self._key, self.folder.name, self._device)
-        root = Path(__file__).parents[1]
+        how = {"cwd": Path(__file__).parents[1], "env": environment, "start_new_session": True}
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
         write_pid_file(self._pid_file, self._process.pid)
 
     def exit_status(self) -> str:
@@ -184,7 +172,6 @@ class ServerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def log_tail(self) -> str:
-        """The end of the log, to be added to a message."""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return "\n".join((f"; the end of {self._log}:", *lines))
 
@@ -207,32 +194,22 @@ def end_stale_servers(out: Path) -> list[str]:
             row = {"machine": socket.gethostname()} | json.loads(path.read_text())
             facts |= {path: row} if row["machine"] == socket.gethostname() else {}
     for row in facts.values():
-        if same_process(row["owner"], row["owner_born"]):
+        if live_process(row["owner"], row["owner_born"]):
             whose = f"a run is at work there (process {row['owner']})"
             raise ValueError(f"--out {out}: {whose}: stop it, or choose another --out")
     lines = []
     for path, row in facts.items():
-        server, gone_by = same_process(row["pid"], row["born"]), time.monotonic() + END_S
+        server, gone_by = live_process(row["pid"], row["born"]), time.monotonic() + END_S
         if server and os.getpgid(server.pid) == server.pid:  # launched as the leader of a group of its own
             line = f"process {server.pid}, a server that an earlier run left: {path.stem}"
             os.killpg(server.pid, signal.SIGKILL)
-            while same_process(server.pid, row["born"]):  # Process.wait would wait for a zombie's parent, too
+            while live_process(server.pid, row["born"]):  # Process.wait would wait for a zombie's parent, too
                 if time.monotonic() > gone_by:
                     raise ValueError(f"can't end {line}")
                 time.sleep(0.02)
             lines.append(f"ended {line}")
         path.unlink()
     return lines
-
-
-def same_process(pid: int, born: float) -> psutil.Process | None:
-    """The process of this id that began then, if it runs."""
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - born) < 1.0  # the clock may have been set between the two readings
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
 
 
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
@@ -259,10 +236,7 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
-    """A bucket as SGLang's "flattened_bucket": one flat tensor, as a handle, and what lies where in it.
-
-    A handle for each reader: CUDA takes the memory back once as many have read as were sent.
-    """
+    """As SGLang's "flattened_bucket": a flat tensor's handle, one a reader, and what lies where in it."""
     from multiprocessing.reduction import ForkingPickler
 
     import torch
@@ -276,7 +250,7 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         offset += tensor.nbytes
     flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
-    payloads = [io.BytesIO() for _ in range(readers)]
+    payloads = [io.BytesIO() for _ in range(readers)]  # CUDA takes the memory back once all were read
     for payload in payloads:
         ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
     return [base64.b64encode(payload.getvalue()).decode() for payload in payloads]

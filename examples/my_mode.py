@@ -11,12 +11,14 @@ import rollout
 import run
 
 
-def plans(*sizes):  # who holds which rank: the splits of partial colocation
-    return [dataclasses.replace(plan, mode="by_group") for plan in placement.partial_colocation(*sizes)]
+def plans(everyone, config):  # who holds which rank: the splits of partial colocation
+    splits = placement.partial_colocation(everyone, config)
+    return [dataclasses.replace(plan, mode="by_group") for plan in splits]
 
 
 async def judge_by_group(step):  # the loop, side by side like partial colocation
-    await step.wake(step.c.placement.genrm)
+    plan = step.c.placement.plan
+    await step.c.placement.share(plan.leads("rollout"), plan.leads("genrm"))
     while not step.is_over:
         step.start(step.begin_wave(), serve_group)
         await step.tasks.poll()

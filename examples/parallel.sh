@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
-exec torchrun --nproc-per-node 4 run.py --mode full --tp 2 --sp --pp 2 "$@"
+exec torchrun --nproc-per-node 6 run.py --mode full --tp 2 --sp --pp 3 "$@"

@@ -5,6 +5,7 @@ engine can decode at once. Below, a thin row per answer of a step: the long tail
 are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
     python -m reporting.figure RUN --steps 10 14
+    python -m reporting.figure RUN --passes 10         the passes of a step's pipelines, as RLHFuse draws them
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSp
 
 ROW, MOST = 0.011, 2.75  # inches of an answer's row, and of all of them at most: more answers, thinner rows
 INK, GREY = "#333333", "#6b7178"
-UPPER, LOWER = -0.87, -0.6  # where two rows of texts stand over the lanes; lane 0 lies at 0
+UPPER, MIDDLE, LOWER = -1.14, -0.87, -0.6  # rows of texts over the lanes; lane 0 lies at 0
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
     "weights": (UPPER, "right", COLORS["sync"]),  # the next step begins right behind it
-    "split": (LOWER, "right", INK),
+    "split": (MIDDLE, "right", INK),
+    "tail": (MIDDLE, "right", INK),
     "wave": (LOWER, "left", GREY),
 }
+PASSES = dict(zip(("actor", "reward critic", "cost critic"), list(COLORS.values())[2::-1], strict=True))
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,20 @@ class Picture:
 
     @cached_property
     def begins(self) -> dict[int, float]:
-        """Step -> when its first span begins."""
         return {s.step: s.start for s in sorted(self.records.spans, key=lambda s: s.start, reverse=True)}
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """The lowest rank's: all make them at once. Wave 1 is where its step begins."""
+        """The lowest rank's, as all make them at once; not wave 1, nor a tail when one role has all."""
         lowest = min((mark.rank for mark in self.records.marks), default=0)
-        return [mark for mark in self.records.marks if mark.rank == lowest and mark.text != "wave 1"]
+        shared = [m for m in self.records.marks if m.kind != "tail" or "0" not in m.text.split("|")]
+        return [mark for mark in shared if mark.rank == lowest and mark.text != "wave 1"]
 
 
 def of_steps(records: Records, first: int, last: int) -> Records:
-    """What was done for the steps `first` to `last`; negative numbers count back from the last, -1.
-
-    Where a run trains, that is the last trained step: an evaluation after it belongs to none.
-    """
+    """What was done for the steps `first` to `last`; negative numbers count back from the last, -1."""
     spans = [span for span in records.spans if span.name in COLORS]
+    # an evaluation after the last trained step belongs to none
     steps = {span.step for span in spans if span.name == "train"} or {span.step for span in spans}
     end = max(steps, default=-1) + 1
     first, last = (number + end if number < 0 else number for number in (first, last))
@@ -103,7 +104,12 @@ def make_figure(picture: Picture) -> Figure:
         axes.margins(x=0.004)
     _draw_lanes(panels[0], picture, ranks)
     if rows:
-        _draw_answers(panels[1], picture, rows, answers_height)
+        _draw_answers(panels[1], rows, answers_height)
+    for axes in panels:  # a line where a step begins, a dotted one where a wave does
+        for begin in picture.begins.values():
+            axes.axvline(begin, color=INK, linewidth=0.8)
+        for wave in (mark for mark in picture.marks if mark.kind == "wave"):
+            axes.axvline(wave.time, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
     panels[-1].tick_params(axis="x", length=3, color=GREY)
     panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
     names = defaultdict(list)
@@ -121,19 +127,18 @@ def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
             full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
             style = dict(height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
             axes.barh(ranks.index(rank), end - start, left=start, **style)
-    _draw_verticals(axes, picture)
     for step, begin in picture.begins.items():
         axes.text(begin, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
     for mark in picture.marks:
         y, side, color = LABELS[mark.kind]
-        text = f" split {mark.text} " if mark.kind == "split" else f" {mark.text} "
+        text = f" {mark.kind} {mark.text} " if mark.kind in ("split", "tail") else f" {mark.text} "
         axes.text(mark.time, y, text, fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(max(1, len(ranks)) - 0.5, -1.05)
+    axes.set_ylim(max(1, len(ranks)) - 0.5, -1.32)
     axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
 
 
-def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan]], height: float) -> None:
+def _draw_answers(axes: Axes, rows: list[tuple[int, SampleSpan]], height: float) -> None:
     """A thin row per answer, coloured by state; `height` inches for all of them."""
     count = 1 + max(row for row, _ in rows)
     for state, color in STATES.items():
@@ -143,19 +148,32 @@ def _draw_answers(axes: Axes, picture: Picture, rows: list[tuple[int, SampleSpan
             axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
         else:  # the width in points, 72 an inch: rows touch
             axes.hlines(y, start, end, color=color, linewidth=max(0.5, 130 * height / count))
-    _draw_verticals(axes, picture)
     axes.set_ylim(count + 0.5, -1.5)
     axes.set_yticks([])
     axes.set_ylabel("answers", fontsize=8.5, color=INK)
 
 
-def _draw_verticals(axes: Axes, picture: Picture) -> None:
-    """A line where a step begins, a dotted one where a wave does."""
-    for begin in picture.begins.values():
-        axes.axvline(begin, color=INK, linewidth=0.8)
-    for mark in picture.marks:
-        if mark.kind == "wave":
-            axes.axvline(mark.time, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+def make_pipeline_figure(records: Records, step: int) -> Figure:
+    """A step's passes by rank: forward pale, backward full, the micro-batch's number. ValueError if none."""
+    passes = [done for done in records.passes if done.step == step]
+    if not passes:
+        raise ValueError(f"no pass of a pipeline was recorded in step {step}")
+    ranks, begin = sorted({done.rank for done in passes}), min(done.start for done in passes)
+    figure = Figure(figsize=(13, 1.2 + 0.45 * len(ranks)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_frame_on(False)
+    for done in passes:
+        row, left, width = ranks.index(done.rank), done.start - begin, done.end - done.start
+        style = dict(height=0.8, color=PASSES[done.model], edgecolor="white", linewidth=0.5)
+        axes.barh(row, width, left=left, alpha=1.0 if done.backward else 0.5, **style)
+        axes.text(left + width / 2, row, f"{done.micro_batch}", fontsize=7, ha="center", va="center")
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks], fontsize=8.5)
+    axes.set_ylim(len(ranks) - 0.4, -0.6)
+    axes.set_xlabel(f"seconds since the first pass of step {step}", fontsize=9, color=INK, loc="left")
+    models = [model for model in PASSES if any(done.model == model for done in passes)]
+    handles = [Patch(color=PASSES[model], label=f"{model}: forward pale, backward full") for model in models]
+    figure.legend(handles=handles, ncols=3, loc="outside lower right", fontsize=8, frameon=False)
+    return figure
 
 
 def main() -> None:
@@ -163,10 +181,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
     parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
+    parser.add_argument("--passes", type=int, metavar="STEP", help="draw the passes of this step's pipelines")
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        make_figure(read_run(given.run, *given.steps)).savefig(given.figure)
+        if given.passes is None:
+            figure = make_figure(read_run(given.run, *given.steps))
+        else:
+            figure = make_pipeline_figure(read(given.run / "spans"), given.passes)
+        figure.savefig(given.figure)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {given.figure}")

@@ -28,14 +28,12 @@ SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
-MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")  # no costs, judges, keys
+# no costs, judges, keys, training
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac", "train/bubble_frac")
 
 
 class MetricsWriter:
-    """metrics.jsonl and TensorBoard under `out`. Row k: what k updates came to, and the update that followed.
-
-    purge_step: where a run goes on; TensorBoard forgets what an earlier try wrote from that step on.
-    """
+    """metrics.jsonl and TensorBoard under `out`, which forgets an earlier try from purge_step on."""
 
     def __init__(self, out: Path, purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
@@ -44,7 +42,7 @@ class MetricsWriter:
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, metrics: dict[str, float | str]) -> None:
-        """One row. It is safe from now on."""
+        """Row k: what k updates came to, and the update that followed. It is safe from now on."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             if isinstance(value, str):
@@ -85,10 +83,7 @@ class Report:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample],
         stats: dict[str, float | str],
     ) -> None:  # fmt: skip
-        """Gather the step's facts, work out its metrics and write them (collective).
-
-        samples: those that this rank trained on; stats: further metrics.
-        """
+        """Write a step's metrics (collective). samples: what this rank trained on; stats: further metrics."""
         facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
         gathered = await self.world.gather_on_0(facts)
         if not self._writer:
@@ -96,6 +91,7 @@ class Report:
         metrics = summarize(gathered) | serving_metrics(c.state.history[-1], self.config) | stats
         metrics |= {
             "rollout/groups_per_kept": c.state.groups_per_kept,
+            "rollout/lacking_groups": float(batch.missing_groups),
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
         }
@@ -108,7 +104,6 @@ class Report:
             self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: too many had equal rewards")
 
     def note(self, text: str) -> None:
-        """A line for people, from rank 0."""
         self.progress.line(text)
 
     def dump(self, samples: list[Sample]) -> Path:
@@ -150,7 +145,7 @@ class Facts(NamedTuple):
     work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
 
 
-def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans: list[tl.Span]) -> Facts:
+def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], records: tl.Records) -> Facts:
     """What this controller saw: `batch` is what it had written, `samples` are those it trained on.
 
     A carried group's answers are counted when it comes again: how many are finished by now is up to timing.
@@ -171,24 +166,31 @@ def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], spans
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
+        "train/bubble_frac": bubble(records),
     }
     sums = {
         "rollout/tokens": batch.tokens,
         "rollout/tokens_trained": sum(len(s.response) for s in batch.kept),
         "rollout/tokens_filtered": sum(len(s.response) for s in batch.dropped + filtered),
         "rollout/tokens_carried": sum(len(s.response) for group in batch.carried for s in group),
+        "rollout/moved": batch.moved,
         "rollout/aborted": batch.aborted,
         "rollout/carried_groups": len(batch.carried),
         "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
     }
-    maxima = {f"time/{name}_s": tl.seconds(spans, name) for name in PHASES} | {
+    maxima = {f"time/{name}_s": tl.seconds(records.spans, name) for name in PHASES} | {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
         "rollout/waves": float(batch.waves),  # as all other controllers
-        "rollout/lacking_groups": float(batch.missing_groups),
+        "sync/received_mb": c.placement.actor.gathering.received / 1e6,
     }
-    actor = c.placement.actor
-    work = sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)
-    return Facts(means, sums, maxima, c.rewards.latencies, {actor.dp_rank: work})
+    actor, lengths = c.placement.actor, [len(s.prompt) + len(s.response) for s in samples]
+    return Facts(means, sums, maxima, c.rewards.latencies, {actor.dp_rank: sum(map(actor.cost, lengths))})
+
+
+def bubble(records: tl.Records) -> list[float]:
+    """The part of its pipelines' time in which this rank ran no pass; nothing where it didn't train."""
+    elapsed_s = tl.seconds(records.spans, "pipeline")
+    return [1 - sum(done.end - done.start for done in records.passes) / elapsed_s] if elapsed_s else []
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
@@ -217,6 +219,7 @@ def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
         "time/swap_s": stats.swap_s,
         "split/swaps": float(stats.rollout.wakes + stats.genrm.wakes),
         "split/rollout_ranks": float(stats.split.rollout),
+        "split/tail": stats.split.tail,
         "genrm/timeouts": float(stats.genrm.stalls),
         "genrm/tokens": float(stats.genrm.tokens),
         "genrm/response_len_max": float(stats.genrm.longest),

@@ -30,7 +30,6 @@ class Progress:
         self._bar.initial = self._bar.n = step
 
     def done(self) -> None:
-        """One more step is done."""
         self._bar.update()
 
     def doing(self, what: str) -> None:
@@ -54,7 +53,6 @@ class Progress:
         )
 
     def line(self, text: str) -> None:
-        """A line of its own, above the bar."""
         if self._is_main:
             self._bar.write(printable(text))
 

@@ -1,13 +1,12 @@
 """Timeline: what every rank did when, on one clock.
 
-A stage being open is not an engine being busy: while rollout and genrm serve side by side, both stages are
-open all the time. So a span of an engine is one request, from sent to finished, and an engine is busy while
-requests are in flight. Spans of the controller itself (train, switch, sync) are opened around the work.
-Beside the spans stand the life of every answer, in stretches (queued, decoding, judging, ...), and marks: a
-wave of prompts, a push of weights, a change of the split.
+While rollout and genrm serve side by side, both stages are open all the time. So a span of an engine is one
+request, from sent to finished, and an engine is busy while requests are in flight. Spans of the controller
+itself (train, switch, sync) are opened around the work. Beside them stand the life of every answer, in
+stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
+split), and the passes of the pipelines.
 
-Every rank appends what it saw to its own file under OUT/spans; trace.json and figure.py's picture are made
-from those files.
+Every rank appends what it saw to its own file under OUT/spans: trace.json and the pictures come from these.
 """
 
 from __future__ import annotations
@@ -18,19 +17,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-COLORS = {"rollout": "#2a78b8", "genrm": "#e08a1e", "train": "#3c9d4e"}
-COLORS |= {"sync": "#8a4fb0", "switch": "#9a9a9a"}
+if TYPE_CHECKING:
+    from training.executor import Phase
+
+COLORS = dict(rollout="#2a78b8", genrm="#e08a1e", train="#3c9d4e", sync="#8a4fb0", switch="#9a9a9a")
 STATES = {  # of an answer, in the order of its life
     "queued": "#dcdfe3",
     "decoding": COLORS["rollout"],
+    "moved": "#5f3a8c",  # cut off, to go on elsewhere
     "aborted": "#d62f2f",
-    "resumed": "#123f69",  # decoding what an earlier step began
+    "resumed": "#123f69",  # decoding what another engine, or an earlier step, began
     "judging": COLORS["genrm"],
     "done": COLORS["train"],
 }
-INSTANTS = ("aborted", "done")  # the other states last
+INSTANTS = ("moved", "aborted", "done")  # the other states last
 
 
 class Span(NamedTuple):
@@ -56,12 +58,25 @@ class SampleSpan(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """`rank` saw something happen: a wave (`wave 2`), a push of weights (`v3`), a new split (`3|1`)."""
+    """`rank` saw a wave (`wave 2`), a push of weights (`v3`), a new split or a tail's (`3|1`)."""
 
-    kind: str  # wave, weights, split
+    kind: str  # wave, weights, split, tail
     text: str
     rank: int
     time: float
+    step: int
+
+
+class PassSpan(NamedTuple):
+    """`rank` ran a stage's forward or backward pass over a micro-batch of `model`."""
+
+    model: str
+    stage: int
+    backward: bool
+    micro_batch: int
+    rank: int
+    start: float
+    end: float
     step: int
 
 
@@ -70,9 +85,11 @@ class Records:
     spans: list[Span] = field(default_factory=list)
     samples: list[SampleSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    passes: list[PassSpan] = field(default_factory=list)
 
 
-KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark}  # first entry of a row in a file; order of Records
+# first entry of a row in a file; in the order of Records
+KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark, "pass": PassSpan}
 
 
 class Timeline:
@@ -84,10 +101,7 @@ class Timeline:
     ):  # fmt: skip
         """clock: the event loop's; folder: of the rank's file; on_open(name, step): as a span opens."""
         self.rank, self._clock, self._zero, self._on_open = rank, clock, clock(), on_open
-        self.step = 0
-        self.spans: list[Span] = []
-        self.samples: list[SampleSpan] = []
-        self.marks: list[Mark] = []
+        self.spans, self.samples, self.marks, self.passes, self.step = [], [], [], [], 0
         self._file = folder and folder / f"rank{rank}.jsonl"
 
     def start(self, ran_s: float = 0.0) -> None:
@@ -99,7 +113,6 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the block on this rank."""
         start = self.now()
         self._on_open(name, self.step)
         try:
@@ -120,19 +133,26 @@ class Timeline:
         """Something happened on every rank, now."""
         self.marks.append(Mark(kind, text, self.rank, self.now(), self.step))
 
-    def drain(self) -> list[Span]:
-        """The spans since the last call. All that was recorded goes to this rank's file and is forgotten."""
-        drained = (self.spans, self.samples, self.marks)
-        self.spans, self.samples, self.marks = [], [], []
+    def ran(self, phases: Iterable[Phase]) -> None:
+        """Tables of passes that this rank ran; times of the event loop's clock."""
+        for phase in phases:
+            self.request("pipeline", self.rank, phase.start, phase.end)
+            for title, task, start, end in phase.passes:
+                place = (title, task.stage, task.backward, task.micro_batch, self.rank)
+                self.passes.append(PassSpan(*place, start - self._zero, end - self._zero, self.step))
+
+    def drain(self) -> Records:
+        """What was recorded since the last call. It goes to this rank's file and is forgotten."""
+        drained = (self.spans, self.samples, self.marks, self.passes)
+        self.spans, self.samples, self.marks, self.passes = [], [], [], []
         rows = [[kind, *record] for kind, records in zip(KINDS, drained, strict=True) for record in records]
         if self._file and rows:
             with self._file.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-        return drained[0]
+        return Records(*drained)
 
 
 def read(folder: Path) -> Records:
-    """What every rank saw."""
     found = {kind: [] for kind in KINDS}
     for path in sorted(folder.glob("rank*.jsonl")):
         for line in path.open():
@@ -171,37 +191,38 @@ def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, floa
 
 def write_trace(records: Records, path: Path) -> None:
     """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, tracks of answers."""
-    events = [*_lane_events(records.spans), *_answer_events(records.samples), *_mark_events(records.marks)]
+    events = list(_events(records))
     for rank in sorted({event["pid"] for event in events}):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for row, name in enumerate(COLORS):
+        for row, name in enumerate((*COLORS, "passes")):
             events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _lane_events(spans: list[Span]) -> Iterator[dict]:
-    """A complete event (X) per busy stretch of a lane."""
-    for (rank, name), stretches in lanes(s for s in spans if s.name in COLORS).items():
-        lane = {"name": name, "ph": "X", "pid": rank, "tid": list(COLORS).index(name)}
-        for start, end, in_flight in stretches:
-            times = {"ts": _microseconds(start), "dur": _microseconds(end) - _microseconds(start)}
-            yield lane | times | {"args": {"in_flight": round(in_flight, 2)}}
+def _events(records: Records) -> Iterator[dict]:
+    """Busy stretches and passes (X: complete), marks (i: instant), answers by id (b, e: slice; n: mark)."""
 
+    def complete(name: str, rank: int, row: int, start: float, end: float, args: dict) -> dict:
+        times = {"ts": _microseconds(start), "dur": _microseconds(end) - _microseconds(start)}
+        return {"name": name, "ph": "X", "pid": rank, "tid": row} | times | {"args": args}
 
-def _answer_events(samples: list[SampleSpan]) -> Iterator[dict]:
-    """An asynchronous slice (b, e) or instant (n) per stretch. An id, so a track, is an answer."""
-    for s in sorted(samples, key=lambda s: (s.start, s.end)):  # readers keep the file's order at one time
+    for (rank, name), stretches in lanes(s for s in records.spans if s.name in COLORS).items():
+        for start, end, number in stretches:
+            args = {"in_flight": round(number, 2)}
+            yield complete(name, rank, list(COLORS).index(name), start, end, args)
+    in_order = sorted(records.samples, key=lambda s: (s.start, s.end))  # readers keep it at one time
+    for s in in_order:
         event = {"name": s.state, "cat": "sample", "id": f"{s.prompt_id}.{s.index}", "pid": s.rank, "tid": 0}
         begin = event | {"ts": _microseconds(s.start), "args": {"step": s.step}}
         yield begin | {"ph": "n" if s.state in INSTANTS else "b"}
         if s.state not in INSTANTS:
             yield event | {"ph": "e", "ts": _microseconds(s.end)}
-
-
-def _mark_events(marks: list[Mark]) -> Iterator[dict]:
-    for mark in marks:
+    for mark in records.marks:
         name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"  # wave 2; weights v3
         yield {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0, "ts": _microseconds(mark.time)}
+    for p in records.passes:
+        name = f"{p.model} {'B' if p.backward else 'F'}{p.micro_batch}"
+        yield complete(name, p.rank, len(COLORS), p.start, p.end, {"stage": p.stage})
 
 
 def _microseconds(seconds: float) -> int:

@@ -1,7 +1,6 @@
 """Files and folders that are there whole or not at all, whenever the machine stops.
 
-A checkpoint is whole when its folder's name says so (`step_<n>`) and every file is as SHA256SUMS has it
-(`sha256sum -c` reads it, too).
+A checkpoint is whole when its folder is called `step_<n>` and `sha256sum -c SHA256SUMS` finds no fault.
 """
 
 from __future__ import annotations
@@ -66,10 +65,9 @@ def remove_atomically(folder: Path) -> None:
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
     """Drop the other rows of a JSONL file, and a last one that was cut short."""
-    rows = [json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)]
     if path.exists():
         new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(rows))
+        new.write_text("".join(json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)))
         new.replace(path)
 
 

@@ -16,10 +16,7 @@ NICENESS = 10  # the engines go first
 
 
 class BackgroundWriter:
-    """Runs `work` in a process forked from this rank, in which everything stays as it is now.
-
-    Memory is copied only where one of the two changes it. The process dies with the thread that forked it.
-    """
+    """Runs `work` in a process forked from this rank as it is now, which dies with the forking thread."""
 
     def __init__(self, work: Callable[[], Any]):
         context = multiprocessing.get_context("fork")

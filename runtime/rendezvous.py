@@ -10,22 +10,15 @@ import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from config import Config
 from runtime.world import World
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 
 def join(config: Config) -> World:
-    """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs.
-
-    Rank 0 says what may be overheard at an address that isn't loopback.
-    """
+    """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -43,11 +36,10 @@ def join(config: Config) -> World:
 
 
 def init_method(config: Config) -> dict:
-    """How init_process_group finds the ranks, which then connect between addresses of --host alone.
+    """How init_process_group finds the ranks, which connect between addresses of --host alone, or ValueError.
 
-    Through a file that nobody else may read; those of several machines through a store that rank 0 keeps. Not
-    through torchrun's own: that listens on every interface, and who writes to it can have the ranks connect
-    to him. Raises ValueError if the ranks can't meet at --host.
+    Through a file that nobody else may read, or between machines a store of rank 0's. Not torchrun's own:
+    that listens on every interface, and who writes to it can have the ranks connect to him.
     """
     import torch.distributed as dist
 
@@ -58,14 +50,12 @@ def init_method(config: Config) -> dict:
     if is_local():
         store = dist.FileStore(str(private_folder() / "store"), size)
     else:
-        store = store_of_machines(config, rank, size)
+        store = dist.TCPStore(**store_of_machines(config, rank, size))
     return {"store": store, "rank": rank, "world_size": size}
 
 
-def store_of_machines(config: Config, rank: int, size: int) -> Store:
-    """The store of several machines, on rank 0's --host and the port below --port (collective)."""
-    from torch.distributed import TCPStore
-
+def store_of_machines(config: Config, rank: int, size: int) -> dict:
+    """What a TCPStore of several machines needs, on rank 0's --host and the port below --port."""
     host, port, first = config.host, config.port - 1, os.environ["MASTER_ADDR"]
     if ipaddress.ip_address(host).is_loopback:
         raise ValueError(f"--host {host}: ranks of several machines can't meet there, name one of each")
@@ -77,12 +67,11 @@ def store_of_machines(config: Config, rank: int, size: int) -> Store:
             listener["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
             raise ValueError(f"the ranks' store: {error.strerror}: choose another --port") from None
-    timeout = timedelta(seconds=config.timeout_s)
-    return TCPStore(first, port, size, is_master=rank == 0, timeout=timeout, **listener)
+    place = {"host_name": first, "port": port, "world_size": size, "is_master": rank == 0}
+    return place | listener | {"timeout": timedelta(seconds=config.timeout_s)}
 
 
 def is_local() -> bool:
-    """Whether all ranks of the run are on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 

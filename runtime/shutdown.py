@@ -1,9 +1,9 @@
 """Ways out of a rank with its engines closed: a user's error, Ctrl-C, SIGTERM, a launcher that died.
 
-A user's error is one line, whatever the number of ranks, and status 2. A rank ends itself alone: torchrun
-ends the others with SIGTERM. While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers
-agree on it, save and leave with status 0. A second one, or one before training, cancels all work: 130 or 143.
-torchrun waits 30 s for that, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT, before it kills its ranks.
+A user's error is one line, whatever the number of ranks, and status 2; torchrun ends the others with SIGTERM.
+While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers agree on it, save and leave
+with status 0. A second one, or one before training, cancels all work: 130 or 143. torchrun kills its ranks
+after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,18 +12,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
+BROKEN = ("imed out", "closed by peer", "reset by peer")  # gloo's words where a rank hangs or is gone
 
 
 class World:
     """Rank, size and the collectives of the parallel controllers, over a gloo group of their own.
 
-    All ranks call the collectives in the same order, which ONE thread for everything that blocks keeps.
-    Each rank notes its phase and how many collectives it has come to; when one fails, the error names who
-    didn't come. notes: a folder for them that all ranks share; None: the process group's store.
+    ONE thread for all that blocks keeps their order. Each rank notes its phase and how many it has come to:
+    an error names who didn't come. notes: a folder that all ranks share; None: the process group's store.
     """
 
     def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
@@ -60,11 +63,7 @@ class World:
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        """`total` of every rank's `value`, on every rank (collective).
-
-        Neighbours tell each other what theirs come to, then pairs of neighbours, and so on: `total` must
-        take its own results. Who waits hears as many as the size has binary digits.
-        """
+        """`total` of every rank's `value`, pair by pair, then of such totals, on every rank (collective)."""
         return await self.run(self._meet, self._reduce, value, total)
 
     def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -91,10 +90,7 @@ class World:
         await self.run(self._meet, lambda: self._dist.barrier(group=self._group))
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
-        """`outgoing[r]` goes to rank r; returns what came, by sender (collective). Only ranks can connect.
-
-        senders: exactly those that send something here, maybe this rank. One object is pickled once.
-        """
+        """`outgoing[r]` goes to rank r; returns what came of `senders`, exactly those (collective)."""
         leaving = {rank: value for rank, value in outgoing.items() if rank != self.rank}
         pickled = {id(value): bytearray(pickle.dumps(value)) for value in leaving.values()}
         payloads = {rank: pickled[id(value)] for rank, value in leaving.items()}
@@ -129,35 +125,39 @@ class World:
         self._thread.submit(self._write_note)
 
     def _write_note(self) -> None:
-        note = f"{self._arrivals} {self._phase}"
+        note = f"{self._arrivals} {os.getpid()} {self._phase}"
         if self._notes:
             (self._notes / f"rank{self.rank}").write_text(note)
         else:
             self._store.set(f"note of rank {self.rank}", note)
 
-    def _read_note(self, rank: int) -> tuple[int, str]:
-        """How many collectives a rank has come to, and its phase."""
+    def _read_note(self, rank: int) -> tuple[int, int, str]:
+        """How many collectives a rank has come to, its process, its phase."""
         path, key = self._notes and self._notes / f"rank{rank}", f"note of rank {rank}"
         if path:
             note = path.read_text() if path.exists() else ""
         else:
             note = self._store.get(key).decode() if self._store.check([key]) else ""
-        arrivals, _, phase = (note or "0 starting").partition(" ")
-        return int(arrivals), phase
+        arrivals, pid, phase = (note or "0 0 starting").split(" ", 2)
+        return int(arrivals), int(pid), phase
+
+    def _late(self) -> list[str]:
+        """Who has come to fewer collectives, in words: those of this machine who are gone, if any are."""
+        notes = [(rank, *self._read_note(rank)) for rank in range(self.size)]
+        late = [(rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals]
+        gone = [each for each in late if self._notes and not live_process(each[1])]
+        return [f"rank {rank} didn't come, last seen in phase: {phase}" for rank, _, phase in gone or late]
 
     def _explained(self, function: Callable, args: tuple) -> Any:
         """Call; if a collective fails because of another rank, the error names it, where that can be told."""
         try:
             return function(*args)
         except RuntimeError as error:
-            if "imed out" in str(error):  # gloo's word; also of Megatron's collectives, in training
+            if any(words in str(error) for words in BROKEN):  # also Megatron's collectives, in training
                 self._arrivals += 1  # all who wait give up at about the same time: who doesn't is late
                 self._write_note()
                 time.sleep(OTHERS_GIVE_UP_S)
-            seen = "didn't come, last seen in phase:"
-            notes = enumerate(map(self._read_note, range(self.size)))
-            late = [f"rank {rank} {seen} {phase}" for rank, (count, phase) in notes if count < self._arrivals]
-            if not late:
+            if not (late := self._late()):
                 raise
             waited = f"rank {self.rank} waited in vain, for {self._timeout_s:g} s at most"
             raise RuntimeError(f"{waited}: {', '.join(late)}") from error
@@ -165,6 +165,16 @@ class World:
     def close(self) -> None:
         """End the thread. Not collective."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def live_process(pid: int, born: float | None = None) -> psutil.Process | None:
+    """A process of this machine, which began then, if it runs: a zombie only waits for its parent."""
+    try:
+        process = psutil.Process(pid)
+        same = born is None or abs(process.create_time() - born) < 1.0  # the clock may have been set since
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:

@@ -1,7 +1,4 @@
-"""Who trains on what: samples to micro-batches of equal work, micro-batches to data-parallel ranks.
-
-Pure: all controllers call `plan_batch` on the same gathered numbers and so come to the same plan.
-"""
+"""Who trains on what: samples to micro-batches of equal work, micro-batches to data-parallel ranks. Pure."""
 
 from __future__ import annotations
 
@@ -37,9 +34,8 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost.
 
     Their number is a multiple of `multiple`, less than twice the fewest possible plus `multiple`, and near
-    the fewest where sequences are short. Each number is tried by `karmarkar_karp` and by `spread`, which gets
-    along with a few long sequences among many short ones; of what fits, the more even is taken. Tries go
-    up twice as far each time, then halve the gap below. Within a micro-batch the longest come first, because
+    the fewest where sequences are short. Each is tried by `karmarkar_karp` and by `spread`, which gets along
+    with a few long sequences among many short ones; the more even that fits is taken. The longest come first:
     attention takes neighbours of equal length together. ValueError if a sequence alone is over the budget.
     """
     check_budget(lengths, budget)
@@ -71,9 +67,8 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
 def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
     """Deal samples into shares, equal in number to within one and nearly equal in cost. Ascending in a share.
 
-    Karmarkar and Karp's largest differencing method (1982) with a fixed number in each share: partial deals
-    of one sample a share are merged, the two most uneven first, each one's dearest share with the other's
-    cheapest.
+    Largest differencing (Karmarkar and Karp, 1982) with a fixed number in each share: partial deals of one
+    sample a share are merged, the two most uneven first, one's dearest share with the other's cheapest.
     """
     by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
     deals = []  # heap of (cheapest less dearest share, against ties, [(cost, samples)], dearest first)
@@ -90,10 +85,7 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
 
 
 def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
-    """Pack sequences into `count` micro-batches: longest first, each where there is room and least work.
-
-    Graham's longest-processing-time rule (1969) under a budget. Empty if a sequence finds no room.
-    """
+    """Longest first, each where there is room and least work (Graham, 1969); empty if one finds no room."""
     micro_batches, room, work = [[] for _ in range(count)], [budget] * count, [0] * count
     by_work, full = [(0, number) for number in range(count)], []  # heaps; full: no room for this length
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
@@ -114,10 +106,7 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
 
 
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Pack one rank's own sequences into micro-batches of at most `budget` tokens: longest first, one by one.
-
-    For passes in which ranks need not do equal work. ValueError if a sequence alone is over the budget.
-    """
+    """Fill micro-batches of at most `budget` tokens one by one, longest first. ValueError as pack_evenly."""
     check_budget(lengths, budget)
     micro_batches, room = [], -1  # no room: the first sequence opens a micro-batch
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):

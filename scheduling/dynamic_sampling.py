@@ -20,10 +20,7 @@ MAX_GROUPS_PER_KEPT = 10.0  # that one step can show
 
 
 def is_informative(group: list[Sample]) -> bool:
-    """Whether the judged answers of a group differ in reward, or from its baseline.
-
-    Answers without a verdict don't count. Without the greedy one there is no baseline, and nothing to learn.
-    """
+    """Whether the judged answers of a group differ in reward, the greedy one, its baseline, among them."""
     return len(judged_rewards(group)) > 1
 
 
@@ -33,14 +30,13 @@ def is_judged(group: list[Sample]) -> bool:
 
 
 def judged_rewards(group: list[Sample]) -> set[float]:
-    """The different rewards of a group, none if its greedy answer has none."""
+    """The different rewards of a group, none if its greedy answer, so its baseline, has none."""
     if any(sample.greedy and sample.reward is None for sample in group):
         return set()
     return {sample.reward for sample in group if sample.reward is not None}
 
 
 def is_generated(group: list[Sample]) -> bool:
-    """Whether every answer of a group is finished."""
     return all(sample.is_finished for sample in group)
 
 
@@ -58,16 +54,13 @@ class DynamicSampler:
 
     def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):
         self.target, self.groups_per_kept = target, groups_per_kept
-        self.over_dispatch, self.max_refills = over_dispatch, max_refills
+        self.first_size, self.max_refills = math.ceil(target * over_dispatch), max_refills
         self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
         self.informative: dict[int, bool] = {}  # finished prompt_id -> whether its rewards differ
         self.to_replace: list[int] = []  # filtered since the last wave
         self.num_generated = 0  # groups of which every answer is finished, judged or not
 
-    # ---- what is known
-
     def add(self, prompt_ids: list[int], wave: int) -> None:
-        """Prompts were dealt."""
         self.wave_of |= dict.fromkeys(prompt_ids, wave)
         self.to_replace = []
 
@@ -93,8 +86,6 @@ class DynamicSampler:
         """Whether the batch is full, or can't become fuller."""
         return len(self.chosen()) == self.target
 
-    # ---- what becomes of it
-
     def candidates(self) -> list[int]:
         """Finished prompts that the batch is chosen from, in the order of drawing."""
         return [prompt_id for prompt_id in self.wave_of if prompt_id in self.informative]
@@ -113,8 +104,6 @@ class DynamicSampler:
         used = set(self.used())
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
-    # ---- what is drawn next
-
     def next_wave(self) -> Wave | None:
         """The wave to begin now; None if nothing is missing, it is too early, or there were enough waves."""
         if not self.wave_of:
@@ -127,10 +116,6 @@ class DynamicSampler:
         newest = max(self.wave_of.values())
         wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
         return Wave(wave, size) if wave <= self.max_refills else None
-
-    @property
-    def first_size(self) -> int:
-        return math.ceil(self.target * self.over_dispatch)
 
     def refill_size(self, missing: float) -> int:
         """Prompts that should make up for `missing` groups."""

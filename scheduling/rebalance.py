@@ -9,17 +9,19 @@ Side by side (partial) serving takes max(rollout(S) + a last critique, genrm(N -
 rollout(N) + genrm(N) + a swap for each wave. What a split really took, over what the model says of it,
 corrects the model: a tried split is judged by its own measurements, any other by its nearest neighbour's.
 
-The paper says that utilisation is the signal and that devices move one by one; the rest is ours. All of it is
-pure: every controller takes the same split.
+That utilisation is the signal and devices move one by one is the paper's; the rest is ours. All is pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
+from itertools import zip_longest
 from math import hypot
 from statistics import fmean, median, stdev
 from typing import NamedTuple
+
+from scheduling.fusion import FluidModel, TokenLatency
 
 HISTORY = 200  # steps that are remembered
 FITTED = 40  # steps that token latencies are fitted to
@@ -34,14 +36,16 @@ Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens
 
 
 class Split(NamedTuple):
-    """How many ranks serve each role. As text `full`, or the ranks of rollout and genrm, `3|1`."""
+    """How many ranks serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
 
-    mode: str  # full: the roles take turns; partial: they serve side by side
+    mode: str  # full: the roles take turns; partial: side by side; fused: first the one, then the other
     rollout: int
     genrm: int
+    tail: float = 0.0  # fused: part of the answers that are written beside the judging
 
     def __str__(self) -> str:
-        return "full" if self.mode == "full" else f"{self.rollout}|{self.genrm}"
+        texts = {"full": "full", "fused": f"fused {self.tail:g}"}
+        return texts.get(self.mode, f"{self.rollout}|{self.genrm}")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class RequestStats:
     in_flight: float = 0.0  # requests in flight, as a request sees them: the mean over request-seconds
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    requests: int = 0
     wakes: int = 0  # times that the role's engines woke up while serving
     stalls: int = 0  # times that nothing came of a request for so long that another engine was asked
 
@@ -68,9 +73,8 @@ class RequestStats:
             in_flight, last = in_flight + change, time
         mean = second_moment / max(request_s, 1e-9)
         tokens, prompt, cached = ([request[column] for request in requests] for column in (2, 3, 4))
-        return RequestStats(
-            sum(tokens), max(tokens, default=0), request_s, mean, sum(prompt), sum(cached), wakes, stalls
-        )
+        sizes = sum(prompt), sum(cached), len(requests)
+        return RequestStats(sum(tokens), max(tokens, default=0), request_s, mean, *sizes, wakes, stalls)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
@@ -90,17 +94,17 @@ class StepStats:
     serve_s: float
     swap_s: float  # of these, sleeping and waking between roles
     hand_over_s: float  # waking and pushing weights: what a move may cost
+    lengths: tuple[float, ...] = ()  # of the answers: see fusion.histogram
 
     @staticmethod
     def total(parts: list[StepStats]) -> StepStats:
-        times = ((part.serve_s, part.swap_s, part.hand_over_s) for part in parts)
-        serve_s, swap_s, hand_over_s = map(max, zip(*times, strict=True))
+        times = [max(vars(part)[name] for part in parts) for name in ("serve_s", "swap_s", "hand_over_s")]
         rollout = RequestStats.total([part.rollout for part in parts])
         genrm = RequestStats.total([part.genrm for part in parts])
-        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, serve_s, swap_s, hand_over_s)
+        lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
+        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *times, lengths)
 
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
-        """How many ranks the role had, and its requests."""
         return {"rollout": (self.split.rollout, self.rollout), "genrm": (self.split.genrm, self.genrm)}[role]
 
 
@@ -126,11 +130,15 @@ def choose_split(
     if measured < COOL_DOWN:
         return Decision(now, f"{now} stays: measured for {measured} of {COOL_DOWN} steps", seconds[now])
     if steps_left > COOL_DOWN and (mode := mode_to_measure(history, splits)):
-        split = min((split for split in splits if split.mode == mode), key=seconds.__getitem__)
+        of_mode = [split for split in splits if split.mode == mode]
+        is_new = not any(step.split.mode == mode for step in history)
+        split = of_mode[0] if is_new else min(of_mode, key=seconds.__getitem__)
         reason = f"{now} -> {split}: to measure {mode} colocation for {COOL_DOWN} steps"
         return Decision(split, reason, seconds[split])
     share = judges_share(mean_work(history))
-    tried = {now} | {step.split for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD}
+    known = [now, *(step.split for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD)]
+    # of tails the model is as good as a trial
+    tried = {split for split in splits for other in known if split._replace(tail=other.tail) == other}
     hoped = {split: took if split in tried else (1 - OPTIMISM) * took for split, took in seconds.items()}
     best = min(splits, key=hoped.__getitem__)
     gain, cost = seconds[now] - hoped[best], history[-1].hand_over_s
@@ -157,32 +165,22 @@ def judges_share(work: StepStats) -> float:
 
 
 def one_engine_towards(now: Split, best: Split, splits: list[Split]) -> Split:
-    """`best` itself if it has another mode, else the next split on the way to it."""
-    if now.mode != best.mode:
+    """The next split on the way to `best`; itself if it has another mode, or another tail."""
+    if now.mode != best.mode or now.tail != best.tail:
         return best
     low, high = sorted((now.rollout, best.rollout))
     between = [s for s in splits if s.mode == now.mode and s != now and low <= s.rollout <= high]
     return min(between, key=lambda split: abs(split.rollout - now.rollout))
 
 
-# ---------------------------------------------------------------- the model of a serving phase
-
-
-class TokenLatency(NamedTuple):
-    """Seconds for one more token of a request: fixed + per_request * (requests in its engine)."""
-
-    fixed: float
-    per_request: float
-
-
 @dataclass(frozen=True)
 class ServingModel:
-    """The formula above."""
+    """The formula at the head of this file."""
 
     latency: dict[str, TokenLatency]
     capacity: int
     tp: dict[str, int]
-    swap_s: float  # of one wave in full mode
+    swap_s: float  # of one wave where the roles take turns
 
     def seconds(self, split: Split, work: StepStats) -> float:
         """Of serving with `split` for the work of `work`, which another split may have done."""
@@ -190,6 +188,11 @@ class ServingModel:
         genrm = self._role_seconds("genrm", split.genrm, work.genrm, work.waves)
         if split.mode == "full":
             return rollout + genrm + work.waves * self.swap_s
+        if split.mode == "fused":
+            engines = split.rollout // self.tp["rollout"], split.genrm // self.tp["genrm"]
+            model = FluidModel(engines, **self.latency, capacity=self.capacity, swap_s=self.swap_s)
+            critique = work.genrm.tokens / max(1, work.genrm.requests)
+            return model.seconds(split.tail, work.lengths, work.genrm.requests, critique)
         return max(rollout + self.latency["genrm"].fixed * work.genrm.longest, genrm)
 
     def _role_seconds(self, role: str, ranks: int, stats: RequestStats, waves: int) -> float:
@@ -204,7 +207,7 @@ def predictions(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> tuple[dict[Split, float], dict[Split, float]]:
     """Seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
-    swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode == "full"]
+    swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode != "partial"]
     latency = {role: token_latency(history, role, ranks) for role, ranks in tp.items()}
     model = ServingModel(latency, capacity, tp, median(swaps[-RECENT:]) if swaps else 0.0)
     ratios = {}  # what a split's newest steps took, over what the model says of them
@@ -214,7 +217,7 @@ def predictions(
     seconds, errors, work = {}, {}, mean_work(history)
     for split in splits:
         tried = [other for other in ratios if other.mode == split.mode] or list(ratios)
-        nearest = ratios[min(tried, key=lambda other: abs(other.rollout - split.rollout))]
+        nearest = ratios[min(tried, key=lambda o: (abs(o.rollout - split.rollout), abs(o.tail - split.tail)))]
         scatter = stdev(nearest) if len(nearest) > 1 else 0.0
         modelled = model.seconds(split, work)
         seconds[split] = modelled * median(nearest)
@@ -224,13 +227,15 @@ def predictions(
 
 def mean_work(history: list[StepStats]) -> StepStats:
     """The work that lies ahead: the mean of the newest steps."""
-    recent = history[-RECENT:]
-    rollout, genrm = (
-        RequestStats(round(fmean(p.tokens for p in parts)), round(fmean(p.longest for p in parts)))
-        for parts in ([step.rollout for step in recent], [step.genrm for step in recent])
-    )
+    recent, means = history[-RECENT:], {}
+    for role in ("rollout", "genrm"):
+        parts, names = [vars(vars(step)[role]) for step in recent], ("tokens", "longest", "requests")
+        means[role] = RequestStats(**{name: round(fmean(part[name] for part in parts)) for name in names})
     waves = max(1, round(fmean(step.waves for step in recent)))
-    return replace(recent[-1], rollout=rollout, genrm=genrm, waves=waves)
+    counts = [*map(fmean, zip_longest(*(step.lengths for step in recent), fillvalue=0))]
+    longest = round(fmean(len(step.lengths) for step in recent))  # not the longest answer of all the steps
+    lengths = (*counts[: longest - 1], sum(counts[longest - 1 :])) if longest else ()
+    return replace(recent[-1], **means, waves=waves, lengths=lengths)
 
 
 def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
@@ -243,8 +248,7 @@ def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
 def fit(points: list[tuple[float, float]]) -> TokenLatency:
     """Least squares through (requests in an engine, seconds a token); each older point weighs a tenth less.
 
-    Where all points have nearly the same k, nothing tells the two numbers apart: a prior says that half of
-    the time is fixed.
+    Where all points have nearly the same k, a prior tells the two numbers apart: half of the time is fixed.
     """
     weights = [0.9**age for age in reversed(range(len(points)))]
     total = sum(weights)

@@ -1,9 +1,9 @@
 """Chaos with real processes: seeded faults in real runs of the demo, that must end as the unbroken run.
 
-    python tests/chaos.py --trials 30 --seed 0 [--mode partial|full]    a line a trial; exit 1 if one broke
+    python tests/chaos.py --trials 30 --seed 0 [--mode MODE]    a line a trial; exit 1 if one broke
     python tests/chaos.py --first 17 --trials 1                         trial 17 alone
-    python tests/chaos.py --exact [--steps 40] [--mode partial|full]    4 resumes of 4 kinds, and both modes
-    python tests/chaos.py --counted [--steps 40] [--mode partial|full]  4 resumes where timing decides
+    python tests/chaos.py --exact [--steps 40] [--mode MODE]    4 resumes of 4 kinds, and all modes
+    python tests/chaos.py --counted [--steps 40] [--mode MODE]  4 resumes where timing decides
 
 A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a
 stopped launcher or a stopped command goes on after a while), replies of engines that are lost or late
@@ -40,6 +40,7 @@ LONG_S = 1800.0  # for any other
 GONE_S = 60.0  # for all processes of a start to be gone after its launcher
 MOST_STARTS = 5
 STEPS = 6  # of a trial
+MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4 --eval-every 100"
 WAITS = "--timeout-s 120"
 # a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
@@ -478,8 +479,9 @@ def exact(modes, steps, port, extra):
         found[mode, "broken"] = fingerprint(runs / "broken", steps)
         for name in ("again", "broken"):
             differs |= compare(f"{mode}: {name} against unbroken", found[mode, name], found[mode, "unbroken"])
-    if len(modes) == 2:
-        differs |= compare("full against partial", found["full", "unbroken"], found["partial", "unbroken"])
+    for mode in modes[1:]:
+        first = modes[0]
+        differs |= compare(f"{mode} against {first}", found[mode, "unbroken"], found[first, "unbroken"])
     return differs
 
 
@@ -531,21 +533,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--first", "--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=["partial", "full"])
+    parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--port", type=int, default=28000)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--counted", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     arguments, extra = parser.parse_known_args()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    modes = [arguments.mode] if arguments.mode else ["partial", "full"]
+    modes = [arguments.mode] if arguments.mode else MODES
     if arguments.counted:
         sys.exit(counted(modes, arguments.steps, arguments.port))
     if arguments.exact:
         sys.exit(exact(modes, arguments.steps, arguments.port, extra))
     broken = []
     for number in range(arguments.first, arguments.first + arguments.trials):
-        mode = arguments.mode or ("partial", "full")[number // len(NAMES) % 2]
+        mode = arguments.mode or MODES[number % len(MODES)]
         broken += [number] * bool(trial(number, mode, arguments.port + 200 * (number % 2)))
     print(f"{arguments.trials} trials, broken: {broken or 'none'}", flush=True)
     sys.exit(bool(broken))

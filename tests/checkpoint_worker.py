@@ -60,7 +60,7 @@ class Rewards:
 
 def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     """As much of a Controller as a checkpoint looks at."""
-    plans = placement.full_colocation(tuple(range(world.size)), 1, 1)
+    plans = placement.full_colocation(tuple(range(world.size)), actor.config)
     give = {"give_device_to": AsyncMock()}  # there is only a CPU
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),

@@ -6,6 +6,7 @@ NAMES = {
     "rollout/tokens",
     "rollout/tokens_carried",
     "rollout/carried_groups",
+    "rollout/moved",
     "rollout/aborted",
     "rollout/cache_hit_frac",
 }
@@ -17,7 +18,7 @@ NAMES |= {
     "genrm/p99_s",
     "genrm/timeouts",
 }
-NAMES |= {"train/seconds_spread"}
+NAMES |= {"train/seconds_spread", "train/bubble_frac"}
 
 
 def timing_free(row: dict) -> dict:

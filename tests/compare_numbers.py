@@ -33,7 +33,7 @@ RUNS = {
     "dpo": ("dpo", "--steps", "10"),
 }
 RENAMED: dict[str, str] = {}
-GONE = {"train/engine_logprob_diff_mean", "train/engine_logprob_diff_p999"}
+GONE = {"train/engine_logprob_diff_mean", "train/engine_logprob_diff_p999", "sync/received_mb"}
 
 
 def record(folder: Path) -> None:

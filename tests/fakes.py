@@ -1,15 +1,15 @@
 """Fakes for the controllers' outside: many ranks in one process on a virtual clock. They live in tests only.
 
-The clock jumps to the next event when every task waits, so a step of minutes takes milliseconds, and a
-deadlock is an error at once.
+Clock and meetings are the simulation's. Engines and trainers aren't: these take fixed times, break when they
+are told to, and look at what they are asked and when.
 """
 
 import asyncio
 import pickle
 import random
-import selectors
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import controller
 import placement
@@ -24,97 +24,29 @@ from engines.pool import Pool
 from reporting.timeline import Timeline
 from runtime.background_writer import BackgroundWriter
 from scheduling.balance import flat
+from scheduling.pipeline import SCHEDULES
+from simulation.clock import VirtualClock, end_all
+from simulation.meetings import SimulatedWorld, total_of_neighbours
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a server that hangs is found out
 RESTART_S = 10.0
-LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are a deadlock, too
 
 
-class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while anything can run, and jumps when nothing can.
-
-    `look` is called before each jump.
-    """
-
-    def __init__(self, look=lambda: None):
-        self.now, self.look = 0.0, look
-        super().__init__(_Jump(self))
-
-    def time(self):
-        return self.now
-
-
-class _Jump(selectors.EpollSelector):
-    def __init__(self, loop):
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout=None):
-        if timeout is None:
-            raise RuntimeError("deadlock: every task waits for another")
-        if timeout:
-            self._loop.look()
-        self._loop.now += timeout
-        assert self._loop.now < LONGEST_RUN_S, "the run never ends"
-        return super().select(0)
-
-
-class FakeWorld:
-    """World over ranks that are tasks of one loop. `meetings` is shared by all ranks."""
-
-    def __init__(self, rank, size, meetings):
-        self.rank, self.size, self._meetings, self._calls = rank, size, meetings, 0
-
-    async def run(self, function, *args):
-        result = function(*args)
-        return await result if asyncio.iscoroutine(result) else result
-
-    async def _meet(self, value, result_of):
-        """What every rank gets: `result_of` all ranks' values, by rank."""
-        future, values = self._meetings.setdefault(
-            self._calls, (asyncio.get_running_loop().create_future(), {})
-        )
-        assert self.rank not in values, "a rank came twice to one meeting"
-        self._calls += 1
-        values[self.rank] = value
-        if len(values) == self.size:
-            future.set_result(result_of([values[rank] for rank in range(self.size)]))
-        return await future
+class FakeWorld(SimulatedWorld):
+    """What comes from others is a copy, as on the wire."""
 
     async def gather(self, value):
-        return list(await self._meet(value, list))
-
-    async def gather_on_0(self, value):
-        values = await self.gather(value)
-        return values if self.rank == 0 else []
+        return list(await super().gather(value))
 
     async def reduce(self, value, total):
-        """What a rank gets of it is a copy."""
+        def pickled_total(values):
+            return pickle.dumps(total_of_neighbours(total, values))
 
-        def total_of_neighbours(values):
-            while len(values) > 1:
-                pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
-                values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
-            return pickle.dumps(values[0])
+        return pickle.loads(await self._meet(value, pickled_total))
 
-        return pickle.loads(await self._meet(value, total_of_neighbours))
-
-    async def broadcast(self, value, source=0):
-        return (await self.gather(value))[source]
-
-    async def barrier(self):
-        await self.gather(None)
-
-    async def exchange(self, outgoing, senders):
-        """What goes to others is a copy."""
-        sent = await self.gather(outgoing)
-        incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
-        assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
-        return {
-            sender: parcel if sender == self.rank else pickle.loads(pickle.dumps(parcel))
-            for sender, parcel in incoming.items()
-        }
+    def _received(self, parcel):
+        return pickle.loads(pickle.dumps(parcel))
 
 
 MAY_SHARE = (
@@ -122,6 +54,7 @@ MAY_SHARE = (
     {"rollout weights", "rollout cache"},
     {"genrm weights", "genrm cache"},
 )
+TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
 
 
 class Device:
@@ -130,14 +63,14 @@ class Device:
     Allowed beside the actor: rollout weights, for the push.
     """
 
-    def __init__(self, rank, log):
-        self.rank, self.log, self.holders = rank, log, set()
+    def __init__(self, rank, log, fuses=False):
+        self.rank, self.log, self.fuses, self.holders = rank, log, fuses, set()
 
     def take(self, holder):
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            assert {holder, other} in MAY_SHARE, (
+            assert {holder, other} in MAY_SHARE or (self.fuses and {holder, other} <= TRAINERS), (
                 f"rank {self.rank}: {holder} came while {other} held the device"
             )
 
@@ -190,13 +123,13 @@ class FakeServer:
 class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
-    def __init__(self, role, rank, device, write, capacity=16, model=0):
+    def __init__(self, role, rank, device, write, capacity=128, model=0):
         self.role, self.rank, self.capacity, self.awake, self.model = role, rank, capacity, False, model
         self.server = FakeServer(device, role, rank)
         self._write, self.name = write, f"{role} engine of rank {rank}"
 
     def handle(self):
-        other = FakeEngine(self.role, self.rank, self.server.device, self._write, self.capacity, self.model)
+        other = type(self)(self.role, self.rank, self.server.device, self._write, self.capacity, self.model)
         other.server = self.server
         return other
 
@@ -300,6 +233,9 @@ class FakeEngine:
             await self.server.changed.wait()
         return "died"
 
+    def exit_status(self):
+        return "" if self.server.runs else "signal 9"
+
     async def restart(self, deadline_s):
         assert not self.server.runs, "started while it runs"
         await asyncio.sleep(RESTART_S)
@@ -340,6 +276,7 @@ class FakeTrainer:
 
     def __init__(self, title, rank, size, device, tp):
         self.title, self.device, self.version, self.awake, self.batches = title, device, 0, False, []
+        self.phases, self.gathering = [], SimpleNamespace(received=0)
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
 
     def wake(self):
@@ -351,6 +288,10 @@ class FakeTrainer:
         assert self.awake, "put to sleep while asleep"
         self.awake = False
         self.device.give(self.title)
+
+    async def update(self, mini_batches, beside=()):
+        metrics = [await trainer.learn(mini_batches) for trainer in (self, *beside)]
+        return {name: value for each in metrics for name, value in each.items()}
 
     def snapshot(self, folder):
         """The weights are their version."""
@@ -386,7 +327,7 @@ class FakeActor(FakeTrainer):
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
-    async def update(self, mini_batches):
+    async def learn(self, mini_batches):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
@@ -417,7 +358,7 @@ class FakeCritic(FakeTrainer):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.values[self.name] = [token / 200 for token in sample.response]
 
-    async def update(self, mini_batches):
+    async def learn(self, mini_batches):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
@@ -522,7 +463,7 @@ class FakeReport:
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
         self.marks += c.timeline.marks
-        self.steps.append((step, batch, samples, c.timeline.drain()))
+        self.steps.append((step, batch, samples, c.timeline.drain().spans))
 
 
 class FakeSource:
@@ -557,6 +498,23 @@ def write_verdict(prompt, index, sampling):
     return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
 
 
+def write_on(prompt, index, sampling):
+    """An answer that follows from the question and its number in the group alone, wherever it goes on."""
+    question, begun = to_text(prompt).split("=")
+    number, skill = int(question.split("+")[0]), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
+    rng = random.Random(f"{question} {index}")
+    text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
+    places = range(len(begun), len(text))
+    return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
+
+
+def judge_on(prompt, index, sampling):
+    """The verdict of a perfect judge, wherever it goes on."""
+    asked, begun = to_text(prompt).split("?")
+    verdict = write_verdict([ord(c) for c in asked], index, sampling)
+    return replace(verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :])
+
+
 class FakeTokenizer:
     """A token is a character."""
 
@@ -584,7 +542,7 @@ def fake_config(mode="partial", **settings):
 def simulate(
     mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None,
     prepare_controller=None, controllers=None, out=Path(), resumed=None, loop=controller.train, events=(),
-    writer=LateWriter, look=lambda servers, controllers: None, **settings,
+    writer=LateWriter, look=lambda servers, controllers: None, engine_class=FakeEngine, **settings,
 ):  # fmt: skip
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
 
@@ -595,13 +553,13 @@ def simulate(
     """
     config = fake_config(mode, out=str(out), **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
-    devices = [Device(rank, log) for rank in range(size)]
-    engines = fake_engines(config, plans, devices, write, verdict)
+    devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
+    engines = fake_engines(engine_class, config, plans, devices, write, verdict)
     if prepare:
         prepare(engines)
     controllers = [] if controllers is None else controllers
     servers = [engine.server for engine in engines]
-    clock = VirtualClock(lambda: look(servers, controllers))
+    clock = VirtualClock(look=lambda: look(servers, controllers))
     for rank in range(size):
         world = world_class(rank, size, meetings)
         handles = [engine if engine.rank == rank else engine.handle() for engine in engines]
@@ -627,7 +585,7 @@ def simulate(
     return controllers, log
 
 
-def fake_engines(config, plans, devices, write, verdict):
+def fake_engines(engine_class, config, plans, devices, write, verdict):
     """One for each role and lead of any plan."""
     hosts = sorted(
         {(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)}
@@ -637,7 +595,7 @@ def fake_engines(config, plans, devices, write, verdict):
         judges = max(1, len(config.judge_models))
         model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
         engines.append(
-            FakeEngine(role, rank, devices[rank], write if role == "rollout" else verdict, model=model)
+            engine_class(role, rank, devices[rank], write if role == "rollout" else verdict, model=model)
         )
     return engines
 
@@ -667,16 +625,6 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
         checkpoints=checkpoints,
         references=[FakeReference(actor)] if algorithm.kl_coef else [],
     )
-
-
-def end_all(clock):
-    """Engines are watched to the end; and what is left of a run that failed."""
-    left = asyncio.all_tasks(clock)
-    for task in left:
-        task.cancel()
-    if left:
-        clock.run_until_complete(asyncio.wait(left))
-    clock.close()
 
 
 def to_text(tokens):

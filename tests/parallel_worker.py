@@ -33,6 +33,8 @@ def actor_config(row: str = "grpo", **changes) -> Config:
 
 def set_constants(patch: Callable = setattr) -> None:
     """A clip that cuts, a learning rate that is worked out by hand, engines that may be far off."""
+    from transformers import AutoConfig  # noqa: F401  each rank would take seconds to import it
+
     import actor
     from training import trainer
 
@@ -97,7 +99,7 @@ def whole_gradient(actor) -> torch.Tensor:
     Data parallelism alone).
     """
     part = torch.cat(
-        [bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank] for bucket in actor.ddp.buffers[0].buckets]
+        [bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank] for bucket in actor.ddps[0].buffers[0].buckets]
     )
     parts = [torch.empty_like(part) for _ in range(actor.dp_size)]
     dist.all_gather(parts, part)

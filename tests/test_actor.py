@@ -369,7 +369,7 @@ def gradient(actor, samples, monkeypatch) -> torch.Tensor:
         patch.setattr(actor, "_apply_gradients", lambda lr: 0.0)
         update(actor, samples)
     actor.version -= 1
-    return actor.ddp.buffers[0].grad_data.clone()
+    return actor.ddps[0].buffers[0].grad_data.clone()
 
 
 def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, model_dir, monkeypatch):
@@ -395,7 +395,7 @@ def test_attention_in_one_call_gives_the_same_gradient(make_actor, model_dir, mo
     monkeypatch.setattr("training.model.varlen_attn", lambda *a, **b: calls.append(a) or varlen(*a, **b))
     monkeypatch.setattr("training.model.has_varlen", lambda query: True)
     assert torch.allclose(gradient(actor, samples, monkeypatch), expected, rtol=0, atol=1e-6)
-    assert len(calls) >= actor.gpt.config.num_layers
+    assert len(calls) >= actor.chunks[0].config.num_layers
 
 
 def test_the_fused_swiglu_gives_the_same_gradient_and_keeps_less(make_actor, model_dir, monkeypatch):
@@ -409,15 +409,15 @@ def test_the_fused_swiglu_gives_the_same_gradient_and_keeps_less(make_actor, mod
         return tensor
 
     for fused in (False, True):
-        monkeypatch.setattr(actor.gpt.config, "bias_activation_fusion", fused)
+        monkeypatch.setattr(actor.chunks[0].config, "bias_activation_fusion", fused)
         gradients.append(gradient(actor, samples, monkeypatch))
-        x = torch.randn(7, 1, actor.gpt.config.hidden_size)
+        x = torch.randn(7, 1, actor.chunks[0].config.hidden_size)
         kept.append({})
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            alive = actor.gpt.decoder.layers[0].mlp(x)  # noqa: F841
+            alive = actor.chunks[0].decoder.layers[0].mlp(x)  # noqa: F841
     assert torch.allclose(*gradients, rtol=0, atol=1e-6)
     before, after = (sum(storages.values()) for storages in kept)
-    assert before - after == 2 * 7 * actor.gpt.config.ffn_hidden_size * 4
+    assert before - after == 2 * 7 * actor.chunks[0].config.ffn_hidden_size * 4
 
 
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
@@ -510,7 +510,7 @@ def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
     gradients = []
     for packed in ([sequences], [[], sequences, []]):
         actor._passes(packed, cross_entropy_loss)
-        gradients.append(actor.ddp.buffers[0].grad_data.clone())
+        gradients.append(actor.ddps[0].buffers[0].grad_data.clone())
     assert torch.equal(gradients[0], gradients[1]) and gradients[0].abs().max() > 0
 
 
@@ -589,7 +589,7 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     if where == "loss":
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
-        hook = next(iter(actor.gpt.parameters())).register_hook(lambda gradient: gradient * float(value))
+        hook = next(iter(actor.parameters())).register_hook(lambda gradient: gradient * float(value))
     metrics = update(actor, samples)
     assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (1, 1, 0)
     assert all(map(math.isfinite, metrics.values())) and actor.version == 2
@@ -786,7 +786,7 @@ def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypa
             if naps:
                 monkeypatch.setattr(actor, "device", torch.device("cuda"))
                 actor.sleep()
-                assert actor.ddp.buffers[0].param_data.untyped_storage().size() == 0
+                assert actor.ddps[0].buffers[0].param_data.untyped_storage().size() == 0
                 actor.wake()
                 monkeypatch.setattr(actor, "device", torch.device("cpu"))
             supervised(actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3)
@@ -817,7 +817,7 @@ def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
     for _ in range(3):
         actor = Actor(actor_config(), model_dir)
         actor.close()
-        gone, actor = weakref.ref(actor.ddp), None
+        gone, actor = weakref.ref(actor.ddps[0]), None
         gc.collect()
         assert gone() is None
         threads.append(psutil.Process().num_threads())
@@ -1023,7 +1023,7 @@ def test_a_fused_adamw_is_adamw_and_so_are_its_checkpoints(make_actor, model_dir
     for saver in (None, 2000):
         set_overlap(saver, monkeypatch.setattr)
         actor = make_actor(model_dir)
-        assert (len(actor.ddp.buffers[0].buckets) > 2) == bool(saver)
+        assert (len(actor.ddps[0].buffers[0].buckets) > 2) == bool(saver)
         for _ in range(2):
             supervised(actor, sequences, 1e-2)
         save(actor, tmp_path / f"{saver}")

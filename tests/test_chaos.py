@@ -36,7 +36,7 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fakes import FakeReport, FakeWorld, fake_config, simulate, to_text
+from fakes import FakeReport, FakeWorld, fake_config, judge_on, simulate, to_text, write_on
 
 import checkpoint
 import rollout
@@ -47,6 +47,7 @@ from runtime.atomic_files import complete_rows
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3)]
 LAYOUTS += [("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
+LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 HELD_OUT = 2  # prompts of an evaluation
 MOST_LIVES = 3  # before the last one, in which no run is ended
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
@@ -260,6 +261,7 @@ def draw_settings(rng):
         max_refill_waves=rng.choice([1, 3]),
         save_every=rng.choice([1, 1, 2]),
         keep=rng.choice([1, 2]),
+        tail=rng.random(),
     )
 
 
@@ -358,7 +360,7 @@ class Trial:
 
     def config(self):
         mode, _ = self.layout
-        rebalance = self.may_move and mode == "partial"
+        rebalance = self.may_move and mode != "full"
         return fake_config(mode, out=str(self.out), rebalance=rebalance, **self.settings)
 
     def start(self):
@@ -395,6 +397,7 @@ class Trial:
 
         how = dict(prepare_controller=prepare_controller, controllers=self.controllers, look=check_moment)
         how |= dict(writer=functools.partial(LateWriter, self.rng), resumed=point and point.folder)
+        how |= dict(write=write_on, verdict=judge_on)
         rebalance = self.config().rebalance
         with patch.object(rollout, "MEETING_INTERVAL_S", self.interval_s):
             simulate(*self.layout, out=self.out, events=events, rebalance=rebalance, **how, **self.settings)
@@ -442,6 +445,7 @@ def unbroken(**shape):
             c.report = Report(c, out)
 
         how = dict(prepare_controller=prepare_controller, answers_per_prompt=2, eval_every=100)
+        how |= dict(write=write_on, verdict=judge_on)
         simulate("full", 1, **how, **shape)
         return list(complete_rows(out / "metrics.jsonl"))
 

@@ -28,6 +28,7 @@ from workers import run_worker
 import checkpoint
 import placement
 import rollout
+from config import Config
 from controller import State
 from data import Prompts
 from runtime import atomic_files
@@ -160,7 +161,7 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     folder = tmp_path / "checkpoints" / "step_6"
     common = json.loads((folder / "common.json").read_text())
     assert (common["step"], common["ranks"], common["config"]["keep"]) == (6, 2, 2)
-    assert common["split"] == ["partial", 1, 1]
+    assert common["split"] == ["partial", 1, 1, 0.0]
     assert files_of(folder) == EVERY_FILE | {"megatron/__1_0.distcp"}
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
@@ -227,7 +228,7 @@ def test_a_stop_saves_once(tmp_path):
 # ---------------------------------------------------------------- the controllers' state, there and back
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-PLANS = placement.auto((0, 1, 2, 3), 1, 1)
+PLANS = placement.auto((0, 1, 2, 3), Config())
 REQUESTS = st.builds(RequestStats, st.integers(0, 10**9), request_s=FLOATS, in_flight=FLOATS)
 HISTORY = st.builds(
     StepStats,

@@ -57,6 +57,7 @@ class Run:
     arguments: list[str] = field(default_factory=list)
     ranks: int = 2
     launch: tuple[str, ...] = ()  # for torchrun itself
+    program: str = "run.py"
     needles: tuple[str, ...] = ()  # what its one line on stderr must name
     status: int | None = None
     left: list[str] = field(default_factory=list)  # command lines of what outlived it
@@ -67,7 +68,8 @@ class Run:
         command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
         command += [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", str(self.ranks)]
         command += ["--master-port", str(self.port + 9), *self.launch]
-        command += ["run.py", "--out", str(self.folder / "out"), "--port", str(self.port), *self.arguments]
+        command += [self.program, "--out", str(self.folder / "out"), "--port", str(self.port)]
+        command += self.arguments
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             pipes = dict(stdout=out, stderr=err, env=environment, start_new_session=True)

@@ -249,7 +249,6 @@ PASS_AT = ["eval", "--model", "m", "--pass-at"]
         (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only"),
         (["--train-only"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
         (["--replay", "r"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
-        (["--judgements", "4"], "--judgements 4 needs --judge-temperature above 0"),
         (["--max-model-len", "72"], "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
         (["--max-model-len", "90"], "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
         (["--max-tokens-per-micro-batch", "255"], "micro-batch 255: one sample may have 256 tokens"),
@@ -281,7 +280,8 @@ def test_a_bad_setting_is_named(arguments, message):
         ["--lr", "nan"],
         ["--temperature", "-1"],
         ["--temperature", "0"],  # the trainer divides logits by it
-        ["--judge-temperature", "-1"],
+        ["--tail", "1.1"],
+        ["--judgements", "0"],
         ["--max-refill-waves", "-1"],  # no wave at all: no sample
         ["--eval-prompts", "-5"],  # a slice from the wrong end
         ["--mem-fraction", "2"],
@@ -336,7 +336,7 @@ ENGINES = "for a rollout engine of 1 and a genrm engine of 1"
             "leaves 2 of 8 ranks for genrm; this run takes 1, 2, 3, 4, 5",
         ),
         ([*PATHS, "k", "--mode", "full"], 1, "--mode full needs at least 2 ranks, for a rollout engine of 1"),
-        (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial, auto"),
+        (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial, fused, auto"),
     ],
 )
 def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):

@@ -1,4 +1,4 @@
-"""The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in both modes."""
+"""The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in all modes."""
 
 from collections import Counter
 
@@ -77,6 +77,20 @@ def test_trainers_take_turns_on_the_devices(mode, size, tp):
         for sample in critic.batches[0]:
             kl = sum(a - b for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True))
             assert sample.returns["reward"][0] == pytest.approx(sample.reward - 0.1 * kl)
+
+
+def test_trainers_that_share_a_table_share_the_device():
+    """With --schedule fused all learn at once, from the same samples as one after another."""
+    alone, _ = simulate("full", 2, algorithm=PPO)
+    controllers, log = simulate("full", 2, algorithm=PPO, schedule="fused")
+    step = [("take", "actor"), ("give", "actor"), ("take", "reward critic"), ("take", "actor")]
+    step += [("give", "reward critic"), ("give", "actor")]
+    for rank in range(2):
+        mine = [(verb, who) for r, verb, who in log if r == rank and who in ("actor", "reward critic")]
+        assert mine == step[:2] + step * controllers[0].config.steps
+    for before, now in zip(alone, controllers, strict=True):
+        (critic,), actor = now.placement.critics, now.placement.actor
+        assert critic.batches == actor.batches == before.placement.actor.batches
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)

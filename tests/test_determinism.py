@@ -1,4 +1,4 @@
-"""One seed, one run: the same samples are trained on, to the last bit, in both modes, at any speed.
+"""One seed, one run: the same samples are trained on, to the last bit, in every mode, at any speed.
 
 That a token doesn't depend on the requests beside it is shown in test_engine.py, on a real server.
 """
@@ -9,13 +9,14 @@ from unittest import mock
 
 import pytest
 from columns import timing_free
-from fakes import FakeReport, simulate
+from fakes import FakeReport, judge_on, simulate, write_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout
 from engines.engine import seed_of
 from reporting import metrics
+from reporting.timeline import Records
 from tests.test_demo import train
 
 # ---------------------------------------------------------------- seeds
@@ -66,7 +67,7 @@ class MeasuredReport(FakeReport):
         self.metrics = []
 
     async def step(self, c, step, batch, samples, stats):
-        facts = await c.world.gather(metrics.local_facts(c, batch, samples, c.timeline.spans))
+        facts = await c.world.gather(metrics.local_facts(c, batch, samples, Records(c.timeline.spans)))
         row = metrics.summarize(facts) | metrics.serving_metrics(c.state.history[-1], c.config) | stats
         self.metrics.append(row | {"rollout/groups_per_kept": c.state.groups_per_kept})
         await super().step(c, step, batch, samples, stats)
@@ -83,7 +84,8 @@ def measured(mode, size, seed, steps=4, **settings):
     def with_metrics(c):
         c.report = MeasuredReport()
 
-    return simulate(mode, size, steps=steps, prepare=prepare, prepare_controller=with_metrics, **settings)[0]
+    settings |= dict(write=write_on, verdict=judge_on, prepare=prepare, prepare_controller=with_metrics)
+    return simulate(mode, size, steps=steps, **settings)[0]
 
 
 def trained_on(controllers, step):
@@ -104,6 +106,7 @@ def used_up(controllers, step):
 
 
 LAYOUTS = [("full", 2), ("partial", 2), ("full", 3), ("partial", 3), ("full", 4), ("partial", 4), ("auto", 4)]
+LAYOUTS += [("fused", 2), ("fused", 4)]
 INTERVALS_S = st.sampled_from([0.01, 0.05, 0.5])
 
 
@@ -152,15 +155,13 @@ def test_the_metrics_tell_runs_apart():
 
 
 def test_real_runs_are_equal(tmp_path):
-    """Three steps of the demo on two ranks, in both modes: every number but times, and every text."""
+    """Three steps of the demo on two ranks, in every mode: every number but times, and every text."""
     rows, texts = [], []
-    for mode, port in (("full", 21000), ("partial", 21020)):
+    for mode, port in (("full", 21000), ("partial", 21020), ("fused", 21040)):
         train(tmp_path / mode, "--mode", mode, "--steps", "3", "--eval-every", "3", port=port)
         rows.append([timing_free(json.loads(line)) for line in (tmp_path / mode / "metrics.jsonl").open()])
         texts.append((tmp_path / mode / "samples.jsonl").read_text())
-    assert (
-        len(rows[0]) == 4
-        and {"train/loss", "train/grad_norm", "eval/accuracy", "reward/mean"} <= rows[0][0].keys()
-    )
-    assert rows[0] == rows[1]
-    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 6
+    needed = {"train/loss", "train/grad_norm", "eval/accuracy", "reward/mean"}
+    assert len(rows[0]) == 4 and needed <= rows[0][0].keys()
+    assert rows[0] == rows[1] == rows[2]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0].splitlines()) == 6

@@ -17,6 +17,8 @@ from torch.distributed.run import get_args_parser
 import run
 from algorithms import ALGORITHMS, Settings
 from config import Config, dashed, parse_config
+from recipes.addition import warmstart
+from training import model
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -169,6 +171,8 @@ def check_run(words: list[str]) -> None:
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
     if words[0].endswith("torchrun"):
         run.check_settings(config, ranks)
+        if not config.model:
+            model.check_sizes(warmstart.model_config().to_dict(), config)
 
 
 def check_program(words: list[str]) -> None:

@@ -90,7 +90,7 @@ def test_memory_counts_critics_and_the_reference():
 
 def test_bytes_of_an_engine_by_hand():
     """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
-    tokens = server.kv_tokens(256)
+    tokens = server.KV_TOKENS
     assert engine_parts(TWO_LAYERS, 256, settings(), 1) == {"weights": 5152, "KV cache": tokens * 64}
     assert engine_parts(TWO_LAYERS, 256, settings(), 2) == {"weights": 2576, "KV cache": tokens * 32}
 
@@ -127,6 +127,23 @@ def test_the_device_map_names_who_owns_which_server():
     assert moving[2].endswith("; rollout on port 23012; genrm on port 23013")
     without = dataclasses.replace(config, train_only=True, replay="r")
     assert not any("on port" in line for line in lines(without, 2))
+
+
+def test_what_resharding_moves_by_hand():
+    """The demo's 366,384 numbers are 1.4655 MB; tp 4 twice, engines of 2 ranks: the paper's groups."""
+    assert dry_run.resharding(settings(tp=4, rollout_tp=2), 8) == [
+        "  MB of a rank, pp-tp-dp 1-4-2 to engines of 2, by HybridFlow's table 2 "
+        "(a push receives as HybridFlow-V):",
+        "    DeepSpeed-Chat: receives 1.3, holds at most 1.5, of it redundant 0.2",
+        "    HybridFlow-V: receives 1.1, holds at most 1.5, of it redundant 0.4",
+        "    HybridFlow: receives 0.4, holds at most 0.7, of it redundant 0.0",
+        "    tensor-parallel groups: [0,2] [1,3] [4,6] [5,7]",
+        "    micro-data-parallel groups: [0,1] [2,3] [4,5] [6,7]",
+    ]
+    assert dry_run.resharding(settings(rollout_tp=2), 2) == [
+        "  HybridFlow can't reshard pp-tp-dp 1-1-2 to engines of 2: --rollout-tp doesn't divide --tp"
+    ]
+    assert max(map(len, dry_run.resharding(settings(tp=4, rollout_tp=2), 512))) <= 110
 
 
 # ---------------------------------------------------------------- --dry-run

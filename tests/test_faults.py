@@ -7,23 +7,29 @@ import asyncio
 import functools
 import gc
 import json
-import random
 import re
 import shutil
-from dataclasses import replace
 
 import psutil
 import pytest
 from columns import timing_free
-from fakes import PROBE_S, FakeActor, FakeCritic, LateWriter, simulate, to_text, write_verdict
+from fakes import (
+    PROBE_S,
+    FakeActor,
+    FakeCritic,
+    LateWriter,
+    judge_on,
+    simulate,
+    to_text,
+    write_on,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_command import Run
 from test_rollout import batches_of, check_prompts, check_tokens
 
-from engines.engine import Answer
-
 LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4)]
+ALL_LAYOUTS = [*LAYOUTS, ("fused", 2), ("fused", 3), ("fused", 4)]
 
 
 def strike(verb, role, rank):
@@ -42,23 +48,6 @@ def ask_to_stop(rank, number=15):
         controllers[rank % len(controllers)].stop.asked = number
 
     return ask
-
-
-def write_on(prompt, index, sampling):
-    """An answer that follows from the question and its number in the group alone, wherever it goes on."""
-    question, begun = to_text(prompt).split("=")
-    number, skill = int(question.split("+")[0]), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
-    rng = random.Random(f"{question} {index}")
-    text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
-    places = range(len(begun), len(text))
-    return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
-
-
-def judge_on(prompt, index, sampling):
-    """The verdict of a perfect judge, wherever it goes on."""
-    asked, begun = to_text(prompt).split("?")
-    verdict = write_verdict([ord(c) for c in asked], index, sampling)
-    return replace(verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :])
 
 
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3, write=write_on, verdict=judge_on)
@@ -129,7 +118,9 @@ FAULTS = st.tuples(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2), st.sampled_from([3, 20, 10**6]))
+@given(
+    st.sampled_from(ALL_LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2), st.sampled_from([3, 20, 10**6])
+)
 def test_a_run_with_faults_trains_on_the_same_samples(layout, faults, part):
     """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts.
 
@@ -230,11 +221,11 @@ def test_an_engine_lost_asleep(mode, size, role, verb):
 
 
 def test_an_engine_that_is_not_of_the_first_plan_dies_as_it_comes_up():
-    """It sleeps, and nobody asks it: nobody misses it as long as the split doesn't move to it."""
+    """Where the split moves, engines of all plans come up. It starts again at the first hand-over."""
     events = [(0.01, strike("die", "genrm", 1))]
     controllers, _ = simulate("partial", 4, events=events, rebalance=True, **UNBROKEN)
     check_as_unbroken(controllers)
-    assert controllers[0].report.restarts == [0, 0, 0, 0]
+    assert controllers[0].report.restarts == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("mode,size", [("full", 2), ("full", 4), ("partial", 4)])
@@ -278,7 +269,7 @@ def test_an_engine_that_dies_in_every_step_is_started_again_in_every_step():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
+@given(st.sampled_from(ALL_LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
 @example(("partial", 2), 0.0, 1.0, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
     """Asked of any rank at any time: all end at the same step, and save once.
@@ -342,9 +333,10 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(
     """
     update, options = model.update, dict(UNBROKEN, algorithm=(algorithm,))
 
-    async def sometimes(self, mini_batches):
+    async def sometimes(self, mini_batches, beside):
         version = self.version
-        return await update(self, mini_batches) | {f"{model.__name__}/not_finite": float(version in skipped)}
+        metrics = await update(self, mini_batches, beside)
+        return metrics | {f"{model.__name__}/not_finite": float(version in skipped)}
 
     monkeypatch.setattr(model, "update", sometimes)
     controllers = []
@@ -366,8 +358,8 @@ SHORT = ["--steps", "5", "--prompts-per-step", "6", "--eval-every", "3", "--save
 SHORT += ["--timeout-s", "180"]  # an engine that hangs is ended after 12 s
 
 
-def real_run(folder, port, *arguments, launch=()):
-    return Run(folder, port, [*SHORT, *arguments], launch=launch)
+def real_run(folder, port, *arguments, **how):
+    return Run(folder, port, [*SHORT, *arguments], **how)
 
 
 @pytest.fixture(scope="module")
@@ -438,6 +430,17 @@ def test_a_real_run_loses_an_engine_of_each_role(tmp_path, undisturbed):
     assert "the rollout engine of rank 0" in run.stdout and "the genrm engine of rank 1" in run.stdout
     rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
     assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 2
+
+
+def test_a_real_run_loses_engines_while_its_tail_moves(tmp_path, undisturbed):
+    """In fused mode, kill -9 of the engine that goes on with it: before, during and after the move."""
+    how = dict(program="tests/strike_in_move.py")
+    run = real_run(tmp_path / "run", 24060, "--mode", "fused", "--tail", "0.7", **how).start().finish(600)
+    check_as(run, undisturbed)
+    for step, moment in enumerate(("before", "during", "after"), 1):
+        assert f"struck in step {step}, {moment} the move" in run.stdout
+    rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
+    assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 3
 
 
 def test_a_real_run_without_a_judge_ends_in_one_line_and_goes_on(tmp_path, undisturbed):

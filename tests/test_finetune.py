@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -454,7 +455,7 @@ def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
 
 def test_the_warm_start_learns(tmp_path, single_rank):
     """With its own optimizer: 20 steps on demonstrations take two fifths off the loss on others."""
-    start, end, batches = tmp_path / "new", tmp_path / "end", warmstart.demonstrations(0)
+    start, end, batches = tmp_path / "new", tmp_path / "end", partial(warmstart.demonstrations, 0)
     warmstart.new_model(start, 0)
     world = SimpleNamespace(rank=0, size=1)
     warmstart.train(Config(), world, start, end, batches, 20, Quiet())

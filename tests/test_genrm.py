@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 from fakes import VirtualClock, simulate
@@ -134,7 +135,8 @@ class Engine:
                 await asyncio.sleep(delay)
                 score = text if isinstance(text, float) else None
                 tokens = list(text) if score is None else []
-                yield Answer(index, tokens, [-0.01, logprob, -0.02], finish, [], score=score)
+                times = dict(sent=self.starts[-1], end=asyncio.get_running_loop().time())
+                yield Answer(index, tokens, [-0.01, logprob, -0.02], finish, [], score=score, **times)
         finally:
             self.in_flight -= 1
 
@@ -297,28 +299,23 @@ def test_a_failed_verdict_is_no_reward(text, finish):
 
 @pytest.mark.parametrize("retries,asked,reward", [(0, 1, None), (1, 2, None), (2, 3, 1.0), (5, 3, 1.0)])
 def test_a_sampled_verdict_is_asked_for_again(monkeypatch, retries, asked, reward):
-    """1 + JUDGE_RETRIES times, until one can be read; here the third can."""
+    """1 + JUDGE_RETRIES times, until all can be read; here those of the third time can."""
     monkeypatch.setattr(genrm, "JUDGE_RETRIES", retries)
-    listed, judged = make_rewards(judge_temperature=1.0), sample(">125")
-    engine = Engine(lambda prompt, number: ("Y" if number == 3 else "?", -0.1, "stop"))
+    listed, judged = make_rewards(judgements=2), sample(">125")
+    engine = Engine(lambda prompt, number: ("Y" if number > 2 else "?", -0.1, "stop"))
     score_all(listed, Pool(engine), [judged])
     assert (len(engine.asked), judged.reward) == (asked, reward)
-    assert listed.counts() == (([1], [0]) if reward is None else ([0], [1]))
+    assert listed.counts() == (([1], [0]) if reward is None else ([0], [2]))
 
 
 # ---------------------------------------------------------------- several judgements
 
 
 def test_judgements_come_from_one_request():
-    listed, engine, judged = sampled(judgements=4), Engine(numbered("Y", "N", "Y", "Y")), sample(">125")
+    listed, engine, judged = make_rewards(judgements=4), Engine(numbered("Y", "N", "Y", "Y")), sample(">125")
     score_all(listed, Pool(engine), [judged])
     assert (judged.reward, judged.verdict, judged.critique) == (0.75, True, "Y\nN\nY\nY")
     assert len(engine.asked) == 1 and listed.counts() == ([0], [4]) and len(listed.latencies) == 4
-
-
-def sampled(*formats, **changes):
-    """Judges that sample."""
-    return make_rewards(*formats, judge_temperature=1.0, **changes)
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -328,7 +325,7 @@ def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards)
     Whichever critique is there first, the text has them in their order.
     """
     monkeypatch.setattr(genrm, "JUDGE_RETRIES", 1)
-    listed, judged = sampled(judgements=4), sample(">125")
+    listed, judged = make_rewards(judgements=4), sample(">125")
     engine = Engine(numbered("Y", "?", "N", "?", "N", "?"))
     score_all(listed, Pool(engine, backwards=backwards), [judged])
     assert judged.reward == pytest.approx(1 / 3) and judged.verdict is False
@@ -338,7 +335,7 @@ def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards)
 
 def seeds_asked(reply, formats=("addition",), backwards=False, **changes):
     """What three judgements of one pair were asked for with, request by request."""
-    listed = sampled(*formats, judgements=3, **changes)
+    listed = make_rewards(*formats, judgements=3, **changes)
     engines = [Engine(reply) for _ in formats]
     score_all(listed, Pool(*engines, backwards=backwards), [sample(">125")])
     return [engine.seeds for engine in engines]
@@ -411,7 +408,7 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
 
 def test_several_judgements_of_several_judges():
     """Each judge's verdicts are combined first: means of 3/4 and 1/4."""
-    listed = sampled("addition", "addition", judgements=4, reward_weights=(0.6, 0.4))
+    listed = make_rewards("addition", "addition", judgements=4, reward_weights=(0.6, 0.4))
     judged, engines = sample(">125"), (Engine(numbered(*"YYNY")), Engine(numbered(*"NYNN")))
     score_all(listed, Pool(*engines), [judged])
     assert judged.reward == pytest.approx(0.6 * 0.75 + 0.4 * 0.25) and listed.counts() == ([0, 0], [4, 4])
@@ -466,7 +463,7 @@ def test_an_answer_that_was_cut_off_costs_what_its_text_does():
 
 def test_a_scalar_reward_model_scores_the_whole_response():
     """Once, whatever --judgements says; one that was cut off, too. Accuracy reads its final answer."""
-    listed = sampled("addition_score", judgements=4)
+    listed = make_rewards("addition_score", judgements=4)
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
     score_all(listed, Pool(engine), [judged, cut])
@@ -553,10 +550,18 @@ def test_garbage_of_a_greedy_judge_is_dropped_and_counted():
 
 def test_garbage_of_a_sampling_judge_is_asked_for_again():
     """At once, without a pause: 200 requests and 10 more."""
-    listed, engine, samples = sampled(), Engine(garbage, 1.0), right_and_wrong(200)
-    assert score_all(listed, Pool(engine), samples) == pytest.approx(2.0)
+    written = Counter()
+
+    def garbage_at_first(prompt, number):
+        """Both of the first critiques of every twentieth pair."""
+        written[prompt] += 1
+        is_garbage = int(prompt.split("+")[0]) % 20 == 0 and written[prompt] <= 2
+        return ("1:1.?", -0.1, "stop") if is_garbage else truth(prompt, number)
+
+    listed, engine, samples = make_rewards(judgements=2), Engine(garbage_at_first), right_and_wrong(200)
+    assert score_all(listed, Pool(engine), samples) == 0.0
     assert [s.reward for s in samples] == [1.0, 0.0] * 100 and len(engine.asked) == 210
-    assert listed.counts() == ([0], [200])
+    assert listed.counts() == ([0], [400])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ MEANS = ("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollo
 MEANS += ("rollout/trained_len_mean", "rollout/truncated_frac", "rollout/wrong_frac", "genrm/accept_frac")
 MEANS += ("genrm/false_positive_frac", "cost/unfiltered_mean")
 SUMS = ("rollout/tokens", "rollout/tokens_trained", "rollout/tokens_filtered", "rollout/tokens_carried")
-SUMS += ("rollout/aborted", "rollout/carried_groups", "genrm/failed")
+SUMS += ("rollout/moved", "rollout/aborted", "rollout/carried_groups", "genrm/failed")
 MAXIMA = ("rollout/response_len_max", *(f"time/{name}_s" for name in ("serve", "rollout", "train")))
 
 
@@ -67,7 +67,8 @@ SECOND = facts(
     },
     {
         "rollout/tokens": 160, "rollout/tokens_trained": 40, "rollout/tokens_filtered": 20,
-        "rollout/tokens_carried": 90, "rollout/aborted": 2, "rollout/carried_groups": 1, "genrm/failed": 1,
+        "rollout/tokens_carried": 90, "rollout/moved": 3, "rollout/aborted": 2, "rollout/carried_groups": 1,
+        "genrm/failed": 1,
     },
     {"time/serve_s": 3.9, "time/rollout_s": 3.5, "time/train_s": 1.5, "rollout/response_len_max": 90.0},
     [0.2, 0.3],
@@ -83,7 +84,7 @@ def test_metrics_of_hand_worked_facts():
         "reward/zero_std_frac": 3 / 8, "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90,
         "rollout/trained_len_mean": 140 / 8, "rollout/tokens": 360, "rollout/tokens_trained": 140,
         "rollout/tokens_filtered": 130, "rollout/tokens_carried": 90, "rollout/truncated_frac": 1 / 12,
-        "rollout/aborted": 2, "rollout/carried_groups": 1, "rollout/correct_frac": 1 / 2,
+        "rollout/moved": 3, "rollout/aborted": 2, "rollout/carried_groups": 1, "rollout/correct_frac": 1 / 2,
         "genrm/accept_frac": 6 / 11, "genrm/failed": 1, "genrm/false_positive_frac": 1 / 5,
         "genrm/p50_s": 0.3, "genrm/p99_s": 0.4, "balance/max_over_mean": 1.5,
         "time/serve_s": 4.0, "time/rollout_s": 3.5, "time/train_s": 1.5,
@@ -121,7 +122,7 @@ def test_metrics_of_serving_by_hand():
     config = Config(rollout_tp=2, max_running_requests=2)
     stats = StepStats(Split("partial", 6, 1), rollout, genrm, 1, serve_s=2.0, swap_s=0.25, hand_over_s=0.5)
     assert serving_metrics(stats, config) == {
-        "time/swap_s": 0.25, "split/swaps": 3, "split/rollout_ranks": 6, "genrm/timeouts": 1,
+        "time/swap_s": 0.25, "split/swaps": 3, "split/rollout_ranks": 6, "split/tail": 0, "genrm/timeouts": 1,
         "genrm/tokens": 100, "genrm/response_len_max": 40, "rollout/cache_hit_frac": 0.4,
         "genrm/cache_hit_frac": 0,
         "occupancy/rollout": 9 / (3 * 2 * 2.0), "occupancy/genrm": 3 / (1 * 2 * 2.0),
@@ -145,7 +146,8 @@ def group_of(prompt_id, *rewards, **fields):
 def controller_of(timeline=None):
     """Odd answers are wrong; a token costs 10."""
     rewards = SimpleNamespace(final_answer=lambda s: "5" if s.index % 2 == 0 else "6", latencies=[0.5])
-    actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
+    received = SimpleNamespace(received=2_500_000)
+    actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens, gathering=received)
     placement = SimpleNamespace(actor=actor)
     return SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
 
@@ -170,7 +172,9 @@ def test_local_facts_on_a_hand_worked_step():
     spans = (
         spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1) + spans_of("serve", (0, 4))
     )
-    found = local_facts(controller_of(), batch, batch.kept, spans)
+    spans += spans_of("pipeline", (5, 2), (8, 2))
+    passes = [tl.PassSpan("actor", 0, b, 0, 0, start, start + 1.5, 0) for b, start in enumerate((5, 8))]
+    found = local_facts(controller_of(), batch, batch.kept, tl.Records(spans, passes=passes))
     maxima = {name: value for name, value in found.maxima.items() if value}
     assert found._replace(maxima=maxima) == Facts(
         {
@@ -179,14 +183,16 @@ def test_local_facts_on_a_hand_worked_step():
             "rollout/trained_len_mean": [1, 2], "rollout/truncated_frac": [False] * 4,
             "rollout/wrong_frac": [1, 1, 0, 0], "genrm/accept_frac": [True, False, False, False],
             "genrm/false_positive_frac": [False, False], "cost/unfiltered_mean": [],
+            "train/bubble_frac": [0.25],
         },
         {
             "rollout/tokens": 100, "rollout/tokens_trained": 3, "rollout/tokens_filtered": 3,
-            "rollout/tokens_carried": 3, "rollout/aborted": 0, "rollout/carried_groups": 1, "genrm/failed": 0,
+            "rollout/tokens_carried": 3, "rollout/moved": 0, "rollout/aborted": 0,
+            "rollout/carried_groups": 1, "genrm/failed": 0,
         },
         {
             "time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0,
-            "rollout/response_len_max": 2.0, "rollout/waves": 2.0,
+            "rollout/response_len_max": 2.0, "rollout/waves": 2.0, "sync/received_mb": 2.5,
         },
         [0.5],
         {1: 10 * (2 * 2 + 3)},
@@ -197,7 +203,7 @@ def test_a_wrong_answer_that_the_judge_accepts():
     """Odd answers are wrong: of two, one is accepted. A cut answer is counted, a cost gathered."""
     group = group_of(4, 0.0, 1.0, 1.0, 0.0, cost=0.5)
     group[3].finish = "length"
-    found = local_facts(controller_of(), batch_of([group]), [], [])
+    found = local_facts(controller_of(), batch_of([group]), [], tl.Records())
     assert found.means["genrm/false_positive_frac"] == [True, False]
     assert found.means["rollout/truncated_frac"] == [False, False, False, True]
     assert found.means["cost/unfiltered_mean"] == [0.5] * 4 and found.work == {1: 0}
@@ -208,7 +214,7 @@ def test_failed_judgements_are_counted(kept):
     """A sample without a verdict is dropped AND counted, in kept groups and in filtered ones."""
     group = group_of(4, 1.0, 0.0, None)
     batch = batch_of([group]) if kept else batch_of([], [group])
-    found = local_facts(controller_of(), batch, batch.kept, [])
+    found = local_facts(controller_of(), batch, batch.kept, tl.Records())
     assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
     assert found.means["rollout/response_len_mean"] == [1, 2, 3]
     assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
@@ -217,7 +223,7 @@ def test_failed_judgements_are_counted(kept):
 def test_an_answer_that_nobody_judged_yet_is_no_failure():
     """Its group was cut off, or comes again: only what a judge failed on counts."""
     batch = batch_of([group_of(4, 1.0, 0.0)], carried=[group_of(5, None, None)])
-    found = local_facts(controller_of(), batch, batch.kept, [])
+    found = local_facts(controller_of(), batch, batch.kept, tl.Records())
     assert (found.sums["genrm/failed"], found.sums["rollout/carried_groups"]) == (0, 1)
     assert found.means["rollout/response_len_mean"] == [1, 2]
 

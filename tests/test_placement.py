@@ -4,8 +4,10 @@ import pytest
 
 import placement
 from config import Config
+from scheduling.fusion import TAILS
 from scheduling.rebalance import Split
 
+FUSED = [f"fused {tail:g}" for tail in dict.fromkeys((0.2, *TAILS))]
 RULED = dict(model="m", rule=("right",))  # no judge: rules alone
 
 
@@ -39,7 +41,7 @@ def test_a_plan_in_words():
     [
         ("partial", 1, 0, "at least 2 ranks"),
         ("partial", 4, 4, "leaves 0 of 4"),
-        ("x", 2, 0, "--mode x is unknown; choose one of full, partial, auto"),
+        ("x", 2, 0, "--mode x is unknown; choose one of full, partial, fused, auto"),
     ],
 )
 def test_plans_that_cannot_be(mode, size, split, message):
@@ -54,14 +56,17 @@ def test_plans_that_cannot_be(mode, size, split, message):
         (dict(mode="partial", rebalance=True), 4, ["2|2", "1|3", "3|1"]),
         (dict(mode="partial", rebalance=True, rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
         (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
-        (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full"]),
+        (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full", *FUSED]),
         (dict(mode="auto"), 1, ["full"]),  # nothing to split
-        (dict(mode="auto", rollout_ranks=1), 3, ["1|2", "2|1", "full"]),
+        (dict(mode="auto", rollout_ranks=1), 3, ["1|2", "2|1", "full", *FUSED]),
         (dict(mode="partial", rebalance=True, rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
         (dict(mode="partial", rebalance=True, rollout_tp=2, genrm_tp=4), 8, ["4|4"]),
         (dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"), 6, ["3|3", "1|5", "2|4"]),
-        (dict(mode="auto", judge=("a", "b"), model="m"), 2, ["full"]),
+        (dict(mode="auto", judge=("a", "b"), model="m"), 2, ["full", *FUSED]),
         (dict(mode="partial", rebalance=True, judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
+        (dict(mode="fused"), 2, ["fused 0.2"]),
+        (dict(mode="fused", tail=0.25), 3, ["fused 0.25"]),
+        (dict(mode="fused", tail=0.25, rebalance=True), 2, ["fused 0.25", *(f"fused {t:g}" for t in TAILS)]),
         *[(dict(mode=mode, **RULED), 3, ["full" if mode == "full" else "3|0"]) for mode in placement.PLANS],
     ],
 )

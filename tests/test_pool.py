@@ -28,27 +28,30 @@ def pool_of(*outstanding, rank=0, models=None):
     ]
     pool = Pool(engines, SimpleNamespace(rank=rank, size=len(engines)), SimpleNamespace(), CONFIG)
     pool._outstanding.update(dict(enumerate(outstanding)))
+    pool.awake = tuple(range(len(engines)))
     return pool
+
+
+def in_order(pool):
+    """The two engines of which `route` takes the better are the first two that may be asked."""
+    pool._random.sample = lambda ranks, size: ranks[:size]
 
 
 # ---------------------------------------------------------------- who is asked next
 
 
 @pytest.mark.parametrize(
-    "outstanding,others,rank,asked",
+    "outstanding,others,asked",
     [
-        ((5, 3, 4), {}, 0, 1),  # the fewest tokens
-        ((0, 0, 0), {}, 0, 0),  # ties go round by rank, so that controllers differ
-        ((0, 0, 0), {}, 1, 1),
-        ((0, 0, 0), {}, 5, 2),
-        ((2, 0, 0), {}, 0, 1),
-        ((0, 2, 3), {0: 9}, 0, 1),  # what the others await counts
-        ((0, 2, 3), {0: 9, 1: 2}, 0, 2),
+        ((5, 3), {}, 1),  # the fewer tokens
+        ((2, 3), {}, 0),
+        ((0, 2), {0: 9}, 1),  # what the others await counts
+        ((0, 2), {0: 1, 1: 2}, 0),
     ],
 )
-def test_route(outstanding, others, rank, asked):
+def test_route(outstanding, others, asked):
     """By what this controller awaits, and the others when they last met."""
-    pool = pool_of(*outstanding, rank=rank)
+    pool = pool_of(*outstanding)
     hear(pool, tells({}), tells(others), tells({}))
     assert pool.route().rank == asked
 
@@ -93,31 +96,49 @@ ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.
 
 
 @given(st.lists(ENGINES, min_size=1, max_size=8), st.data())
-def test_route_is_the_least_of_those_that_may_be_asked(engines, data):
-    """Of the model that is asked for and up, those that stalled last, by tokens; against all of them."""
+def test_route_asks_the_better_of_two_that_may_be_asked(engines, data):
+    """Of the model that is asked for, awake and up; those that stalled last; of two never the more loaded."""
     own, others, models, stalled, lost = zip(*engines, strict=True)
     model, rank = data.draw(st.sampled_from(models)), data.draw(st.integers(0, 7))
-    may = [r for r in range(len(engines)) if models[r] == model and not lost[r]]
     pool = pool_of(*own, rank=rank, models=models)
+    pool.awake = tuple(data.draw(st.sets(st.integers(0, len(engines) - 1))))
+    may = [r for r in pool.awake if models[r] == model and not lost[r]]
     pool._elsewhere.update(dict(enumerate(others)))
     pool._lost = {r: "died" for r in range(len(engines)) if lost[r]}
     pool._deprioritized = {r for r in range(len(engines)) if stalled[r]}
-    asked = pool.route(model)
+    asked = [pool.route(model) for _ in range(10)]
     if not may:
-        assert asked is None
+        assert asked == [None] * 10
         return
-    assert asked.rank in may
-    least = min((stalled[r], own[r] + others[r]) for r in may)
-    assert (stalled[asked.rank], own[asked.rank] + others[asked.rank]) == least
+    first = [r for r in may if not stalled[r]] or may
+    assert {engine.rank for engine in asked} <= {*first}
+    most = max(own[r] + others[r] for r in first)
+    if [own[r] + others[r] for r in first].count(most) < len(first) == 2:
+        assert all(own[e.rank] + others[e.rank] < most for e in asked)
+    pool._random.seed(pool.world.rank)  # as at the start of every step
+    assert [pool.route(model) for _ in range(10)] == asked
+
+
+def test_controllers_do_not_all_ask_the_same_engine():
+    """Each of 64 sends 8 requests to 64 engines between two meetings; one is idle and 63 owe 1,000."""
+    asked = Counter()
+    for rank in range(64):
+        pool = pool_of(*[0] * 64, rank=rank)
+        pool._elsewhere.update({other: 1000 for other in range(1, 64)})
+        for _ in range(8):
+            engine = pool.route()
+            pool._outstanding[engine.rank] += 100
+            asked[engine.rank] += 1
+    assert sum(asked.values()) == 512 and max(asked.values()) < 40  # the least loaded of all: 64 at least
 
 
 def test_the_split_moves_only_while_all_sleep():
     """An engine that is awake and out of the plan would never be put to sleep."""
     pool = pool_of(0, 0, 0)
-    pool.awake = True
+    pool.awake = tuple(engine.rank for engine in pool.engines)
     with pytest.raises(AssertionError, match="while every engine sleeps"):
         pool.assign((0,))
-    pool.awake = False
+    pool.awake = ()
     pool.assign((0, 2))
     assert [engine.rank for engine in pool.engines] == [0, 2] and len(pool.all_engines) == 3
     assert pool.own.rank == 0
@@ -190,7 +211,8 @@ def run_alone(engines, work):
     """`await work(pool)` with the pool of one rank, on a virtual clock; what it returned, and when."""
     clock = VirtualClock()
     pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), CONFIG)
-    pool.awake = True
+    pool.awake = tuple(engine.rank for engine in pool.engines)
+    in_order(pool)
     try:
         return clock.run_until_complete(work(pool)), clock.time()
     finally:
@@ -378,6 +400,7 @@ def with_lost(*lost):
 def test_each_lost_engine_is_told_once():
     """Then it isn't asked any more."""
     pool = pool_of(0, 5, 5)
+    in_order(pool)
     assert hear(pool, with_lost()) == []
     line = "the engine {} died (signal 9): others go on with its work"
     assert hear(pool, with_lost(0)) == [line.format(0)]
@@ -396,9 +419,16 @@ def test_sleep_forgets_what_others_awaited():
     """Or the first requests of a step would go other ways in a run that was resumed."""
 
     async def work(pool):
+        async def asked():
+            return [pool.route().rank for _ in range(10)]
+
+        first = await asked()
         hear(pool, tells({0: 100}))
+        assert await asked() == [1] * 10
         await pool.sleep()
-        assert pool.route().rank == pool.world.rank
+        assert pool.route() is None
+        await pool.wake()
+        assert await asked() == first
 
     run_ranks(2, work)
 

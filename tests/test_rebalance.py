@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from config import Config
 from placement import partial_colocation
 from scheduling.rebalance import (
     COOL_DOWN,
@@ -19,6 +20,7 @@ from scheduling.rebalance import (
     StepStats,
     choose_split,
     fit,
+    mean_work,
 )
 
 STEPS = 60
@@ -280,7 +282,7 @@ def test_a_mode_is_not_measured_when_the_run_ends():
 )
 def test_engines_are_never_cut(rollout_tp, genrm_tp, sizes):
     """Every split of 8 ranks is a multiple of both engines, whose ranks stay what they are when it moves."""
-    plans = partial_colocation(tuple(range(8)), rollout_tp, genrm_tp)
+    plans = partial_colocation(tuple(range(8)), Config(rollout_tp=rollout_tp, genrm_tp=genrm_tp))
     assert [len(plan.rollout) for plan in plans] == sizes
     for plan in plans:
         rollout, genrm = plan.leads("rollout"), plan.leads("genrm")
@@ -297,18 +299,32 @@ def test_a_latency_is_found():
     assert fit([(10.0, 0.4)] * 5 + [(10.0, 0.04)] * 50).fixed == pytest.approx(0.02, rel=0.05)
 
 
+def test_the_work_ahead_has_no_longer_answers_than_the_steps_had():
+    """One long answer a step, shorter or longer: it is one, and of their mean."""
+    step = StepStats(Split("full", 4, 4), RequestStats(9, 9), RequestStats(9, 9), 1, 1.0, 0.0, 0.0)
+    short, long = (0, 4, 0, 1), (0, 4, 0, 0, 0, 1)
+    work = mean_work([replace(step, lengths=lengths) for lengths in (short, long)])
+    assert work.lengths == (0, 4, 0, 0.5, 0.5) and mean_work([step]).lengths == ()
+
+
 def test_request_stats_by_hand():
     """4 s and 2 s that overlap for 2 s: 6 request-seconds; as they see it (2 x 2 + 2 x 4) / 6 in flight."""
     stats = RequestStats.of([(0.0, 4.0, 40, 10, 5), (1.0, 3.0, 20, 10, 0)], wakes=1)
-    assert stats == RequestStats(60, 40, 6.0, 10 / 6, 20, 5, 1)
+    assert stats == RequestStats(60, 40, 6.0, 10 / 6, 20, 5, 2, 1)
     assert RequestStats.of([]) == RequestStats()
     assert RequestStats.total([stats, stats, RequestStats()]) == RequestStats(
-        120, 40, 12.0, 20 / 6, 40, 10, 1
+        120, 40, 12.0, 20 / 6, 40, 10, 4, 1
     )
 
 
 @pytest.mark.parametrize(
-    "split,text", [(("partial", 3, 1), "3|1"), (("partial", 4, 0), "4|0"), (("full", 4, 4), "full")]
+    "split,text",
+    [
+        (("partial", 3, 1), "3|1"),
+        (("partial", 4, 0), "4|0"),
+        (("full", 4, 4), "full"),
+        (("fused", 4, 4, 0.2), "fused 0.2"),
+    ],
 )
 def test_a_split_in_text(split, text):
     """As reasons, marks and checkpoints name it."""

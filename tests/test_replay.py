@@ -165,7 +165,7 @@ def test_train_only_stops_when_nothing_can_be_learnt(tmp_path, monkeypatch):
     """As the whole loop does after MAX_SKIPS updates."""
     rollout_only(tmp_path, steps=3)
 
-    async def update(actor, mini_batches):
+    async def update(actor, mini_batches, beside):
         actor.version += 1
         return {"train/not_finite": 1.0}
 

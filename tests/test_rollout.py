@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from fakes import simulate, to_text, write_answer, write_verdict
+from fakes import judge_on, simulate, to_text, write_answer, write_on, write_verdict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -262,15 +262,16 @@ def test_the_longest_prompt_is_trained_on_in_the_end(mode, size):
 
 
 LAYOUTS = [("full", 1), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4), ("auto", 4)]
+LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 5), ("fused", 8)]
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(LAYOUTS), st.booleans())
-def test_the_default_batch_does_not_depend_on_timing(seed, layout, rebalance):
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(LAYOUTS), st.booleans(), st.floats(0, 1))
+def test_the_default_batch_does_not_depend_on_timing(seed, layout, rebalance, tail):
     """Which prompts a step trains on, and their answers, whatever the engines' speed, mode and ranks."""
     mode, size = layout
-    options = dict(steps=4, max_refill_waves=30)
-    moves = dict(rebalance=rebalance and mode != "full", prepare=at_random_paces(seed))
+    options = dict(steps=4, max_refill_waves=30, write=write_on, verdict=judge_on)
+    moves = dict(rebalance=rebalance and mode != "full", prepare=at_random_paces(seed), tail=tail)
     runs = [simulate("full", 1, **options)[0], simulate(mode, size, **options, **moves)[0]]
     for step in range(4):
         first, second = (
@@ -303,7 +304,7 @@ def in_a_meeting(size, act, strike=lambda c: None):
 def visible_state(c):
     """What a controller's callers can see of it."""
     pools = [c.placement.rollout, c.placement.genrm]
-    outstanding = [[pool.route().rank for pool in pools], [pool.awake for pool in pools]]
+    outstanding = [[pool._outstanding + pool._elsewhere for pool in pools], [pool.awake for pool in pools]]
     plan, engines = c.placement.plan, [[engine.rank for engine in pool.engines] for pool in pools]
     state, prompts = copy.deepcopy(c.state), copy.deepcopy(c.prompts.state())
     return c.stopping, c.stop.asked, plan, engines, outstanding, state, prompts, list(c.report.notes)
@@ -480,7 +481,7 @@ def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
     check_tokens(controllers)
     for step in range(2):
         batches = batches_of(controllers, step)
-        assert sum(len(batch.kept) for batch in batches) == 8 * 4 and sum(batch.aborted for batch in batches)
+        assert sum(len(batch.kept) for batch in batches) == 8 * 4 and sum(batch.moved for batch in batches)
         assert all(s.finish == "stop" for batch in batches for s in batch.kept)
 
 

@@ -5,12 +5,14 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reporting import timeline as tl
+from scheduling.pipeline import Task
 
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit
 QUARTERS = st.integers(0, 40).map(lambda n: n / 4)
@@ -112,7 +114,7 @@ def test_a_timeline_on_a_clock(tmp_path):
         tl.Span("serve", 3, 0.0, 2.5, 2),
         tl.Span("train", 3, 2.5, 3.0, 2),
     ]
-    assert line.drain() == expected and line.drain() == []
+    assert line.drain() == tl.Records(expected) and line.drain() == tl.Records()
     assert opened == [("serve", 2), ("train", 2)]
     line.request("genrm", 0, 113.0, 114.0)
     line.drain()
@@ -125,11 +127,11 @@ def test_without_a_folder_nothing_is_written():
     line.request("rollout", 0, 0.0, 1.0)
     line.sample("decoding", 4, 0, 0, 0.0, 1.0)
     line.mark("wave", "wave 1")
-    assert len(line.drain()) == 1 and line.spans == line.samples == line.marks == []
+    assert len(line.drain().spans) == 1 and line.spans == line.samples == line.marks == []
 
 
 def test_samples_and_marks_go_to_the_file_alone(tmp_path):
-    """On the clock of the spans, with their step; `drain` hands out spans only, and keeps nothing."""
+    """On the clock of the spans, with their step; `drain` keeps nothing."""
     now = [100.0]
     line = tl.Timeline(1, lambda: now[0], tmp_path)
     now[0] = 110.0
@@ -138,14 +140,34 @@ def test_samples_and_marks_go_to_the_file_alone(tmp_path):
     line.sample("aborted", 7, 3, 2, 111.0, 111.0)
     now[0] = 112.0
     line.mark("weights", "v1")
-    assert line.drain() == [] and line.spans == line.samples == line.marks == []
+    assert line.drain().spans == [] and line.spans == line.samples == line.marks == []
     line.step = 1
     line.mark("split", "3|1")
     line.request("rollout", 2, 112.0, 113.0)
-    assert line.drain() == [tl.Span("rollout", 2, 2.0, 3.0, 1)]
+    assert line.drain().spans == [tl.Span("rollout", 2, 2.0, 3.0, 1)]
     samples = [tl.SampleSpan("queued", 7, 3, 2, 0.0, 0.5, 0), tl.SampleSpan("aborted", 7, 3, 2, 1.0, 1.0, 0)]
     marks = [tl.Mark("weights", "v1", 1, 2.0, 0), tl.Mark("split", "3|1", 1, 2.0, 1)]
     assert tl.read(tmp_path) == tl.Records([tl.Span("rollout", 2, 2.0, 3.0, 1)], samples, marks)
+
+
+def test_tables_that_were_run(tmp_path):
+    """A span for each, a record for each pass, on the clock of the spans; both are in the trace's file."""
+    line = tl.Timeline(1, lambda: 110.0, tmp_path)
+    line.start()
+    line.step = 2
+    passes = [("actor", Task(0, 1, False, 3), 111.0, 111.5), ("actor", Task(0, 1, True, 3), 112.0, 113.0)]
+    line.ran([SimpleNamespace(start=111.0, end=113.0, passes=passes)])
+    records = line.drain()
+    assert records.spans == [tl.Span("pipeline", 1, 1.0, 3.0, 2)]
+    first = tl.PassSpan("actor", 1, False, 3, 1, 1.0, 1.5, 2)
+    assert records.passes == [first, tl.PassSpan("actor", 1, True, 3, 1, 2.0, 3.0, 2)]
+    assert tl.read(tmp_path) == records
+    tl.write_trace(records, tmp_path / "trace.json")
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in events] == [
+        ("actor F3", 1_000_000, 500_000),
+        ("actor B3", 2_000_000, 1_000_000),
+    ]
 
 
 @settings(deadline=None)
@@ -173,7 +195,7 @@ def test_what_was_drained_can_be_read(spans, samples, marks):
             line = tl.Timeline(rank, lambda: 0.0, Path(folder))
             line.drain()
             line.spans, line.samples, line.marks = spans[rank::2], samples[rank::2], marks[rank::2]
-            assert line.drain() == spans[rank::2]
+            assert line.drain().spans == spans[rank::2]
         whole = tl.Records(*(kind[::2] + kind[1::2] for kind in (spans, samples, marks)))
         assert tl.read(Path(folder)) == whole
 

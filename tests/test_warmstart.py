@@ -1,6 +1,7 @@
 """The demo's texts, without training: shown work, critiques, slips, the character tokenizer, batches."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -200,7 +201,7 @@ def test_every_character_has_a_token_of_its_own(tokenizer):
 
 def test_prompt_and_response_meet_as_they_will_in_the_run(tokenizer):
     """The tokens that an engine is asked with and those of a demonstration are one text's tokens."""
-    prompt, response = data.encode_pair(tokenizer, *warmstart.demonstrations(0)(0)[0])
+    prompt, response = data.encode_pair(tokenizer, *warmstart.demonstrations(0, 0)[0])
     text = data.decode(tokenizer, prompt + response)
     assert [*data.encode(tokenizer, text), tokenizer.eos_token_id] == prompt + response
 
@@ -224,8 +225,8 @@ def test_the_model_follows_from_the_seed(model_dir, tmp_path):
 
 def test_demonstrations_are_right_and_mostly_blurted():
     """The same on every rank; no held-out problem; each answer is the sum."""
-    batch = warmstart.demonstrations(0)
-    assert batch(3) == warmstart.demonstrations(0)(3) != batch(4)
+    batch = partial(warmstart.demonstrations, 0)
+    assert batch(3) == batch(3) != batch(4)
     texts = [pair for step in range(8) for pair in batch(step)]
     held_out = {f"{a}+{b}=" for a, b in task.HELD_OUT_PROBLEMS}
     for question, response in texts:
@@ -238,8 +239,8 @@ def test_demonstrations_are_right_and_mostly_blurted():
 def test_critiques_are_right_and_of_three_kinds():
     """The same on every rank; verdicts are the truth; half of the claims are right, a fifth of the pool."""
     pool = [(1, 1, "3"), (2, 2, "5")]
-    batch = warmstart.critiques(0, pool)
-    assert batch(3) == warmstart.critiques(0, pool)(3) != batch(4)
+    batch = partial(warmstart.critiques, 0, pool)
+    assert batch(3) == batch(3) != batch(4)
     items = [pair for step in range(20) for pair in batch(step)]
     right = 0
     for asked, written in items:

@@ -1,4 +1,4 @@
-"""A model's weights, from and to Hugging Face's names and layout, tensor by tensor."""
+"""A model's weights, from and to Hugging Face's names and layout, tensor by tensor. Not collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -76,18 +75,18 @@ def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
 
 
 def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]:
-    """The inverse of `fuse`."""
+    """The inverse of `fuse`, of the whole tensor or of what `join` makes."""
     if "linear_qkv" in name:
-        rest, groups = tensor.shape[1:], config.num_query_groups
-        queries = config.num_attention_heads // groups  # of a group
-        by_group = tensor.reshape(groups, queries + 2, config.kv_channels, *rest)
+        queries = config.num_attention_heads // config.num_query_groups  # of a group
+        rest = tensor.shape[1:]
+        by_group = tensor.reshape(-1, queries + 2, config.kv_channels, *rest)
         return [x.reshape(-1, *rest) for x in by_group.split([queries, 1, 1], dim=1)]
     return list(tensor.chunk(2)) if "linear_fc1" in name else [tensor]
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, layers numbered over the whole model instead of within the pipeline stage."""
-    offset = get_transformer_layer_offset(model.config)
+    """Parameters of a chunk, layers numbered over the whole model instead of within the pipeline stage."""
+    offset = get_transformer_layer_offset(model.config, model.vp_stage, model.pg_collection.pp.rank())
     for name, param in model.named_parameters():
         yield re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + offset), name), param
 
@@ -102,25 +101,12 @@ def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
     return full.chunk(size, param.partition_dim)[rank]
 
 
-def tp_gather(name: str, param: torch.nn.Parameter) -> Tensor:
-    """The inverse of `tp_shard`. Collective over the tensor-parallel group."""
-    size = mpu.get_tensor_model_parallel_world_size()
-    if size == 1 or not param.tensor_model_parallel:
-        return param.detach()
-    shards = [torch.empty_like(param) for _ in range(size)]
-    dist.all_gather(shards, param.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
+def join(name: str, shards: list[Tensor], dim: int) -> Tensor:
+    """The inverse of `tp_shard`, of some neighbours or of all: what lies together in the full tensor."""
     if "linear_fc1" in name:
         halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
         shards = [half for both in halves for half in both]
-    return torch.cat(shards, param.partition_dim)
-
-
-def full_shape(param: torch.nn.Parameter) -> list[int]:
-    """Of the tensor that `tp_gather` returns."""
-    shape = list(param.shape)
-    if param.tensor_model_parallel:
-        shape[param.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
-    return shape
+    return torch.cat(shards, dim)
 
 
 def is_tied_copy(model: GPTModel, name: str) -> bool:
@@ -130,32 +116,10 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 
 @torch.no_grad()
 def load_weights(model: GPTModel, weights: HFWeights) -> None:
-    """Fill this rank's parameters. Not collective."""
+    """Fill the parameters of a chunk."""
     for name, param in global_parameters(model):
         names = hf_names("embedding.word_embeddings.weight" if is_tied_copy(model, name) else name)
         shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
         if shard.shape != param.shape:
             raise ValueError(f"{weights.where}: {names[0]} does not have the shape that config.json says")
         param.copy_(shard)
-
-
-@torch.no_grad()
-def named_weights(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the whole model under its Hugging Face name (collective over the model-parallel group).
-
-    Pipeline stages take turns to broadcast theirs, so that every rank of the group yields every tensor, in
-    the same order. The tensors may be views of the live weights: use or copy them before the next update.
-    """
-    group, stages = mpu.get_pipeline_model_parallel_group(), mpu.get_pipeline_model_parallel_world_size()
-    mine = {name: param for name, param in global_parameters(model) if not is_tied_copy(model, name)}
-    like = {"dtype": model.config.params_dtype, "device": next(model.parameters()).device}
-    for stage, source in enumerate(dist.get_process_group_ranks(group)):
-        own = stage == mpu.get_pipeline_model_parallel_rank()
-        listing = [[(name, full_shape(param)) for name, param in mine.items()] if own else None]
-        if stages > 1:
-            dist.broadcast_object_list(listing, src=source, group=group)
-        for name, shape in listing[0]:
-            tensor = tp_gather(name, mine[name]) if own else torch.empty(shape, **like)
-            if stages > 1:
-                dist.broadcast(tensor, src=source, group=group)
-            yield from zip(hf_names(name), unfuse(name, tensor, model.config), strict=True)

@@ -12,18 +12,16 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings, vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from training.packing import NO_TARGET, MicroBatch
-from training.parallel import VocabParallelEntropy, shift_by_maximum
 
 CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32
 
@@ -41,8 +39,8 @@ def leave_out_logits(gpt: GPTModel) -> None:
     def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:  # as Megatron calls it; [T, 1, hidden]
         # going back, the ranks' gradients are summed: each has read a part of the vocabulary
         if gpt.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden), None
-        return copy_to_tensor_model_parallel_region(hidden), None
+            return mappings.gather_from_sequence_parallel_region(hidden), None
+        return mappings.copy_to_tensor_model_parallel_region(hidden), None
 
     gpt.output_layer.forward = forward
 
@@ -65,8 +63,7 @@ def read_targets(
     chunks = zip(output.hidden[0].split(rows), batch.targets.split(rows), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     chosen = batch.slots != NO_TARGET
-    logprobs, entropies = (torch.cat(column)[chosen] for column in zip(*parts, strict=True))
-    return logprobs, entropies
+    return tuple(torch.cat(column)[chosen] for column in zip(*parts, strict=True))
 
 
 def _read_chunk(
@@ -76,3 +73,36 @@ def _read_chunk(
     logits = shift_by_maximum(F.linear(hidden.to(weight.dtype), weight).float().div_(temperature))
     entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
     return -vocab_parallel_cross_entropy(logits, targets), entropy  # overwrites logits
+
+
+def over_context_parallel(sums: Tensor) -> Tensor:
+    """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
+    if mpu.get_context_parallel_world_size() == 1:
+        return sums
+    return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
+
+
+def shift_by_maximum(logits: Tensor) -> Tensor:
+    """The logits less the largest of their row, in place; [rows, vocab / tp] (collective)."""
+    maximum = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
+    return logits.sub_(maximum)
+
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """Of a row l of `shift_by_maximum`, in nats: log(Z) - sum(l exp(l)) / Z, Z = sum(exp(l)). Collective."""
+
+    @staticmethod
+    def forward(ctx, shifted: Tensor) -> Tensor:
+        weights = shifted.exp()
+        sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1)])
+        dist.all_reduce(sums, group=mpu.get_tensor_model_parallel_group())
+        entropy = sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(shifted, sums[0].log(), entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        shifted, log_z, entropy = (x if x.ndim == 2 else x[:, None] for x in ctx.saved_tensors)
+        logprobs = shifted - log_z
+        return -slope[:, None] * logprobs.exp() * (logprobs + entropy)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from config import Config
+from scheduling.pipeline import schedule_of
 from training import lm_head
 from training.packing import MicroBatch
 
@@ -35,8 +36,9 @@ FAMILIES = {  # config.json's model_type -> what sets the architecture apart
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
 }
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
-RELEASE_S = 10.0  # for an engine that was told to sleep to give its memory back on all of its ranks
+RELEASE_S = 10.0  # for an engine to give its memory back: of its ranks the first to sleep says that it does
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -81,8 +83,7 @@ class PackedAttention(MegatronModule):
     def forward(self, query, key, value, attention_mask, *, packed_seq_params: Packing, **unused) -> Tensor:
         """query [tokens, heads, dim], key and value [tokens, kv heads, dim] -> [tokens, heads, dim].
 
-        With context parallelism a rank holds two pieces of every sequence and gathers all keys and values
-        (collective over the context-parallel group).
+        With context parallelism a rank gathers the keys and values of all (collective over that group).
         """
         batch, rope = packed_seq_params.batch, packed_seq_params.rope
         query, key = rotate(query, *rope), rotate(key, *rope)
@@ -108,10 +109,7 @@ def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) ->
 
 
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """One call of scaled_dot_product_attention for each length that occurs.
-
-    balance.py puts sequences of equal length side by side, so nothing is padded.
-    """
+    """A call of scaled_dot_product_attention for each length: balance.py puts equal ones side by side."""
     runs = [(*sizes, len(list(run))) for sizes, run in groupby(batch.lengths)]
     queries = query.split([count * length for length, _, count in runs])
     keys, values = (x.split([count * length for _, length, count in runs]) for x in (key, value))
@@ -157,6 +155,7 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
 def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     """Megatron's description of the model. ValueError if the parallel sizes do not divide it."""
     check_sizes(hf, config)
+    per_rank = schedule_of(config).stages_per_rank
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"],
@@ -168,6 +167,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         attention_dropout=0.0, hidden_dropout=0.0,
         tensor_model_parallel_size=config.tp, sequence_parallel=config.sp and config.tp > 1,
         pipeline_model_parallel_size=config.pp, context_parallel_size=config.cp,
+        virtual_pipeline_model_parallel_size=per_rank if per_rank > 1 else None,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # divide by the global token count once, after all micro-batches
         variable_seq_lengths=True,  # micro-batches differ in length: pipeline stages tell each other ...
@@ -175,9 +175,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
         persist_layer_norm=False,
-        recompute_granularity="full" if config.recompute else None,
-        recompute_method="uniform" if config.recompute else None,
-        recompute_num_layers=1 if config.recompute else None,
+        **(RECOMPUTE if config.recompute else {}),
         # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass; not yet run on a GPU
         bias_activation_fusion=torch.cuda.is_available(),
         **{f"{name}_fusion": False for name in FUSIONS},  # without Apex and Transformer Engine
@@ -204,10 +202,14 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 def check_sizes(hf: dict, config: Config) -> None:
     split_by_tp = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    sizes = {name: ("--tp", config.tp) for name in split_by_tp} | {"num_hidden_layers": ("--pp", config.pp)}
-    for name, (flag, size) in sizes.items():
+    sizes = dict.fromkeys(split_by_tp, (f"--tp {config.tp}", config.tp))
+    stages, per_rank = f"--pp {config.pp}", schedule_of(config).stages_per_rank
+    if per_rank > 1:
+        stages = f"{stages} x {per_rank} stages a rank of --schedule {config.schedule}"
+    sizes["num_hidden_layers"] = (stages, config.pp * per_rank)
+    for name, (setting, size) in sizes.items():
         if hf[name] % size:
-            raise ValueError(f"{flag} {size} does not divide {name} = {hf[name]} of --model")
+            raise ValueError(f"{setting} does not divide {name} = {hf[name]} of --model")
 
 
 def check_critic(config: Config) -> None:
@@ -218,23 +220,22 @@ def check_critic(config: Config) -> None:
     check_sizes(hf, config)
 
 
-def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
-    """This rank's part, with random weights (collective over the pipeline group if embeddings are tied).
-
-    The last stage's output is hidden states: see lm_head.py.
-    """
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=model_config.qk_layernorm)
+def build_chunk(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection, number: int) -> GPTModel:
+    """One of this rank's, with random weights (collective over the pipeline group if embeddings are tied)."""
+    pp_rank, per_rank = groups.pp.rank(), config.virtual_pipeline_model_parallel_size
+    stage, last = number * groups.pp.size() + pp_rank, (per_rank or 1) * groups.pp.size() - 1
+    vp_stage = number if per_rank else None
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if model_config.qk_layernorm:
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    layers = [layer] * get_num_layers_to_build(model_config)
+    layers = [layer] * get_num_layers_to_build(config, vp_stage, pp_rank)
     gpt = GPTModel(
-        model_config,
-        TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
-        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
+        pre_process=stage == 0, post_process=stage == last, pg_collection=groups, vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         position_embedding_type="none",  # PackedAttention has it
     )  # fmt: skip
@@ -243,25 +244,13 @@ def build_model(hf: dict, model_config: TransformerConfig) -> GPTModel:
     return gpt
 
 
-def device() -> torch.device:
-    """Where this rank trains."""
-    has_gpu = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-
-
 def overlaps(device: torch.device) -> bool:
-    """Whether gradients are summed over ranks during the backward pass, and AdamW is one fused kernel.
-
-    Torch's other AdamW on CUDA takes 4 bytes a parameter of its shard more for a moment. Not yet run there.
-    """
-    return device.type == "cuda"
+    """Whether gradients are summed during the backward pass, and AdamW is one fused kernel. Not yet run."""
+    return device.type == "cuda"  # torch's other AdamW takes 4 bytes a parameter of its shard more
 
 
 def check_room(needed: int, who: str) -> None:
-    """ValueError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU.
-
-    An engine of several ranks says that it sleeps once the first of them does: the others' memory is awaited.
-    """
+    """ValueError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
     until = time.monotonic() + RELEASE_S
     while (free := torch.cuda.mem_get_info()[0]) < needed and time.monotonic() < until:
         time.sleep(0.1)

@@ -32,7 +32,6 @@ class HostCopies:
             on_device.untyped_storage().resize_(0)
 
     def move_in(self) -> None:
-        """Everything back to where it was."""
         for on_device, host in zip(self._away, self._host, strict=True):
             on_device.untyped_storage().resize_(len(host))
             on_device.copy_(host, non_blocking=True)

@@ -68,10 +68,7 @@ def make_micro_batches(
 
 
 def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:
-    """The context-parallel rank's part of tokens, targets, slots and positions: [4, T].
-
-    The targets were shifted before this, so that a piece's last token has the right one.
-    """
+    """A context-parallel rank's part of tokens, targets (shifted before), slots, positions: [4, T]."""
     mine = list(pieces(lengths, cp, cp_rank))
     gathered = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
     place = gathered.argsort()

@@ -1,8 +1,7 @@
 """A trainer's part of a checkpoint, in Megatron-Core's format, for any number of ranks, --tp, --pp to load.
 
-Training waits for the first part of a save alone: `plan_save` (all ranks) plans who writes what. What it
-returns to write is called in a process forked from each rank, whose memory stays as it was; what it returns
-to complete, on rank 0 in the end.
+Training waits for `plan_save` (all ranks) alone, which plans who writes what. What it returns to write is
+called in a process forked from each rank, whose memory stays as it was; to complete, on rank 0 in the end.
 """
 
 from __future__ import annotations
@@ -59,11 +58,14 @@ def metadata() -> dict:
     return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
-class CommonLater(TorchCommonSaveStrategy):
-    """Keeps what isn't sharded for the process that writes.
+def state_of(trainer: Trainer) -> dict:
+    """The model's tensors. Each says where it belongs: the names of the chunks aren't in a checkpoint."""
+    chunks = enumerate(trainer.chunks)
+    return {f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata()) for number, chunk in chunks}
 
-    Megatron's own writes it on rank 0 between two collectives: with a full disk the others wait in vain.
-    """
+
+class CommonLater(TorchCommonSaveStrategy):
+    """Keeps what isn't sharded. Megatron writes it between collectives: with a full disk others wait."""
 
     def save_common(self, common_state_dict, checkpoint_dir) -> None:
         self.kept = common_state_dict
@@ -123,12 +125,12 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
 def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
-    Returns `write`, of this rank's part, which describes what it wrote, and `complete`, which rank 0 calls
-    with every rank's descriptions.
+    Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
     """
-    model = trainer.gpt.sharded_state_dict(metadata=metadata())
+    model = state_of(trainer)
     common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(trainer, model))
-    state = {"version": trainer.version, "model": model, "optimizer": trainer.optimizer.state_dict()}
+    state = {"version": trainer.version, "measured": trainer.measured, "model": model}
+    state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
     which = (strategies.StrategyAction.SAVE_COMMON, "torch", 1)
     default = strategies.get_default_strategy(*which)
@@ -226,10 +228,11 @@ def load(trainer: Trainer, folder: Path) -> None:
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
-    model = trainer.gpt.sharded_state_dict(metadata=metadata())
+    model = state_of(trainer)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
     template = {"version": trainer.version, "model": model, "optimizer": optimizer}
     loaded = dist_checkpointing.load(template, str(folder))
-    trainer.gpt.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(trainer.chunks):
+        chunk.load_state_dict(loaded["model"][f"chunk_{number}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
-    trainer.version = loaded["version"]
+    trainer.version, trainer.measured = loaded["version"], loaded.get("measured", [])

@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,12 +33,15 @@ from sample import Sample
 from scheduling.balance import flat, pack, packed_length
 from training import hf_weights, sharded_checkpoint
 from training import model as models
+from training.executor import Phase, Update, Work, join_pipeline, run, together
 from training.lm_head import LMOutput
 from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
+from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
+MEASURED = 8  # optimizer steps whose durations are known
 
 Packed = list[list[Sequence]]  # micro-batches of a pass
 # the sum of the loss, what the sum over all micro-batches and ranks is divided by, statistics: their sums, or
@@ -55,6 +58,7 @@ TokenLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Stats]]
 class Trainer:
     """One rank's part of a model. The tp * pp * cp ranks of a model-parallel group get the same samples.
 
+    The part is a chunk of the layers, or several: chunk c of the n-th of pp ranks is stage c * pp + n.
     `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_head` marks the
     rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence.
     """
@@ -62,8 +66,8 @@ class Trainer:
     title = "model"
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
-    def __init__(self, config: Config, model_dir: str):
-        """Load a Hugging Face directory (collective: every rank). ValueError if it can't be used."""
+    def __init__(self, config: Config, model_dir: str, reverse: bool = False):
+        """Load a directory (collective: every rank), else ValueError. reverse: stage 0 on the last rank."""
         self.config, self.model_dir = config, model_dir
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
@@ -72,36 +76,47 @@ class Trainer:
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         tp_rank, pp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
         self.is_head = (tp_rank, pp_rank, mpu.get_context_parallel_rank()) == (0, 0, 0)
-        self.device = models.device()
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.cost = partial(models.forward_cost, hf)
         self.awake, self.version = True, 0
-        self._host_copies = HostCopies()
-        self._asleep_bytes = 0  # that the last sleep gave back
-        self._started = self._own_seconds = 0.0  # of the last forward-backward; see _finalize_model_grads
-        model_config = models.transformer_config(hf, self.config)
+        self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
+        self.pipeline, self.reverse = join_pipeline(), reverse
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.groups.pp = self.pipeline.down if reverse else self.pipeline.up
+        self.measured: list[tuple[float, float]] = []  # of the last steps, see `durations`
+        self.phases: list[Phase] = []  # of the last `update`
+        model_config = models.transformer_config(hf, config)
+        self.activations = model_config.num_layers * model_config.hidden_size  # about, to tell models apart
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
-        self.gpt = self._load_model(hf, model_config)
-        wrapped = Float16Module(model_config, self.gpt) if self.config.dtype == "bfloat16" else self.gpt
-        flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
+        count = model_config.virtual_pipeline_model_parallel_size or 1
+        self.chunks = [self._load_chunk(hf, model_config, number) for number in range(count)]
+        self.gathering = Gathering(self.chunks, self.groups.tp)  # whole tensors: t_g = 1
         self.overlaps = models.overlaps(self.device)
-        flags["overlap_grad_reduce"] = self.overlaps
-        self.ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(**flags), wrapped)
-        model_config.no_sync_func = self.ddp.no_sync  # nothing is summed before the last micro-batch
-        model_config.finalize_model_grads_func = self._finalize_model_grads
+        self.ddps = [self._wrapped(chunk) for chunk in self.chunks]
         self._build_optimizer(model_config)
 
-    def _load_model(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
-        """The model on this rank's device, with its weights (collective over the pipeline group)."""
-        gpt = models.build_model(hf, model_config).to(self.device)
+    def _load_chunk(self, hf: dict, model_config: TransformerConfig, number: int) -> GPTModel:
+        """One on this rank's device, with its weights (collective over the pipeline group)."""
+        gpt = models.build_chunk(hf, model_config, self.groups, number).to(self.device)
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
+    def _wrapped(self, gpt: GPTModel) -> DistributedDataParallel:
+        flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
+        settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=self.overlaps)
+        inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
+        return DistributedDataParallel(gpt.config, settings, inner, pg_collection=self.groups)
+
+    def module_of(self, stage: int) -> DistributedDataParallel:
+        return self.ddps[stage // len(self.pipeline.ranks)]
+
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
-        adamw = dict(optimizer="adam", lr=self.config.lr, weight_decay=self.config.weight_decay)
-        adamw |= dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
-        adamw |= dict(bf16=self.config.dtype == "bfloat16", params_dtype=model_config.params_dtype)
-        settings = OptimizerConfig(**adamw, use_distributed_optimizer=self.shards_optimizer)
-        self.optimizer = get_megatron_optimizer(settings, [self.ddp], use_gloo_process_groups=False)
+        adamw = dict(optimizer="adam", lr=self.config.lr, adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
+        adamw |= dict(weight_decay=self.config.weight_decay, use_distributed_optimizer=self.shards_optimizer)
+        adamw |= dict(bf16=model_config.bf16, params_dtype=model_config.params_dtype)
+        groups = dict(use_gloo_process_groups=False, pg_collection=self.groups)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**adamw), self.ddps, **groups)
         model_config.grad_scale_func = self.optimizer.scale_loss
 
     def close(self) -> None:
@@ -110,8 +125,10 @@ class Trainer:
         DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
         only forgets its groups; each is a pair of threads that wake up all the time.
         """
-        for node in self.ddp.grad_accs:
+        for node in (node for ddp in self.ddps for node in ddp.grad_accs):
             node.register_hook(print).hooks_dict_ref().clear()
+        if self.pipeline.down is not self.pipeline.up:
+            dist.destroy_process_group(self.pipeline.down)
         if mpu.model_parallel_is_initialized():  # not closed with another trainer
             for group in mpu._global_process_group_list[1:]:  # the first is None, the world's
                 dist.destroy_process_group(group)
@@ -122,7 +139,8 @@ class Trainer:
         assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             before = torch.cuda.memory_allocated()
-            self.ddp.offload_grad_buffers()
+            for ddp in self.ddps:
+                ddp.offload_grad_buffers()
             self._host_copies.move_out(self._state_tensors())
             torch.cuda.ipc_collect()  # the buckets of the last push
             torch.cuda.empty_cache()
@@ -135,20 +153,39 @@ class Trainer:
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             models.check_room(self._asleep_bytes, f"the {self.title}")
             self._host_copies.move_in()
-            self.ddp.restore_grad_buffers()
+            for ddp in self.ddps:
+                ddp.restore_grad_buffers()
         self.awake = True
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """Weights, and the optimizer's own copies and moments of them, but not its counts of steps."""
-        yield from (buffer.param_data for buffer in self.ddp.buffers)
+        yield from (buffer.param_data for ddp in self.ddps for buffer in ddp.buffers)
         for adam in (part.optimizer for part in self.optimizer.chained_optimizers):
             yield from (parameter for group in adam.param_groups for parameter in group["params"])
             yield from (x for state in adam.state.values() for x in state.values() if x.ndim)
 
-    def optimizer_step(
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def update(self, mini_batches: list, beside: Iterable[Trainer] = ()) -> dict[str, float]:
+        """The metrics of an update of this model and of each beside it (collective over all ranks)."""
+        updates = [trainer.updating(mini_batches) for trainer in (self, *beside)]
+        results, self.phases = together(updates, self.config.schedule)
+        return {name: value for metrics in results for name, value in metrics.items()}
+
+    def updating(self, mini_batches: list) -> Update:
+        """An update of this data-parallel rank's samples, which asks for its passes (collective)."""
+        raise NotImplementedError
+
+    def optimizer_step(self, *arguments: Any) -> dict[str, float]:
+        """`step` by itself (collective over all ranks)."""
+        (stats,), _ = together([self.step(*arguments)], self.config.schedule)
+        return stats
+
+    def step(
         self, packed: Packed, output_loss: OutputLoss, names: Iterable[str], lr: float,
         check: Callable[[dict[str, float]], None] | None = None,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> Update:  # fmt: skip
         """One optimizer step on this data-parallel rank's micro-batches (collective over all ranks).
 
         names: the loss's statistics. check: sees all before the weights move, and may raise, on all ranks
@@ -157,17 +194,17 @@ class Trainer:
         rank's own work, `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0).
         """
         assert self.awake, f"the {self.title} sleeps: wake it before it learns"
-        stats = self._reduce(self._passes(packed, output_loss), names)
+        work = self._work(packed, output_loss)
+        yield work
+        stats = self._reduce(work.stats, names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
         if check and is_finite:
             check(stats)
         learns = is_finite and stats["divisor"] > 0
         grad_norm = self._apply_gradients(lr) if learns else 0.0
         is_finite &= math.isfinite(grad_norm)
-        seconds = {"slowest_s": self._own_seconds, "fastest_s": -self._own_seconds}
-        seconds = {name: abs(value) for name, value in all_reduce(seconds, dist.ReduceOp.MAX).items()}
         skipped = {"not_finite": float(not is_finite), "skipped": float(not (learns and is_finite))}
-        stats = stats | seconds | skipped | {"grad_norm": grad_norm}
+        stats |= self._seconds(work) | skipped | {"grad_norm": grad_norm}
         return {name: value if math.isfinite(value) else 0.0 for name, value in stats.items()}
 
     def measure(self, packed: Packed, output_loss: OutputLoss, names: Iterable[str]) -> dict[str, float]:
@@ -175,13 +212,26 @@ class Trainer:
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         return self._reduce(self._passes(packed, output_loss, forward_only=True), names)
 
+    def _seconds(self, work: Work) -> dict[str, float]:
+        """Of a rank's own passes, at most and at least. Takes note of their durations (collective)."""
+        forward, backward = work.seconds(backward=False), work.seconds(backward=True)
+        medians = {"forward": median(forward), "backward": median(backward)}
+        sums = all_reduce(medians, dist.ReduceOp.SUM)
+        self.measured = [*self.measured, tuple(sums.values())][-MEASURED:]
+        own = sum(forward) + sum(backward)
+        seconds = all_reduce({"slowest_s": own, "fastest_s": -own}, dist.ReduceOp.MAX)
+        return {name: abs(value) for name, value in seconds.items()}
+
+    @property
+    def durations(self) -> tuple[float, float]:
+        """Of a forward and a backward pass: as measured, summed over ranks; before that multiply-adds."""
+        cost = self.cost(self.config.max_tokens_per_micro_batch)
+        return tuple(map(median, zip(*self.measured or [(cost, 2.0 * cost)], strict=True)))
+
     def read_tokens(
         self, micro_batches: list[list[Sample]], read: Callable[[MicroBatch, Output], Tensor]
     ) -> list[list[float]]:
-        """A number for every response token, a row a sample (collective over the model-parallel group).
-
-        read: takes a micro-batch's from the output, [targets].
-        """
+        """What `read` takes of each response token, a row a sample (collective: the model-parallel group)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         lengths = [len(sample.response) for sample in flat([micro_batches])]
         result = torch.zeros(sum(lengths), device=self.device)
@@ -191,7 +241,7 @@ class Trainer:
             return result.new_zeros(()), 1, {}
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
-        for group in (mpu.get_context_parallel_group(), mpu.get_pipeline_model_parallel_group()):
+        for group in (self.groups.cp, self.groups.pp):
             dist.all_reduce(result, group=group)  # each rank filled in its part and left zeros elsewhere
         return [row.tolist() for row in result.split(lengths)]
 
@@ -201,40 +251,27 @@ class Trainer:
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
     def _passes(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> list[Stats]:
-        """Megatron's schedule over micro-batches; leaves the gradient of the mean loss over all ranks in DDP.
+        """A pass by itself: each micro-batch's statistics on the last stage. Collective as executor.run."""
+        work = self._work(packed, output_loss, forward_only)
+        run([work], self.config.schedule)
+        return work.stats
 
-        Returns each micro-batch's statistics on the last pipeline stage. Collective over all ranks (the
-        model-parallel group with `forward_only`).
-        """
-        config, self._started = self.config, time.perf_counter()
-        cp_rank, tp_with_sp = mpu.get_context_parallel_rank(), config.tp if config.sp else 1
-        # a rank without sequences takes part with an empty micro-batch
-        micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, tp_with_sp)
+    def _work(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> Work:
+        """A rank without sequences takes part with an empty micro-batch."""
+        config, cp_rank = self.config, mpu.get_context_parallel_rank()
+        micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, config.tp if config.sp else 1)
 
-        def forward_step(remaining: Iterator[MicroBatch], model: DistributedDataParallel):
-            batch = next(remaining).to(self.device)
-            packing = models.packing_of(batch, self.frequencies, self.gpt.config.params_dtype)
-            output = model(batch.tokens, None, None, packed_seq_params=packing)
+        def forward(batch: MicroBatch, module: DistributedDataParallel):
+            batch = batch.to(self.device)
+            packing = models.packing_of(batch, self.frequencies, module.config.params_dtype)
+            output = module(batch.tokens, None, None, packed_seq_params=packing)
             return output, lambda output: _with_sums(output_loss, batch, self._as_output(output))
 
-        self.ddp.zero_grad_buffer()
-        with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step, data_iterator=iter(micro_batches), model=self.ddp,
-                num_microbatches=len(micro_batches), micro_batch_size=1, forward_only=forward_only,
-                seq_length=config.max_tokens_per_micro_batch,  # unused: stages send the real length
-            )  # fmt: skip
+        return Work(self, micro_batches, forward, forward_only)
 
     def _as_output(self, tensor: Tensor) -> Output:
         """The model's, on the last pipeline stage, as losses take it."""
         return tensor
-
-    def _finalize_model_grads(self, *args, **kwargs) -> None:
-        """Megatron's own sum of the gradients over ranks, after the time of this rank's own work is taken."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # own kernels, not the sums that wait for other ranks
-        self._own_seconds = time.perf_counter() - self._started
-        finalize_model_grads(*args, **kwargs)
 
     def _reduce(self, passes: list[Stats], names: Iterable[str]) -> dict[str, float]:
         """Micro-batches' statistics over all ranks (collective)."""
@@ -266,7 +303,7 @@ class Trainer:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, or a live view, by its Hugging Face name (collective: the model-parallel group)."""
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
-        return hf_weights.named_weights(self.gpt)
+        return iter(self.gathering)
 
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face directory: weights, config.json, the tokenizer's files (collective)."""

@@ -49,7 +49,6 @@ class Addition:
         self.held_out = [self._prompt(*problem) for problem in HELD_OUT_PROBLEMS]
 
     def training(self, prompt_id: int) -> Prompt:
-        """Problem number `prompt_id` of this seed."""
         return self._prompt(*training_problem(random.Random(f"problem {self._seed} {prompt_id}")))
 
     def _prompt(self, a: int, b: int) -> Prompt:

@@ -68,11 +68,11 @@ def make(config: Config, world: World, home: Path, progress: Progress) -> None:
         shutil.rmtree(work, ignore_errors=True)
         new_model(new, config.seed)
     dist.barrier()
-    train(config, world, new, actor, demonstrations(config.seed), RECIPE["actor"]["steps"], progress)
+    train(config, world, new, actor, partial(demonstrations, config.seed), RECIPE["actor"]["steps"], progress)
     rng = random.Random(f"own answers {config.seed}")
     problems = [training_problem(rng) for _ in range(RECIPE["judge"]["pool"])]
     errors = [(a, b, answer) for a, b, answer in own_answers(actor, problems, world) if answer != str(a + b)]
-    batches = critiques(config.seed, errors)
+    batches = partial(critiques, config.seed, errors)
     train(config, world, actor, judge, batches, RECIPE["judge"]["steps"], progress)
     progress.doing("warm start: checking the judge")
     rates = gate(work, world)
@@ -90,7 +90,8 @@ def train(
     config: Config, world: World, start: Path, end: Path, batches: Batches, steps: int, progress: Progress
 ) -> None:
     """Supervised steps from the checkpoint `start` to `end` (collective)."""
-    config = dataclasses.replace(config, command="sft", tp=1, pp=1, cp=1, sp=False, dtype="float32")
+    alone = dict(tp=1, pp=1, cp=1, sp=False, schedule="1f1b")
+    config = dataclasses.replace(config, command="sft", dtype="float32", **alone)
     actor, tokenizer = MuonActor(config, str(start)), data.load_tokenizer(str(start))
     for step in range(steps):
         progress.doing(f"warm start: {end.name} {step + 1}/{steps}")
@@ -111,7 +112,7 @@ class MuonActor(Actor):
 
     def _build_optimizer(self, model_config) -> None:
         matrices, rest = [], []
-        for name, parameter in self.ddp.module.named_parameters():
+        for name, parameter in self.chunks[0].named_parameters():
             (matrices if parameter.ndim == 2 and ".layers." in f".{name}" else rest).append(parameter)
         muon = torch.optim.Muon(matrices, lr=RECIPE["muon_lr"], momentum=0.95, weight_decay=0.0)
         adam = torch.optim.AdamW(rest, lr=RECIPE["adam_lr"], betas=ADAM_BETAS, weight_decay=0.0)
@@ -119,7 +120,7 @@ class MuonActor(Actor):
 
     def _apply_gradients(self, lr: float) -> float:
         """One step; `lr` scales both learning rates. Returns the gradients' norm before clipping."""
-        parameters = list(self.ddp.module.parameters())
+        parameters = self.parameters()
         for parameter in parameters:
             parameter.grad = parameter.main_grad  # where Megatron's DDP summed them
         norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_GRAD)
@@ -164,18 +165,14 @@ def new_model(path: Path, seed: int) -> None:
     tokenizer.save_pretrained(path)
 
 
-def draw(name: str, count: int, example: Callable[[random.Random], Pair], step: int) -> list[Pair]:
-    rng = random.Random(f"{name} {step}")
-    return [example(rng) for _ in range(count)]
-
-
-def demonstrations(seed: int) -> Batches:
-    def example(rng: random.Random) -> Pair:
+def demonstrations(seed: int, step: int) -> list[Pair]:
+    """Of problems, with the work shown or the answer blurted out."""
+    rng, pairs = random.Random(f"demonstrations {seed} {step}"), []
+    for _ in range(RECIPE["actor"]["batch"]):
         a, b = training_problem(rng)
         blurts = rng.random() < RECIPE["actor"]["blurt"]
-        return f"{a}+{b}=", f">{a + b}" if blurts else shown_work(a, b)
-
-    return partial(draw, f"demonstrations {seed}", RECIPE["actor"]["batch"], example)
+        pairs.append((f"{a}+{b}=", f">{a + b}" if blurts else shown_work(a, b)))
+    return pairs
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
@@ -259,11 +256,10 @@ def slip(kind: str, rng: random.Random, a: int, b: int) -> str:
     return "".join(digits)
 
 
-def critiques(seed: int, pool: list[Problem]) -> Batches:
+def critiques(seed: int, pool: list[Problem], step: int) -> list[Pair]:
     """Of answers that are right, corrupted, or from `pool`, the actor's own errors."""
-    recipe = RECIPE["judge"]
-
-    def example(rng: random.Random) -> Pair:
+    rng, recipe, pairs = random.Random(f"critiques {seed} {step}"), RECIPE["judge"], []
+    for _ in range(recipe["batch"]):
         kind, (a, b) = rng.random(), training_problem(rng)
         if kind < recipe["right"]:
             answer = str(a + b)
@@ -271,9 +267,8 @@ def critiques(seed: int, pool: list[Problem]) -> Batches:
             answer = corrupted(rng, a, b)
         else:
             a, b, answer = rng.choice(pool)
-        return task.addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)
-
-    return partial(draw, f"critiques {seed}", recipe["batch"], example)
+        pairs.append((task.addition_prompt(f"{a}+{b}=", answer), critique(a, b, answer)))
+    return pairs
 
 
 def generate(model_dir: Path, prompts: list[str], max_new_tokens: int, world: World, **sampling) -> list[str]:

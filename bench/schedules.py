@@ -1,0 +1,119 @@
+"""What a fused table of actor and critic saves, run on real stages, beside what its schedule says.
+
+    python -m bench.schedules [--ranks 4] [--micro-batches 8 4] [--repeats 5] [--pace 40 80]
+
+Both schedules are run as tables of the same two models, of the demo's width, in turns. A pace makes a forward
+and a backward pass last at least so many milliseconds, asleep: then ranks that share this machine's cores
+don't slow each other down, as devices of their own wouldn't. Without it (--pace 0 0) seconds are the CPU's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from actor import Actor, cross_entropy_loss
+from bench.tables import print_table, spread
+from config import Config
+from critic import Critic, returns_loss
+from recipes.addition import warmstart
+from scheduling.pipeline import SCHEDULES, evaluate
+from training import executor
+
+SERIAL, FUSED = "1f1b", "fused"
+LENGTH = 32  # tokens of a micro-batch's only sequence
+
+
+def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
+    """A pass of one stage that lasts at least so long."""
+
+    def paced(*arguments, **options):
+        due = time.monotonic() + milliseconds / 1000
+        result = run_pass(*arguments, **options)
+        time.sleep(max(0.0, due - time.monotonic()))
+        return result
+
+    return paced
+
+
+def works_of(trainers: list, count: int) -> list[executor.Work]:
+    """A pass of each model over `count` micro-batches, not yet run."""
+    packed = [[([1] * 8, [2] * (LENGTH - 8))] for _ in range(count)]
+    values = torch.zeros(count * LENGTH)
+    losses = (returns_loss(values, values, 0.2), cross_entropy_loss)
+    return [next(t.step(packed, loss, (), 0.0)) for t, loss in zip(trainers, losses, strict=True)]
+
+
+def run_once(trainers: list, count: int, schedule: str) -> tuple[float, float]:
+    """Seconds of a table on the slowest rank, and the part of it that ranks waited in the mean."""
+    works = works_of(trainers, count)
+    dist.barrier()
+    phase = executor.run(works, schedule)
+    elapsed = phase.end - phase.start
+    waited = 1 - sum(done.end - done.start for done in phase.passes) / elapsed
+    facts = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, (elapsed, waited))
+    return max(seconds for seconds, _ in facts), sum(part for _, part in facts) / len(facts)
+
+
+def rank_main(rank: int, given: Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, given.ranks, rank)
+    config = Config(pp=given.ranks, schedule=FUSED, algorithm=("ppo",))
+    trainers = [Critic(config, f"{folder}/model"), Actor(config, f"{folder}/model")]
+    executor.forward_step, executor.backward_step = (
+        at_pace(run_pass, pace)
+        for run_pass, pace in zip((executor.forward_step, executor.backward_step), given.pace, strict=True)
+    )
+    for count in given.micro_batches:
+        pipes = [work.pipe(trainers[0].durations[0]) for work in works_of(trainers, count)]
+        planned = {name: evaluate(pipes, SCHEDULES[name].table(pipes)).latency for name in (SERIAL, FUSED)}
+        runs = {name: [] for name in planned}
+        for _ in range(given.repeats + 1):
+            for name, rows in runs.items():
+                rows.append(run_once(trainers, count, name))
+        if rank == 0:
+            report(count, planned, {name: rows[1:] for name, rows in runs.items()}, pipes)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(count: int, planned: dict[str, float], runs: dict[str, list], pipes: list) -> None:
+    """The first of each is a warm-up and left out."""
+    busy = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe in pipes)
+    rows = []
+    for name, measured in runs.items():
+        seconds, waited = zip(*measured, strict=True)
+        by_table = f"{1 - busy / planned[name]:.3f}"
+        rows.append([name, spread(seconds, 3), f"{planned[name]:g}", spread(waited, 3), by_table])
+    print_table([f"{count} micro-batches", "seconds", "the table's", "bubble", "the table's"], rows)
+    measured = median(s for s, _ in runs[FUSED]) / median(s for s, _ in runs[SERIAL])
+    expected = planned[FUSED] / planned[SERIAL]
+    print(f"fused / serial: {measured:.3f}, by the tables {expected:.3f}: {measured / expected - 1:+.1%}")
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help="ms: forward, backward")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        warmstart.SHAPE["num_hidden_layers"] = 2 * given.ranks
+        warmstart.new_model(Path(folder, "model"), seed=0)
+        mp.start_processes(rank_main, (given, folder), nprocs=given.ranks, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

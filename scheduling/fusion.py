@@ -1,0 +1,127 @@
+"""Inter-stage fusion (RLHFuse, arXiv 2409.13221, section 4): who has ranks in the tail; which tail. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+Ranks = tuple[int, ...]
+TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # that --rebalance and auto choose from
+
+
+class TokenLatency(NamedTuple):
+    """Seconds for one more token of a request: fixed + per_request * (requests in its engine)."""
+
+    fixed: float
+    per_request: float
+
+    def seconds(self, in_flight: float, capacity: int) -> float:
+        """Of a token, while an engine has so many requests and decodes at most `capacity` of them at once."""
+        return self.fixed * max(1.0, in_flight / capacity) + self.per_request * in_flight
+
+
+def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
+    """The engines that the tail needs: for its KV caches, and for its pace."""
+    # with more answers than this an engine's step takes twice as long as an empty one
+    at_once = latency.fixed / latency.per_request if latency.per_request else math.inf
+    return max(1, math.ceil(unwritten / max(1.0, min(capacity, at_once))))
+
+
+class Left(NamedTuple):
+    """What is left of a step, over all controllers: numbers of answers."""
+
+    unwritten: int = 0
+    judging: int = 0  # those that wait for genrm, too
+    begun: int = 0  # of the step so far
+
+
+def ranks_of_tail(
+    tail: float, units: list[Ranks], held: Ranks, left: Left, keep: int, owed: Counter[int],
+    writers: dict[int, int], judges: dict[int, int],
+) -> Ranks:  # fmt: skip
+    """The ranks that rollout holds next, while genrm has the others.
+
+    All, until no more than `tail` of the answers begun are unwritten; then `keep` ranks, of those that owe
+    most; none once all are written. A wave that is no tail gets all ranks again once nobody is judged.
+
+    units: the ranks, in parts that change hands. held: by rollout, now. owed: tokens that are awaited of the
+    engine of each rank. writers, judges: lead rank -> model of each engine that wasn't lost.
+    """
+    everyone, is_tail = tuple(rank for unit in units for rank in unit), left.unwritten <= tail * left.begun
+    if not left.unwritten or (left.judging and not held):
+        return ()
+    if not is_tail and (held == everyone or not left.judging):
+        return everyone
+
+    def serves(ranks: set[int]) -> bool:
+        """Whether somebody writes on these ranks, and every judge has an engine on the others."""
+        models = {model for lead, model in judges.items() if lead not in ranks}
+        return bool(ranks & writers.keys()) and models == {*judges.values()}
+
+    if held != everyone and serves({*held}):
+        return held
+    kept: set[int] = set()
+    for unit in sorted(units, key=lambda unit: -sum(owed[rank] for rank in unit)):
+        if len(kept) < keep and serves({*unit}) and serves(kept | {*unit}):
+            kept |= {*unit}
+    return tuple(sorted(kept)) or everyone
+
+
+Cohorts = list[tuple[float, float]]  # seconds, answers
+
+
+def histogram(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Answers in each bin, 4 an octave, up to the longest."""
+    counts = Counter(round(4 * math.log2(max(1, length))) for length in lengths)
+    return tuple(counts[number] for number in range(1 + max(counts, default=0)))
+
+
+class FluidModel(NamedTuple):
+    """Seconds that a step is served with a tail: all requests of an engine gain their tokens in step."""
+
+    engines: tuple[int, int]  # of both roles, if each has all ranks
+    rollout: TokenLatency
+    genrm: TokenLatency
+    capacity: int
+    swap_s: float  # for ranks to change hands
+
+    def seconds(self, tail: float, lengths: tuple[float, ...], critiques: float, tokens: float) -> float:
+        """lengths: `histogram` of the answers, which that many critiques of so many tokens judge."""
+        written, cut, kept = self._written(lengths, tail * sum(lengths))
+        each = critiques / sum(lengths)
+        arrivals = [(max(cut, time), answers * each) for time, answers in written]
+        beside = [(time, number) for time, number in arrivals if time < arrivals[-1][0]]
+        last = self._judged(arrivals[len(beside) :], tokens, self.engines[1])
+        return max(last, self._judged(beside, tokens, self.engines[1] * (1 - kept / self.engines[0])))
+
+    def _written(self, lengths: tuple[float, ...], of_tail: float) -> tuple[Cohorts, float, int]:
+        """When answers are written, when genrm gets ranks, and the engines that are kept from it."""
+        now, tokens, left, engines, written = 0.0, 0.0, sum(lengths), self.engines[0], []
+        cut, kept = math.inf, 0
+        for length, answers in ((2 ** (number / 4), n) for number, n in enumerate(lengths) if n):
+            if left <= of_tail and not kept:
+                now = cut = now + self.swap_s
+                engines = kept = min(kept_engines(left, self.rollout, self.capacity), engines - 1)
+            now += (length - tokens) * self.rollout.seconds(left / engines, self.capacity)
+            tokens, left = length, left - answers
+            written.append((now, answers))
+        return written, min(cut, now + self.swap_s), kept
+
+    def _judged(self, arrivals: Cohorts, tokens: float, engines: float) -> float:
+        """When the last critique is written; each ends on the engine where it began."""
+        now, depth, in_flight, queue = 0.0, 0.0, 0.0, deque()  # depth: tokens that each has gained so far
+        for time, critiques in [*arrivals, (math.inf, 0.0)]:
+            while queue:
+                pace = self.genrm.seconds(in_flight / engines, self.capacity)
+                end, ended = queue[0]
+                if (ends_at := now + (end - depth) * pace) > time:
+                    depth += (time - now) / pace
+                    break
+                now, depth, in_flight = ends_at, end, in_flight - ended
+                queue.popleft()
+            if critiques:
+                now, in_flight = time, in_flight + critiques
+                queue.append((depth + tokens, critiques))
+        return now

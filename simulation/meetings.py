@@ -1,0 +1,130 @@
+"""Where controllers meet when all of them are tasks of one loop: a `World` whose meetings may take time."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+
+@dataclass
+class Network:
+    """What all ranks share: how long meetings take, by default no time, and what they came to.
+
+    latency_s: of one message. bytes_per_s: into a rank, and out of it. size_of: bytes of a value, by default
+    nobody counts them.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    size_of: Callable[[Any], int] = lambda value: 0
+    meetings: int = 0
+    bytes: float = 0.0  # of the busiest rank of each meeting
+
+    def gather_s(self, values: list) -> float:
+        """Seconds of a gather of one value a rank: latency * log2(ranks) + bytes / bandwidth."""
+        return self._seconds(math.log2(len(values)), sum(map(self.size_of, values)))
+
+    def reduce_s(self, values: list) -> float:
+        """The same of a reduction, in which a rank hears one value at a time."""
+        hops = math.log2(len(values))
+        return self._seconds(hops, hops * max(map(self.size_of, values)))
+
+    def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
+        """Of parcels[sender][receiver]: until the busiest rank has sent and received its own."""
+        busy = Counter()
+        for sender, receiver in [(s, r) for s, to in enumerate(parcels) for r in to if r != s]:
+            size = self.size_of(parcels[sender][receiver])
+            busy.update({("out of", sender): size, ("into", receiver): size})
+        return self._seconds(1.0, max(busy.values(), default=0.0))
+
+    def _seconds(self, hops: float, heard: float) -> float:
+        self.meetings, self.bytes = self.meetings + 1, self.bytes + heard
+        return hops * self.latency_s + heard / self.bytes_per_s
+
+
+@dataclass
+class Meeting:
+    """What came to one collective so far, by rank; `done` has what it comes to. left: ranks that took it."""
+
+    done: asyncio.Future
+    values: dict[int, Any] = field(default_factory=dict)
+    left: int = 0
+
+
+class SimulatedWorld:
+    """runtime.world.World over ranks that are tasks of one loop. meetings: by number, the same of all ranks.
+
+    What is gathered is the same object on every rank. A meeting is forgotten when all have left: a long run
+    would hold the facts of every one.
+    """
+
+    def __init__(self, rank: int, size: int, meetings: dict[int, Meeting], network: Network | None = None):
+        self.rank, self.size, self._meetings, self._calls = rank, size, meetings, 0
+        self._network = network or Network()
+
+    async def run(self, function: Callable, *args: Any) -> Any:
+        result = function(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def _meet(self, value: Any, result_of: Callable[[list], Any], seconds_of: Callable | None = None):
+        """What every rank gets: `result_of` all ranks' values, by rank, which the last to come works out.
+
+        seconds_of: the values, until all have it; by default those of a gather.
+        """
+        call, self._calls = self._calls, self._calls + 1
+        if call not in self._meetings:
+            self._meetings[call] = Meeting(asyncio.get_running_loop().create_future())
+        meeting = self._meetings[call]
+        assert self.rank not in meeting.values, "a rank came twice to one meeting"
+        meeting.values[self.rank] = value
+        if len(meeting.values) == self.size:
+            values = [meeting.values[rank] for rank in range(self.size)]
+            if seconds := (seconds_of or self._network.gather_s)(values):
+                await asyncio.sleep(seconds)
+            meeting.done.set_result(result_of(values))
+        result = await meeting.done
+        meeting.left += 1
+        if meeting.left == self.size:
+            del self._meetings[call]
+        return result
+
+    async def gather(self, value: Any) -> list[Any]:
+        return await self._meet(value, list)
+
+    async def gather_on_0(self, value: Any) -> list[Any]:
+        values = await self.gather(value)
+        return values if self.rank == 0 else []
+
+    async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
+        return await self._meet(value, partial(total_of_neighbours, total), self._network.reduce_s)
+
+    async def broadcast(self, value: Any) -> Any:
+        return (await self.gather(value))[0]
+
+    async def barrier(self) -> None:
+        await self.gather(None)
+
+    async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
+        sent = await self._meet(outgoing, list, self._network.exchange_s)
+        incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+        assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
+        return {s: parcel if s == self.rank else self._received(parcel) for s, parcel in incoming.items()}
+
+    def _received(self, parcel: list) -> list:
+        """What another rank sent is this one's own: its samples, not what is in them."""
+        return list(map(copy.copy, parcel))
+
+
+def total_of_neighbours(total: Callable[[list], Any], values: list) -> Any:
+    """As World.reduce works it out: pairs of neighbours, then pairs of pairs."""
+    while len(values) > 1:
+        pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
+        values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    return values[0]

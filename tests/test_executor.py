@@ -1,0 +1,195 @@
+"""The executor: every table trains as Megatron-Core's own schedule does, to the last bit; messages."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_actor import make_model, make_samples
+from workers import run_worker
+
+from config import Config
+from scheduling.pipeline import SCHEDULES, Pipe
+
+ALL = ("megatron", "1f1b", "fused", "interleaved")
+LAYOUTS = {  # name -> family, ranks, sizes
+    "pp2": ("qwen3", 2, {"pp": 2, "schedules": ALL, "resumes": True}),
+    "pp2_tied": ("qwen2", 2, {"pp": 2, "schedules": ALL}),
+    "pp2_bf16": ("qwen3", 2, {"pp": 2, "dtype": "bfloat16", "schedules": ALL}),
+    "tp2": ("qwen3", 2, {"tp": 2, "schedules": ALL[:3]}),
+    "pp4": ("qwen3", 4, {"pp": 4, "schedules": ALL}),
+    "tp2_pp2_sp": ("qwen3", 4, {"tp": 2, "pp": 2, "sp": True, "schedules": ALL}),
+    # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
+    "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "resumes": True, "bucket": 500}),
+}
+NORMS = ("critic/grad_norm", "train/grad_norm")  # sums of squares in another order: their last bit may differ
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> tuple[dict, Path]:
+    """By layout and schedule, from processes that are gone afterwards; what all result paths begin with."""
+    path = tmp_path_factory.mktemp("executor")
+    families = {"qwen3": False, "qwen2": True}  # whether the embeddings are tied
+    model_dirs = {
+        name: make_model(path / name, name, tied, num_hidden_layers=8) for name, tied in families.items()
+    }
+    batches = {"batches": [make_samples(step) for step in range(3)]}
+    references = {name: batches for name in families}
+    case = {"model_dirs": model_dirs, "references": references, "layouts": LAYOUTS}
+    torch.save(case, path / "case.pt")
+    run_worker("executor_worker.py", path / "case.pt", path / "result")
+    found = {}
+    for size in (2, 4):
+        found |= torch.load(f"{path}/result.{size}", weights_only=False)
+    return found, path / "result"
+
+
+CASES = [(layout, name) for layout, (*_, sizes) in LAYOUTS.items() for name in sizes["schedules"][1:]]
+
+
+@pytest.mark.parametrize("layout,schedule", CASES)
+def test_a_schedule_trains_as_megatron_s_own(results, layout, schedule):
+    """Actor and critic, three steps of two mini-batches, the critic twice over each: gradients of a pass,
+    its statistics, values, metrics and weights have the same bits."""
+    ours, own = results[0][layout][schedule], results[0][layout]["megatron"]
+    assert ours["gradients"].keys() == own["gradients"].keys()
+    for key, value in own["gradients"].items():
+        same = (
+            torch.equal(value, ours["gradients"][key])
+            if key[1] != "stats"
+            else value == ours["gradients"][key]
+        )
+        assert same, key
+    check_steps(ours, own)
+
+
+def check_steps(ours: dict, expected: dict) -> None:
+    for (metrics, values), (others, other_values) in zip(ours["history"], expected["history"], strict=True):
+        assert values == other_values and metrics.keys() == others.keys()
+        assert others["critic/grad_norm"] > 0.1 and others["train/tokens"] > 0
+        for name, value in others.items():
+            assert metrics[name] == (pytest.approx(value, rel=1e-7) if name in NORMS else value), name
+    assert ours["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        assert torch.equal(ours["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("layout", [name for name, (*_, sizes) in LAYOUTS.items() if "resumes" in sizes])
+def test_a_checkpoint_goes_on_under_another_schedule(results, layout):
+    """fused, then 1f1b, then interleaved: the numbers of a run under one."""
+    check_steps(results[0][layout]["resumed"], results[0][layout]["megatron"])
+
+
+def test_ranks_with_different_tables_say_so(results):
+    """All of them, before any waits for a pass that doesn't come."""
+    assert results[0]["another table"] == ["ranks of a pipeline have different tables: none would end"] * 4
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_that_dies_in_mid_table_is_named_by_the_others(results, rank):
+    said = Path(f"{results[1]}.died.{rank}").read_text()
+    waited = f"rank {rank} waited in vain, for 120 s at most"
+    assert said == f"{waited}: rank 2 didn't come, last seen in phase: train of step 4"
+
+
+# ---------------------------------------------------------------- the order of messages
+
+PLACES = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple)
+TIMES = st.sampled_from([1.0, 1.5, 2.0])
+PIPES = st.lists(st.builds(Pipe, PLACES, st.integers(1, 4), TIMES, TIMES, TIMES), min_size=1, max_size=3)
+
+
+def replayed(table: list, pipes: list) -> int:
+    """Run a table as ranks do who send without waiting and take what comes in the sender's order only."""
+    from training.executor import messages_between, rank_of
+
+    everyone = range(len(table))
+    wires = {(a, b): messages_between(table, pipes, a, b) for a in everyone for b in everyone}
+    sent, done, here = dict.fromkeys(wires, 0), [0] * len(table), [set() for _ in everyone]
+    moves = True
+    while moves:
+        moves = False
+        for rank in everyone:
+            while done[rank] < len(table[rank]):
+                task = table[rank][done[rank]]
+                giver = rank_of(pipes, task.pipe, task.stage + (1 if task.backward else -1))
+                if giver is not None:
+                    arrived = wires[giver, rank][: sent[giver, rank]]
+                    if task not in arrived:
+                        break
+                    here[rank].add(task)
+                done[rank], moves = done[rank] + 1, True
+                taker = rank_of(pipes, task.pipe, task.stage + (-1 if task.backward else 1))
+                if taker is not None:
+                    expected = task._replace(stage=task.stage + (-1 if task.backward else 1))
+                    assert wires[rank, taker][sent[rank, taker]] == expected
+                    sent[rank, taker] += 1
+    assert done == [len(tasks) for tasks in table], "ranks wait for each other"
+    assert sent == {pair: len(messages) for pair, messages in wires.items()}
+    return sum(sent.values())
+
+
+@settings(deadline=None, max_examples=25)
+@given(PIPES, st.sampled_from(["1f1b", "fused"]))
+def test_every_message_is_sent_and_taken_once(pipes, schedule):
+    """Of pipes on any ranks, also of one stage, which send none."""
+    count = replayed(SCHEDULES[schedule].table(pipes), pipes)
+    assert count == sum(2 * (len(pipe.ranks) - 1) * pipe.micro_batches for pipe in pipes)
+
+
+def test_messages_of_a_fused_table_by_hand():
+    """Two ranks, the critic's pipe reversed, a pipe of one stage beside them: who sends what, in order."""
+    from training.executor import messages_between
+
+    pipes = [Pipe((0, 1), 2), Pipe((1, 0), 2), Pipe((0,), 2)]
+    table = SCHEDULES["fused"].table(pipes)
+    up, down = messages_between(table, pipes, 0, 1), messages_between(table, pipes, 1, 0)
+    for messages in (up, down):
+        assert len(messages) == 4 and all(task.pipe < 2 for task in messages)
+    # rank 0 sends activations of the actor and gradients of the critic
+    assert {(task.pipe, task.stage, task.backward) for task in up} == {(0, 1, False), (1, 0, True)}
+    assert {(task.pipe, task.stage, task.backward) for task in down} == {(0, 0, True), (1, 1, False)}
+    assert messages_between(table, pipes, 0, 0) == messages_between(table, pipes, 1, 1) == []
+
+
+def test_interleaved_messages_go_round():
+    """The last rank's first stage is followed by the first rank's second."""
+    pipes = [Pipe((0, 1, 2) * 2, 4)]
+    assert replayed(SCHEDULES["interleaved"].table(pipes), pipes) == 2 * 5 * 4
+
+
+def test_durations_are_told_apart_in_steps_of_five_percent():
+    """So measurements that differ by less make the same table. The unit is the first model's forward pass."""
+    from training.executor import Work
+
+    def pipe(durations: tuple[float, float], reverse: bool = False, chunks: int = 1) -> Pipe:
+        ranks = SimpleNamespace(ranks=[4, 5, 6])
+        facts = dict(durations=durations, reverse=reverse, chunks=[None] * chunks, activations=7)
+        return Work(SimpleNamespace(**facts, pipeline=ranks), [None] * 8, None).pipe(0.01)
+
+    assert pipe((0.01, 0.0201)) == pipe((0.0102, 0.0199)) != pipe((0.01, 0.022))
+    one = pipe((0.01, 0.02))
+    assert one.ranks == (0, 1, 2) and (one.micro_batches, one.memory, one.forward) == (8, 7, 1.0)
+    assert one.backward == pytest.approx(2.0, rel=0.025)
+    assert pipe((0.01, 0.02), reverse=True).ranks == (2, 1, 0)
+    assert pipe((0.01, 0.02), chunks=2).ranks == (0, 1, 2, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "changes,line",
+    [
+        (dict(schedule="gpipe"), "gpipe is unknown; choose one of 1f1b, interleaved, fused"),
+        (dict(schedule="interleaved"), "interleaved needs --pp 2 or more: one rank waits for nobody"),
+        (dict(schedule="interleaved", pp=2), "interleaved does not divide num_hidden_layers = 6 of --model"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_one_line(changes, line):
+    from training.model import check_sizes
+
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    with pytest.raises(ValueError) as raised:
+        check_sizes(dict.fromkeys(sizes, 8) | {"num_hidden_layers": 6}, Config(**changes))
+    stages = "--pp 2 x 2 stages a rank of " if "divide" in line else ""
+    assert str(raised.value) == f"{stages}--schedule {line}"

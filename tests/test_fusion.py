@@ -1,0 +1,319 @@
+"""Inter-stage fusion: who holds which ranks, moves of answers on fakes, the model that chooses the tail."""
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from itertools import count, pairwise
+from statistics import median
+from unittest import mock
+
+import pytest
+from fakes import simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepped import FIXED_S, PER_REQUEST_S, WORKLOADS, batches, seconds_of, settings_of
+from test_faults import UNBROKEN, check_as_unbroken, in_parts_of, trained
+
+import rollout
+from engines.pool import Pool
+from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
+
+FOUR = [(0,), (1,), (2,), (3,)]
+ALL = (0, 1, 2, 3)
+UP = dict.fromkeys(ALL, 0)  # engines, of one model
+
+
+# ---------------------------------------------------------------- who holds which ranks
+
+
+@pytest.mark.parametrize(
+    "held,unwritten,judging,expected",
+    [
+        (ALL, 100, 0, ALL),
+        (ALL, 21, 30, ALL),  # one more than the tail
+        (ALL, 20, 30, (2,)),  # the one that owes most
+        ((2,), 1, 30, (2,)),  # it stays, whatever it owes
+        ((2,), 0, 30, ()),  # all is written
+        ((), 30, 30, ()),  # a wave waits until what is left is judged ...
+        ((), 30, 0, ALL),
+        ((), 20, 0, (2,)),  # ... and may be a tail itself
+        ((2,), 60, 1, (2,)),  # a wave is begun beside the judging
+        ((2,), 60, 0, ALL),
+    ],
+)
+def test_ranks_of_tail(held, unwritten, judging, expected):
+    """100 answers were begun, a fifth is the tail, of one engine."""
+    owed = Counter({0: 5, 1: 1, 2: 9, 3: 2})
+    left = Left(unwritten, judging, 100)
+    assert ranks_of_tail(0.2, FOUR, held, left, 1, owed, UP, UP) == expected
+
+
+@pytest.mark.parametrize(
+    "units,keep,writers,judges,expected",
+    [
+        (FOUR, 2, UP, UP, (0, 2)),
+        (FOUR, 9, UP, UP, (0, 2, 3)),  # one is left for genrm
+        (FOUR, 1, {0: 0, 1: 0, 3: 0}, UP, (0,)),  # that of rank 2 was lost
+        (FOUR, 1, UP, {0: 0, 1: 0, 2: 0}, (2,)),  # rank 3 has no judge: it idles
+        (FOUR, 3, UP, {0: 0, 1: 1, 2: 0, 3: 1}, (2, 3)),  # each judge has an engine
+        (FOUR, 1, UP, {1: 0, 2: 1}, (0,)),
+        ([(0, 1), (2, 3)], 1, {0: 0, 2: 0}, {0: 0, 1: 0, 2: 0, 3: 0}, (2, 3)),  # rollout engines of two ranks
+        ([(0, 1), (2, 3)], 1, UP, {0: 0, 2: 1}, ALL),  # the two judges need all ranks
+        ([(0,)], 1, {0: 0}, {0: 0}, (0,)),
+    ],
+)
+def test_which_ranks_the_tail_keeps(units, keep, writers, judges, expected):
+    """Those that owe most, as far as somebody can write and every judge has an engine that is up."""
+    everyone, owed = sum(units, ()), Counter({0: 5, 1: 1, 2: 9, 3: 2})
+    assert ranks_of_tail(1.0, units, everyone, Left(5, 0, 10), keep, owed, writers, judges) == expected
+
+
+@given(st.data())
+def test_rollout_never_holds_what_a_judge_needs(data):
+    """Whoever is lost: somebody writes and every judge has an engine, or one role holds all ranks."""
+    size = data.draw(st.integers(1, 8))
+    models = data.draw(st.integers(1, 3))
+    judges = {rank: rank % models for rank in data.draw(st.sets(st.integers(0, size - 1), min_size=1))}
+    writers = dict.fromkeys(data.draw(st.sets(st.integers(0, size - 1), min_size=1)), 0)
+    everyone, units = tuple(range(size)), [(rank,) for rank in range(size)]
+    held = tuple(sorted(data.draw(st.sets(st.sampled_from(everyone)))))
+    left = Left(*data.draw(st.tuples(*[st.integers(0, 20)] * 2)), begun=20)
+    owed = Counter({rank: data.draw(st.integers(0, 9)) for rank in everyone})
+    keep, tail = data.draw(st.integers(1, 8)), data.draw(st.floats(0, 1))
+    ranks = ranks_of_tail(tail, units, held, left, keep, owed, writers, judges)
+    if ranks in ((), everyone):
+        return
+    assert {*ranks} & {*writers}
+    assert {judges[rank] for rank in judges if rank not in ranks} == {*judges.values()}
+    assert ranks == held or len(ranks) <= keep
+
+
+@pytest.mark.parametrize(
+    "unwritten,latency,capacity,expected",
+    [
+        (25, (0.02, 0.001), 128, 2),  # 20 answers double the time of an empty step
+        (20, (0.02, 0.001), 128, 1),
+        (25, (0.02, 0.0), 128, 1),  # they cost nothing
+        (25, (0.0, 0.0), 10, 3),  # nothing is known yet but the room for KV caches
+        (25, (0.0, 0.001), 128, 25),
+        (0, (0.02, 0.001), 128, 1),
+    ],
+)
+def test_kept_engines(unwritten, latency, capacity, expected):
+    assert kept_engines(unwritten, TokenLatency(*latency), capacity) == expected
+
+
+# ---------------------------------------------------------------- moves, in a whole run
+
+
+def tail_marks(controllers):
+    """Who holds the ranks, step by step: what rollout and genrm have from then on."""
+    return [(mark.step, mark.text) for mark in controllers[0].report.marks if mark.kind == "tail"]
+
+
+def test_the_tail_moves_and_every_answer_is_judged_beside_it():
+    """Ten writers' tail on one rank of four, in the first step; all is written, all is judged."""
+    controllers, log = simulate("fused", 4, tail=0.3, prepare=in_parts_of(3), **UNBROKEN)
+    check_as_unbroken(controllers)
+    assert [text for step, text in tail_marks(controllers) if step == 0][:2] == ["1|3", "0|4"]
+    all_batches = [c.report.steps[step][1] for c in controllers for step in range(4)]
+    assert sum(batch.moved for batch in all_batches) > 10
+    for batch in all_batches:  # what was written is trained on, filtered or carried: nothing twice
+        groups = [batch.kept, batch.dropped, *batch.filtered, *batch.carried]
+        assert batch.tokens == sum(len(sample.response) for group in groups for sample in group)
+    holders = {rank: set() for rank in range(4)}
+    for rank, verb, holder in log:
+        holders[rank] = holders[rank] | {holder} if verb == "take" else holders[rank] - {holder}
+        assert len({holder.split()[0] for holder in holders[rank]} & {"rollout", "genrm"}) < 2
+
+
+@pytest.mark.parametrize("tail,alike", [(0.0, "full"), (1.0, "partial")])
+def test_full_and_partial_are_its_ends(tail, alike):
+    """With a tail of nothing the roles take turns; with all as its tail they serve side by side at once."""
+    controllers, _ = simulate("fused", 4, tail=tail, **UNBROKEN)
+    check_as_unbroken(controllers)
+    held = [tuple(map(int, text.split("|"))) for _, text in tail_marks(controllers)]
+    if alike == "full":
+        assert set(held) == {(0, 4), (4, 0)}
+    else:
+        assert held[0][0] in (1, 2, 3)
+        first = [c.report.steps[0][3] for c in controllers]
+        judged = min(span.start for spans in first for span in spans if span.name == "genrm")
+        written = max(span.end for spans in first for span in spans if span.name == "rollout")
+        assert judged < written
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.floats(0, 1), st.integers(2, 8), st.sampled_from([3, 10, 10**6]), st.booleans(), st.integers(1, 2),
+    st.integers(0, 10**6),
+)  # fmt: skip
+def test_every_tail_trains_on_the_same_samples(tail, size, part, rebalance, judges, seed):
+    """Ranks, judges, speeds and moves of the tail aside; over-dispatch is of test_rollout.py."""
+    rng = random.Random(seed)
+
+    def prepare(engines):
+        in_parts_of(part)(engines)
+        for engine in engines:
+            engine.server.pace = 0.005 * 10 ** rng.random()
+
+    several = dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2) if judges == 2 else {}
+    options = dict(UNBROKEN, steps=3) | several
+    first, _ = simulate("full", 1 if judges == 1 else 2, **options)
+    second, _ = simulate("fused", size, tail=tail, rebalance=rebalance, prepare=prepare, **options)
+    assert [trained(first, step) for step in range(3)] == [trained(second, step) for step in range(3)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_engines_of_several_ranks_change_hands_whole(sizes):
+    rollout_tp, genrm_tp = sizes
+    options = dict(UNBROKEN, rollout_tp=rollout_tp, genrm_tp=genrm_tp, tail=0.3)
+    controllers, _ = simulate("fused", 4, **options)
+    check_as_unbroken(controllers)
+    assert {text for _, text in tail_marks(controllers)} == {"2|2", "0|4", "4|0"}
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+@pytest.mark.parametrize("whose", ["kept", "leaving", "judge"])
+@pytest.mark.parametrize("verb", ["die", "hang"])
+def test_an_engine_lost_in_a_move(when, whose, verb):
+    """Before, during and after the first one: it trains on the samples of an unbroken run."""
+    struck = []
+
+    def strike_now(c, leads):
+        rank = {"kept": leads[0], "leaving": (leads[0] + 1) % 4, "judge": (leads[0] + 2) % 4}[whose]
+        if c.world.rank == rank and not struck:
+            struck.append(rank)
+            server = (c.placement.genrm if whose == "judge" else c.placement.rollout).own.server
+            {"die": server.die, "hang": server.hang}[verb]()
+
+    def prepare_controller(c):
+        pool = c.placement.rollout
+
+        async def use(leads, move=False):
+            is_first = len(leads) == 1 and len(pool.awake) == 4
+            if is_first and when == "before":
+                strike_now(c, leads)
+            if is_first and when == "during":  # an engine takes 0.1 s to sleep
+                asyncio.get_running_loop().call_later(0.12, strike_now, c, leads)
+            await Pool.use(pool, leads, move)
+            if is_first and when == "after":
+                strike_now(c, leads)
+
+        vars(pool)["use"] = use
+
+    options = dict(UNBROKEN, tail=0.3, prepare=in_parts_of(3), prepare_controller=prepare_controller)
+    controllers, _ = simulate("fused", 4, **options)
+    assert struck
+    check_as_unbroken(controllers)
+
+
+def test_a_stop_in_the_middle_of_a_tail():
+    """It saves the state of the step's start, with engines of both roles awake."""
+    unbroken, _ = simulate("fused", 4, tail=0.3, **UNBROKEN)
+    moment = next(mark.time for mark in unbroken[0].report.marks if mark.kind == "tail" and mark.step == 1)
+
+    def ask(servers, controllers):
+        controllers[2].stop.asked = 15
+
+    controllers, _ = simulate("fused", 4, tail=0.3, events=[(moment + 0.3, ask)], **UNBROKEN)
+    assert [c.stopping for c in controllers] == [15] * 4
+    assert {c.checkpoints.saved[0][0] for c in controllers} == {1}
+    assert trained(controllers, 0) == trained(unbroken, 0)
+
+
+def test_whoever_moves_is_dealt():
+    """Requests that move at once go to the kept engines in turns: none gets two more than another."""
+    deals = defaultdict(Counter)  # number of the deal -> requests by engine, all controllers'
+
+    def prepare_controller(c):
+        pool, numbers = c.placement.rollout, count()
+
+        async def deal(leads):
+            await Pool._deal(pool, leads)
+            deals[next(numbers)].update(rank for ranks in pool._dealt.values() for rank in ranks)
+
+        vars(pool)["_deal"] = deal
+
+    options = dict(UNBROKEN, tail=0.9, prompts_per_step=32, steps=2)
+    latency = TokenLatency(0.01, 0.01 / 50)  # so that the tail keeps 3 engines of 8
+    with mock.patch.object(rollout, "token_latency", lambda *_: latency):
+        simulate("fused", 8, prepare_controller=prepare_controller, **options)
+    moved = [dealt for dealt in deals.values() if dealt]
+    assert max(sum(dealt.values()) for dealt in moved) > 10 and max(map(len, moved)) == 3
+    assert all(max(dealt.values()) - min(dealt.values()) <= 1 for dealt in moved)
+
+
+# ---------------------------------------------------------------- which tail
+
+
+def test_histogram_keeps_lengths_to_a_tenth():
+    for length in (1, 2, 7, 30, 100, 4096, 100_000):
+        (number,) = (n for n, count in enumerate(histogram([length])) if count)
+        assert 0.9 < 2 ** (number / 4) / length < 1.1
+    assert sum(histogram([10**9, 0])) == 2 and sum(histogram([])) == 0
+
+
+def test_the_fluid_model_by_hand():
+    """16 answers of 16 tokens and 4 of 64, on 2 engines of each role; critiques of 8 tokens; swaps of 1 s."""
+    lengths = histogram([16] * 16 + [64] * 4)
+    model = FluidModel((2, 2), TokenLatency(1.0, 0.1), TokenLatency(1.0, 0.0), 100, 1.0)
+    written = 16 * (1 + 0.1 * 10) + 48 * (1 + 0.1 * 2)
+    assert model.seconds(0.0, lengths, 20, 8) == pytest.approx(written + 1 + 8)  # all take turns
+    tail = 16 * 2.0 + 1 + 48 * (1 + 0.1 * 4)  # the four go on together; the others are judged meanwhile
+    assert model.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + 8)
+    slow = FluidModel((2, 2), TokenLatency(1.0, 0.1), TokenLatency(1.0, 1.0), 100, 1.0)
+    beside = 16 * 2.0 + 1 + 8 * (1 + 16)  # 16 critiques on one engine take longer than the tail
+    assert slow.seconds(0.2, lengths, 20, 8) == pytest.approx(max(beside, tail + 8 * (1 + 4 / 2)))
+
+
+@pytest.mark.parametrize("workload", ["tail", "longer tail"])
+def test_the_model_says_what_steps_take(workload):
+    """With the engines' true latencies, within 10 % of the controllers on engines that decode in steps."""
+    latency, (_, _, critique, _) = TokenLatency(FIXED_S, PER_REQUEST_S), WORKLOADS[workload]
+    for tail in (0.0, 0.1, 0.2, 0.9):
+        controllers, _ = simulate("fused", 4, tail=tail, **settings_of(workload))
+        history = controllers[0].state.history[1:]
+        model = FluidModel((4, 4), latency, latency, 128, 0.3)
+        said = [model.seconds(tail, stats.lengths, 128, critique + 1) for stats in history]
+        assert median(said) == pytest.approx(median(seconds_of(controllers)), rel=0.1), tail
+
+
+@pytest.mark.parametrize("workload", ["tail", "longer tail"])
+def test_fusion_pays_on_a_tail(workload):
+    """Serving seconds: fused at its best tail against full and the best split; a U over the tail."""
+    sides = {"full": dict(mode="full")} | {f"fused {t:g}": dict(mode="fused", tail=t) for t in (0, 0.2, 0.9)}
+    sides |= {f"{n}|{4 - n}": dict(mode="partial", rollout_ranks=n) for n in (1, 2, 3)}
+    runs = {
+        name: simulate(side.pop("mode"), 4, **side, **settings_of(workload))[0]
+        for name, side in sides.items()
+    }
+    assert all(batches(run) == batches(runs["full"]) for run in runs.values())
+    seconds = {name: median(seconds_of(run)) for name, run in runs.items()}
+    best = seconds["fused 0.2"]
+    assert best <= 0.85 * seconds["full"] and best <= 0.95 * min(seconds[f"{n}|{4 - n}"] for n in (1, 2, 3))
+    assert min(seconds["fused 0"], seconds["fused 0.9"]) >= 1.05 * best
+
+
+@pytest.mark.parametrize("tail", [0.05, 0.9])
+@pytest.mark.parametrize("workload", ["tail", "longer tail"])
+def test_the_tail_finds_its_place(workload, tail):
+    """Within 5 % of the best fixed one after 15 steps, wherever it began."""
+    fixed = [
+        median(seconds_of(simulate("fused", 4, tail=t, **settings_of(workload))[0]))
+        for t in (0.05, 0.1, 0.2, 0.3, 0.5)
+    ]
+    settled = settings_of(workload, steps=20)
+    controllers, _ = simulate("fused", 4, tail=tail, rebalance=True, **settled)
+    assert median(seconds_of(controllers, 15)) <= 1.05 * min(fixed)
+    tails = [stats.split.tail for stats in controllers[0].state.history]
+    assert sum(a != b for a, b in pairwise(tails)) <= 5
+
+
+def test_auto_takes_fusion_where_it_pays():
+    """It measures all three modes, and then takes what is within 5 % of the best tail."""
+    controllers, _ = simulate("auto", 4, **settings_of("tail", steps=24))
+    history = controllers[0].state.history
+    assert {stats.split.mode for stats in history[:9]} == {"full", "partial", "fused"}
+    best, _ = simulate("fused", 4, tail=0.2, **settings_of("tail", steps=24))
+    assert median(seconds_of(controllers, 12)) <= 1.05 * median(seconds_of(best, 12))

@@ -1,0 +1,391 @@
+"""Pipeline schedules: by hand, against every constraint, and on RLHFuse's published instances."""
+
+import ast
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduling import pipeline
+from scheduling.pipeline import (
+    MOST_MEMORY,
+    SCHEDULES,
+    Pipe,
+    Task,
+    base_memory,
+    bound,
+    evaluate,
+    fused,
+    interleaved,
+    one_after_another,
+    read_instances,
+    search,
+)
+
+ROOT = Path(__file__).parent.parent
+TABLE3 = Path(__file__).parent / "rlhfuse_table3.json"
+INSTANCES = read_instances(str(TABLE3))
+PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_text())}
+
+
+def words(tasks: list[Task]) -> str:
+    """F10 is the forward pass of stage 1 over micro-batch 0."""
+    return " ".join(f"{'B' if task.backward else 'F'}{task.stage}{task.micro_batch}" for task in tasks)
+
+
+def table_from(*ranks: str) -> list[list[Task]]:
+    return [[Task(0, int(w[1]), w[0] == "B", int(w[2])) for w in rank.split()] for rank in ranks]
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_1f1b_by_hand():
+    """Two ranks, three micro-batches; forward 1, backward 2."""
+    pipes = [Pipe((0, 1), 3)]
+    table = one_after_another(pipes)
+    assert [words(tasks) for tasks in table] == ["F00 F01 B00 F02 B01 B02", "F10 B10 F11 B11 F12 B12"]
+    latency, memory, starts = evaluate(pipes, table)
+    assert (latency, memory) == (12, 2) == (bound(pipes), base_memory(pipes))
+    assert [starts[task] for task in table[0]] == [0, 1, 4, 6, 7, 10]
+    assert [starts[task] for task in table[1]] == [1, 2, 4, 5, 7, 8]
+
+
+def test_interleaved_by_hand():
+    """Megatron-LM's order for two ranks with two stages each and four micro-batches; a sixth less idle."""
+    pipes = [Pipe((0, 1, 0, 1), 4)]
+    assert [words(tasks) for tasks in interleaved(pipes)] == [
+        "F00 F01 F20 F21 F02 B20 F03 B21 F22 B00 F23 B01 B22 B23 B02 B03",
+        "F10 F11 F30 B30 F31 B31 F12 B10 F13 B11 F32 B32 F33 B33 B12 B13",
+    ]
+    plain = [Pipe((0, 1), 4, forward=2, backward=4)]
+    assert evaluate(pipes, interleaved(pipes)).latency == 27
+    assert evaluate(plain, one_after_another(plain)).latency == 30
+
+
+def test_interleaved_by_hand_with_a_last_turn_that_is_short():
+    """As if there were a fourth micro-batch."""
+    assert [words(tasks) for tasks in interleaved([Pipe((0, 1, 0, 1), 3)])] == [
+        "F00 F01 F20 F21 F02 B20 B21 F22 B00 B01 B22 B02",
+        "F10 F11 F30 B30 F31 B31 F12 B10 B11 F32 B32 B12",
+    ]
+
+
+def test_fused_fills_the_idle_time_of_two_ranks():
+    """Two pipes of opposite directions over two micro-batches: no rank is ever idle."""
+    pipes = [Pipe((0, 1), 2), Pipe((1, 0), 2)]
+    assert evaluate(pipes, one_after_another(pipes)).latency == 17
+    assert evaluate(pipes, fused(pipes)).latency == 12 == bound(pipes)
+
+
+def test_one_stage_is_serial():
+    """A pipe after the other, a micro-batch after the other."""
+    pipes = [Pipe((0,), 2), Pipe((0,), 1)]
+    for schedule in SCHEDULES.values():
+        assert words(schedule.table(pipes)[0]) == "F00 B00 F01 B01 F00 B00"
+
+
+@pytest.mark.parametrize("make", [one_after_another, fused])
+def test_two_stages_of_a_pipe_on_a_rank_are_for_the_interleaved_schedule(make):
+    with pytest.raises(ValueError, match="pipe 0 has several stages on a rank"):
+        make([Pipe((0, 1, 0, 1), 4)])
+
+
+def test_interleaved_stages_go_round():
+    with pytest.raises(ValueError, match=r"pipe 0 don't go round its ranks: \(0, 1, 1, 0\)"):
+        interleaved([Pipe((0, 1, 1, 0), 4)])
+
+
+def test_ranks_that_wait_for_each_other():
+    """Rank 0 for rank 1's backward pass, which has its forward pass after that."""
+    table = table_from("F00 B00 F01 B01", "F11 B11 F10 B10")
+    with pytest.raises(ValueError, match="ranks wait for each other"):
+        evaluate([Pipe((0, 1), 2)], table)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ("F00", "F10 B10"),  # lacks a task
+        ("F00 B00 B00", "F10 B10"),  # repeats one
+        ("F00 B00 F10", "B10"),  # has one on another rank
+        ("F00 B00",),  # lacks a rank
+        ("F00 B00", "F10 B10", ""),  # has one too many
+    ],
+)
+def test_a_table_of_other_tasks(ranks):
+    with pytest.raises(ValueError, match="lacks tasks, repeats them or has them on other ranks"):
+        evaluate([Pipe((0, 1), 1)], table_from(*ranks))
+
+
+# ---------------------------------------------------------------- against every constraint
+
+
+def check(pipes: list[Pipe], table) -> tuple[float, float]:
+    """Latency and peak memory, and every constraint, straight from the definition.
+
+    Each task once, in its rank; no start that could be earlier, none that is too early; a stage's forward
+    passes in the order of the micro-batches, as its backward passes: sums of gradients depend on it.
+    """
+    starts = evaluate(pipes, table).starts
+    duration = {
+        task: pipes[task.pipe].backward if task.backward else pipes[task.pipe].forward for task in starts
+    }
+    count = 0
+    for number, pipe in enumerate(pipes):
+        last = len(pipe.ranks) - 1
+        for stage, rank in enumerate(pipe.ranks):
+            for backward in (False, True):
+                same = [t for t in table[rank] if t[:3] == (number, stage, backward)]
+                assert [t.micro_batch for t in same] == list(range(pipe.micro_batches))
+                count += len(same)
+        for i in range(pipe.micro_batches):
+            path = [Task(number, s, False, i) for s in range(last + 1)]
+            path += [Task(number, s, True, i) for s in range(last, -1, -1)]
+            for task, after in itertools.pairwise(path):
+                assert starts[after] >= starts[task] + duration[task]
+    assert count == len(starts) == sum(map(len, table))
+    peak = 0.0
+    for tasks in table:
+        held = 0.0
+        for i, task in enumerate(tasks):
+            ready = [0.0] if i == 0 else [starts[tasks[i - 1]] + duration[tasks[i - 1]]]
+            forward = not task.backward
+            before = task._replace(stage=task.stage + (-1 if forward else 1))
+            ready += [starts[before] + duration[before]] if before in starts else []
+            ready += [] if forward else [starts[task._replace(backward=False)] + pipes[task.pipe].forward]
+            assert starts[task] == max(ready)
+            held += pipes[task.pipe].memory * (1 if forward else -1)
+            peak = max(peak, held)
+        assert abs(held) < 1e-9
+    return max(starts[task] + duration[task] for task in starts), peak
+
+
+durations = st.sampled_from([0.3, 0.5, 1.0, 1.7, 2.0, 5.0])
+
+
+@st.composite
+def several_pipes(draw, stages_per_rank: int = 1) -> list[Pipe]:
+    """One to three, over all of up to five ranks or some neighbours, in one direction or the other."""
+    size, found = draw(st.integers(1, 5)), []
+    for _ in range(draw(st.integers(1, 3))):
+        first = draw(st.integers(0, size - 1))
+        ranks = tuple(range(first, draw(st.integers(first + 1, size))))
+        ranks = (ranks[::-1] if draw(st.booleans()) else ranks) * stages_per_rank
+        found.append(Pipe(ranks, draw(st.integers(1, 6)), draw(durations), draw(durations), draw(durations)))
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(data=st.data())
+def test_every_schedule(name, data):
+    """Valid, evaluated exactly, no faster than the bound; fused no slower than one after another."""
+    schedule = SCHEDULES[name]
+    pipes = data.draw(several_pipes(schedule.stages_per_rank))
+    table = schedule.table(pipes)
+    latency, memory, _ = evaluate(pipes, table)
+    assert (latency, memory) == check(pipes, table)
+    assert latency >= bound(pipes) * (1 - 1e-9)
+    if schedule.fuses:
+        assert latency <= evaluate(pipes, one_after_another(pipes)).latency * (1 + 1e-9)
+        assert memory <= MOST_MEMORY * base_memory(pipes) * (1 + 1e-6)
+
+
+@given(p=st.integers(1, 5), chunks=st.integers(1, 4), micro_batches=st.integers(1, 13))
+def test_interleaved_takes_any_number_of_micro_batches(p, chunks, micro_batches):
+    """At the bound where Megatron's rule holds; a short last turn costs at most its missing micro-batches."""
+    pipes = [Pipe(tuple(range(p)) * chunks, micro_batches)]
+    latency, memory = check(pipes, interleaved(pipes))
+    whole = [pipes[0]._replace(micro_batches=-(-micro_batches // p) * p)]
+    assert latency <= evaluate(whole, interleaved(whole)).latency
+    assert memory <= min(micro_batches * chunks, p * (chunks + 1))
+    if micro_batches % p == 0:
+        assert latency == bound(pipes) == 3 * (micro_batches * chunks + p - 1)
+
+
+def test_a_table_may_be_altered():
+    """It is a copy: who asks again gets the whole one."""
+    pipes = [Pipe((0, 1), 2), Pipe((1, 0), 2)]
+    fused(pipes)[0].clear()
+    evaluate(pipes, fused(pipes))
+
+
+def test_every_process_finds_the_same_table():
+    """Whatever the order of its sets: ranks that disagreed would wait for each other."""
+    pipes = [Pipe((0, 1, 2), 5, 1.0, 1.7), Pipe((2, 1, 0), 3, 0.6, 1.1), Pipe((1, 0), 2)]
+    program = f"from scheduling.pipeline import *; print(repr(fused({pipes!r})))"
+    answers = [
+        subprocess.check_output(
+            [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, text=True
+        )
+        for seed in ("1", "2")
+    ]
+    assert answers[0].strip() == answers[1].strip() == repr(fused(pipes))
+
+
+@pytest.mark.parametrize("ranks,micro_batches", [(2, 4), (3, 5), (4, 4), (4, 16)])
+def test_small_pipelines_are_fused_in_a_moment(ranks, micro_batches):
+    """In half a second of a CPU, once for a number of micro-batches; the limit is for a slow one."""
+    stages = tuple(range(ranks))
+    pipes = [Pipe(stages, micro_batches, 1.0, 2.1), Pipe(stages[::-1], micro_batches, 0.7, 1.3)]
+    search.cache_clear()
+    start = time.process_time()
+    latency = evaluate(pipes, fused(pipes)).latency
+    assert time.process_time() - start < 3
+    assert latency < 0.97 * evaluate(pipes, one_after_another(pipes)).latency
+
+
+# ---------------------------------------------------------------- RLHFuse's table 3
+
+
+def greedy(pipes: list[Pipe]) -> list[list[Task]]:
+    """The authors' baseline: what can start first, backward passes before others.
+
+    Of a smaller pipe only what ends before the rank's next task of the first pipe could start.
+    """
+    table = [[] for _ in range(1 + max(max(pipe.ranks) for pipe in pipes))]
+    free, ends = [0.0] * len(table), {}
+    queues = {}  # of each direction of a stage
+    for number, pipe in enumerate(pipes):
+        for stage, backward in itertools.product(range(len(pipe.ranks)), (False, True)):
+            queues[number, stage, backward] = [
+                Task(number, stage, backward, i) for i in reversed(range(pipe.micro_batches))
+            ]
+
+    def able(rank: int) -> list[tuple]:
+        found = []
+        for number, pipe in enumerate(pipes):
+            for backward in (False, True) if rank in pipe.ranks else ():
+                stage = pipe.ranks.index(rank)
+                needed = None
+                if queue := queues[number, stage, backward]:
+                    needed = pipeline.needs(pipes, queue[-1])
+                if needed is not None and all(need in ends for need in needed):
+                    start = max([free[rank], *(ends[need] for need in needed)])
+                    found.append((start, not backward, rank, queue[-1]))
+        limit = min((start for start, _, _, task in found if task.pipe == 0), default=math.inf)
+        return [c for c in found if c[3].pipe == 0 or c[0] + duration(c[3]) <= limit]
+
+    def duration(task: Task) -> float:
+        return pipes[task.pipe].backward if task.backward else pipes[task.pipe].forward
+
+    candidates = [able(rank) for rank in range(len(table))]
+    while any(candidates):
+        start, _, rank, task = min(itertools.chain(*candidates))
+        queues[task[:3]].pop()
+        free[rank] = ends[task] = start + duration(task)
+        table[rank].append(task)
+        after = task.stage + (-1 if task.backward else 1)
+        stages = pipes[task.pipe].ranks
+        for changed in {rank, stages[after]} if 0 <= after < len(stages) else {rank}:
+            candidates[changed] = able(changed)
+    return table
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_the_evaluation_is_the_published_one(name):
+    """Latency and memory of the authors' greedy schedule, and their lower bound."""
+    pipes, published = INSTANCES[name], PUBLISHED[name]
+    latency, memory, _ = evaluate(pipes, greedy(pipes))
+    assert (latency, round(memory, 2)) == tuple(published["greedy"].values())
+    assert bound(pipes) == published["bound"]
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_fused_is_as_fast_as_published(name):
+    """By an order that meets the bound; 65B/33B 16/16 64/64 is faster than published."""
+    pipes, published = INSTANCES[name], PUBLISHED[name]
+    latency, memory = check(pipes, fused(pipes))
+    assert latency == published["bound"] <= published["published"]["latency"]
+    assert memory <= MOST_MEMORY * base_memory(pipes) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_fused_does_not_need_luck(seed):
+    """The one instance whose published schedule is slower than the bound, by other draws."""
+    pipes = INSTANCES["65B/33B 16/16 64/64"]
+    assert evaluate(pipes, search(tuple(pipes), seed)).latency < 613
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "scheduling.pipeline", *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+
+
+def test_the_command_prints_a_row_of_each_instance(tmp_path):
+    """One instance, too, and without a name."""
+    path = tmp_path / "pipes.json"
+    two = [{"ranks": [0, 1], "micro_batches": 2}, {"ranks": [1, 0], "micro_batches": 2, "memory": 0.5}]
+    path.write_text(json.dumps({"pipes": two}))
+    ended = run(str(path))
+    assert ended.returncode == 0, ended.stderr
+    head, row = ended.stdout.splitlines()
+    assert head.split()[:4] == ["instance", "bound", "serial", "fused"]
+    assert row.split()[:6] == ["0", "12", "17", "12", "1.000", "1.42"]
+
+
+GOOD = {"ranks": [0, 1], "micro_batches": 2}
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        ("{", "Expecting property name"),
+        ("[3]", "TypeError"),
+        ("[[]]", "TypeError"),
+        ({"name": "a"}, "KeyError('pipes')"),
+        ({"name": "a", "pipes": []}, "an instance needs `pipes`"),
+        ({"name": "a", "pipes": [[]]}, "TypeError"),
+        ({"name": "a", "pipes": [GOOD, {"micro_batches": 1}]}, "KeyError('ranks')"),
+        ({"name": "a", "pipes": [GOOD, {"ranks": [0]}]}, "'micro_batches'"),
+        ({"name": "a", "pipes": [GOOD | {"ranks": [0, 0]}]}, "a pipe can't have ranks=(0, 0)"),
+        ({"name": "a", "pipes": [GOOD | {"ranks": [-1, 0]}]}, "a pipe can't have ranks=(-1, 0)"),
+        ({"name": "a", "pipes": [GOOD | {"ranks": []}]}, "a pipe can't have ranks=()"),
+        ({"name": "a", "pipes": [GOOD | {"ranks": 3}]}, "TypeError"),
+        ({"name": "a", "pipes": [GOOD | {"ranks": ["0"]}]}, "'str' object"),
+        ({"name": "a", "pipes": [GOOD | {"ranks": [0.5]}]}, "'float' object"),
+        ({"name": "a", "pipes": [GOOD | {"micro_batches": 2.0}]}, "'float' object"),
+        ({"name": "a", "pipes": [GOOD | {"micro_batches": 0}]}, "micro_batches=0"),
+        ({"name": "a", "pipes": [GOOD | {"forward": 0}]}, "[0, 2.0, 1.0]"),
+        ({"name": "a", "pipes": [GOOD | {"forward": "1"}]}, "TypeError"),
+        ({"name": "a", "pipes": [GOOD | {"backward": math.inf}]}, "[1.0, inf, 1.0]"),
+        ({"name": "a", "pipes": [GOOD | {"memory": math.nan}]}, "[1.0, 2.0, nan]"),
+        ({"name": "a", "pipes": [GOOD | {"foward": 1}]}, "'foward'"),
+    ],
+)
+def test_a_file_with_an_error(tmp_path, monkeypatch, capsys, content, message):
+    """Said in one line, with the file and what is wrong in it; the status is 2."""
+    path = tmp_path / "pipes.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        pipeline.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"error: {path}: ") and message in said
+    assert said.count("\n") == 1
+
+
+def test_the_command_ends_in_2_on_an_error(tmp_path):
+    ended = run(str(tmp_path / "none.json"))
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith(f"error: {tmp_path}/none.json: ") and ended.stderr.count("\n") == 1
+    assert run().returncode == 2
+
+
+def test_only_the_standard_library():
+    """Every controller plans, and the preview of a run on a laptop."""
+    tree = ast.parse(Path(pipeline.__file__).read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in imported} - {"config"} <= sys.stdlib_module_names
