@@ -288,5 +288,7 @@ def read_part(event: dict, written: int) -> Answer:
     spans = info.get("weight_versions") or [{"version": info["weight_version"], "start": 0, "end": total}]
     versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])][written:]
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""
+    if finish == "abort":  # SGLang didn't look at the last token: it may be the answer's end, and comes again
+        rows, versions = rows[:-1], versions[:-1]
     tokens, logprobs = [token for _, token, _ in rows], [logprob for logprob, _, _ in rows]
     return Answer(event["index"], tokens, logprobs, finish, versions, info.get("cached_tokens", 0))
