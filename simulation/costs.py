@@ -46,18 +46,24 @@ class Model(NamedTuple):
         return BYTES * 2 * self.layers * self.kv_width
 
 
+FULL = 16  # sequences from which an engine doesn't read prompts between any two decode steps
+
+
 @dataclass(frozen=True)
 class Decode:
     """A decode step of b sequences with c tokens in all takes `fixed + each * b + context * c` seconds.
 
-    prefill: seconds a prompt token. most: sequences at once. kv_tokens: room for contexts. steps: decode
-    steps that one token of the simulation stands for.
+    prefill: seconds a prompt token, after `read` for all that are read at once. apart: decode steps between
+    two such passes, from FULL sequences on. most: sequences at once. kv_tokens: room for contexts. steps:
+    decode steps that one token of the simulation stands for.
     """
 
     fixed: float
     each: float = 0.0
     context: float = 0.0
     prefill: float = 0.0
+    read: float = 0.0
+    apart: int = 0
     most: int = 256
     kv_tokens: float = math.inf
     steps: int = 1
