@@ -3,8 +3,8 @@
     python papers/measured.py            published/measured_modes.csv beside the simulation of that set-up
     python papers/measured.py --real     measure again, about 20 minutes of an idle machine, then the same
 
-Four ranks serve bench/modes.py's workloads with a pace (a decode step of 20 ms, and 1 ms a sequence). Two
-constants were fitted on the workload `short` alone; the others are predicted, in seconds of serving a step.
+Four ranks serve bench/modes.py's workloads with a pace (a decode step of 20 ms, and 1 ms a sequence). One
+constant was fitted, on the workload `short` alone; the others are predicted, in seconds of serving a step.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ class GivenLengths(Lengths):
 
 def serving_s(name: str, side: str, constants: dict[str, dict]) -> float:
     """Seconds of serving a step, in the median as bench/modes.py takes it."""
-    engine, moves = constants["engine"], constants["moves"]
-    decode = Decode(**{key: engine[key] for key in ("fixed", "each", "prefill", "read", "apart")})
-    swap = Moves(moves["sleep_s"], moves["wake_s"])
-    work = Given(engine["prompt"], GivenLengths(0, 0, 200, name), Lengths(CRITIQUE, 0, CRITIQUE), name=name)
+    set_up, engine = constants["set_up"], constants["engine"]
+    fixed, each = set_up["fixed"], set_up["each"]
+    decode = Decode(fixed, each, read=fixed + each, apart=set_up["apart"])
+    swap = Moves(engine["swap_s"] / 2, engine["swap_s"] / 2)
+    lengths, keep = (GivenLengths(0, 0, 200, name), Lengths(CRITIQUE, 0, CRITIQUE)), WORKLOADS[name].keep
+    work = Given(set_up["prompt"], *lengths, keep, name=name)
     cluster = Cluster(
         {"rollout": decode, "genrm": decode}, Passes(0.0), moves={"rollout": swap, "genrm": swap}, meeting_s=0.05
     )
@@ -96,7 +98,7 @@ def measure() -> None:
             seconds[row["workload"], row["side"]].append(row["metrics"]["time/serve_s"])
     with MEASURED.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(Point._fields)
+        table.writerow(Point._fields[:-1])
         for (name, side), each in seconds.items():
             low, middle, high = statistics.quantiles(each, n=4)
             what = (name, "nanoYATT", side, str(RANKS), "serving", "s", f"{middle:.3f}")
