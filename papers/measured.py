@@ -23,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.workloads import CRITIQUE, WORKLOADS, is_kept, length_of
 from papers.tables import ROOT, Paper, Point, Row, command
+from rollout import MEETING_INTERVAL_S
+from scheduling.costs import Decode, Passes
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Decode, Moves, Passes
+from simulation.costs import Moves
 
 RANKS, STEPS, FIRST_COUNTED = 4, 5, 1
 MEASURED = ROOT / "published" / "measured_modes.csv"
@@ -59,9 +61,9 @@ def serving_s(name: str, side: str, constants: dict[str, dict]) -> float:
     swap = Moves(engine["swap_s"] / 2, engine["swap_s"] / 2)
     lengths, keep = (GivenLengths(0, 0, 200, name), Lengths(CRITIQUE, 0, CRITIQUE)), WORKLOADS[name].keep
     work = Given(set_up["prompt"], *lengths, keep, name=name)
-    cluster = Cluster(
-        {"rollout": decode, "genrm": decode}, Passes(0.0), moves={"rollout": swap, "genrm": swap}, meeting_s=0.05
-    )
+    roles = ("rollout", "genrm")
+    moves = dict.fromkeys(roles, swap)
+    cluster = Cluster(dict.fromkeys(roles, decode), Passes(0.0), moves=moves, meeting_s=MEETING_INTERVAL_S)
     mode, _, tail = side.partition(" ")
     how = dict(tail=float(tail)) if tail else {}
     if "|" in side:
@@ -82,7 +84,7 @@ def figure(name: str):
 
 
 def ordered(rows: list[Row]) -> tuple[int, int]:
-    """Of the pairs of a figure's rows whose measured seconds differ by more than PAIR: right ones, and all."""
+    """Pairs of a figure's predicted rows that were measured more than PAIR apart: those in order, and all."""
     pairs = [(a, b) for a, b in combinations(rows, 2) if a.figure == b.figure and a.kind == "predicted"]
     apart = [(a, b) for a, b in pairs if abs(a.theirs / b.theirs - 1) > PAIR]
     return sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in apart), len(apart)

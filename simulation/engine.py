@@ -17,8 +17,9 @@ from itertools import filterfalse
 from typing import NamedTuple
 
 from engines.engine import Answer, Request
+from scheduling.costs import FULL, Decode
 from simulation.clock import VirtualClock
-from simulation.costs import FULL, Decode, Moves
+from simulation.costs import Moves
 
 LOGPROB = -0.5  # of every token
 LEAST = 1e-6  # of a decode step: less is rounding

@@ -15,20 +15,10 @@ import controller
 import rollout
 from engines.engine import Request, Sampling
 from sample import Sample
+from scheduling.costs import FULL, Decode, Device, Model, Passes, decode_of, passes_of
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import (
-    FULL,
-    Decode,
-    Device,
-    Model,
-    Moves,
-    Passes,
-    coarse,
-    decode_of,
-    moves_of,
-    passes_of,
-)
+from simulation.costs import Moves, coarse, moves_of
 from simulation.engine import Batch, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.trainers import SimulatedTrainer
