@@ -6,8 +6,9 @@
     python tests/chaos.py --counted [--steps 40] [--mode MODE]  4 resumes where timing decides
 
 A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a
-stopped launcher or command goes on after a while, a rank once all is written: only torchrun waits), replies of engines that are lost or late
-(broken_replies.py), a full disk under the checkpoints, a flipped byte in a checkpoint, a signal to stop. It
+stopped launcher or command goes on after a while, a rank once all is written: only torchrun waits for it),
+replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a flipped
+byte in a checkpoint, a signal to stop. It
 is started again with the same command until its steps are done. Then metrics.jsonl equals the unbroken run's
 in every column that doesn't depend on timing, and the final weights are bit-equal; or it ended with a clear
 stop of docs/faults.md. No process may be left behind, and no start may take longer than DEADLINE_S. What the
