@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -25,13 +26,14 @@ from bench.workloads import CRITIQUE, WORKLOADS, is_kept, length_of
 from papers.tables import ROOT, Paper, Point, Row, command
 from rollout import MEETING_INTERVAL_S
 from scheduling.costs import Decode, Passes
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
 from simulation.costs import Moves
 
-RANKS, STEPS, FIRST_COUNTED = 4, 5, 1
+RANKS, STEPS = 4, 5  # the first step isn't counted
 MEASURED = ROOT / "published" / "measured_modes.csv"
 SIDES = ("full", "1|3", "2|2", "3|1", "fused 0.2")
-BENCH = ["bench/modes.py", "--ranks", str(RANKS), "--pace", "20,1", "--moving", "0", "--sides", *SIDES]
+BENCH = ["bench/modes.py", "--ranks", str(RANKS), "--pace", "20,1", "--moving", "0", "--repeats", "1"]
+BENCH += ["--figure", "runs/bench/measured.png", "--sides", *SIDES]
 PAIR = 0.05  # two sides that differ by less are as good as each other
 
 
@@ -53,28 +55,32 @@ class GivenLengths(Lengths):
         return length_of(self.name, prompt_id, index)
 
 
-def serving_s(name: str, side: str, constants: dict[str, dict]) -> float:
-    """Seconds of serving a step, in the median as bench/modes.py takes it."""
-    set_up, engine = constants["set_up"], constants["engine"]
+def simulate(name: str, side: str, constants: dict[str, dict], steps: int) -> list[StepFacts]:
+    """A workload on the measured set-up. side: as bench/modes.py names it."""
+    set_up, swap_s = constants["set_up"], constants["engine"]["swap_s"]
     fixed, each = set_up["fixed"], set_up["each"]
     decode = Decode(fixed, each, read=fixed + each, apart=set_up["apart"])
-    swap = Moves(engine["swap_s"] / 2, engine["swap_s"] / 2)
+    roles, moves = ("rollout", "genrm"), Moves(swap_s / 2, swap_s / 2)
+    how = dict(moves=dict.fromkeys(roles, moves), meeting_s=MEETING_INTERVAL_S)
+    cluster = Cluster(dict.fromkeys(roles, decode), Passes(0.0), **how)
     lengths, keep = (GivenLengths(0, 0, 200, name), Lengths(CRITIQUE, 0, CRITIQUE)), WORKLOADS[name].keep
     work = Given(set_up["prompt"], *lengths, keep, name=name)
-    roles = ("rollout", "genrm")
-    moves = dict.fromkeys(roles, swap)
-    cluster = Cluster(dict.fromkeys(roles, decode), Passes(0.0), moves=moves, meeting_s=MEETING_INTERVAL_S)
     mode, _, tail = side.partition(" ")
-    how = dict(tail=float(tail)) if tail else {}
+    choice = dict(tail=float(tail)) if tail else {}
     if "|" in side:
-        mode, how = "partial", dict(rollout_ranks=int(side.partition("|")[0]))
-    how |= dict(judgements=WORKLOADS[name].judgements, prompts_per_step=16, answers_per_prompt=8, steps=STEPS)
-    run = Simulation(mode, RANKS, work, cluster, **how)
-    return statistics.median(step.seconds["serve"] for step in run.run()[FIRST_COUNTED:])
+        mode, choice = "partial", dict(rollout_ranks=int(side.partition("|")[0]))
+    sizes = dict(prompts_per_step=16, answers_per_prompt=8, judgements=WORKLOADS[name].judgements)
+    return Simulation(mode, RANKS, work, cluster, steps=steps, **sizes, **choice).run()
 
 
-def figure(name: str):
-    """The rows of one workload."""
+def serving_s(name: str, side: str, constants: dict[str, dict], steps=STEPS, first_counted=1) -> float:
+    """Seconds of serving a step, in the median."""
+    counted = simulate(name, side, constants, steps)[first_counted:]
+    return statistics.median(step.seconds["serve"] for step in counted)
+
+
+def figure(name: str) -> Callable[[Paper], list[Row]]:
+    """What makes the rows of a workload."""
 
     def rows(paper: Paper) -> list[Row]:
         points = paper.of(name)[:: 2 if paper.quick else 1]
@@ -92,11 +98,10 @@ def ordered(rows: list[Row]) -> tuple[int, int]:
 
 def measure() -> None:
     """Run bench/modes.py, and keep the medians of what it measured."""
-    names = [name for name in WORKLOADS if name != "tail-judged"]
-    subprocess.run([sys.executable, *BENCH, "--workloads", *names], cwd=ROOT.parent, check=True)
+    subprocess.run([sys.executable, *BENCH, "--workloads", *FIGURES], cwd=ROOT.parent, check=True)
     seconds = defaultdict(list)
     for row in json.loads((ROOT.parent / "runs" / "bench" / f"modes-{RANKS}.json").read_text()):
-        if row["step"] >= FIRST_COUNTED:
+        if row["step"]:
             seconds[row["workload"], row["side"]].append(row["metrics"]["time/serve_s"])
     with MEASURED.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -108,8 +113,10 @@ def measure() -> None:
             table.writerow([*what, spread, "RUN", "papers/measured.py --real", "-", f"{len(each)} steps"])
 
 
+FIGURES = {name: figure(name) for name in WORKLOADS if name != "tail-judged"}
+
 if __name__ == "__main__":
     if "--real" in sys.argv:
         sys.argv.remove("--real")
         measure()
-    sys.exit(command("measured", __doc__, {name: figure(name) for name in WORKLOADS}, sys.argv[1:]))
+    sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:]))

@@ -21,6 +21,7 @@ from scheduling.rebalance import (
     choose_split,
     fit,
     mean_work,
+    token_latency,
 )
 
 STEPS = 60
@@ -297,6 +298,20 @@ def test_a_latency_is_found():
     assert latency.per_request == pytest.approx(0.002, rel=0.05)
     assert fit([(10.0, 0.04)] * 5) == (pytest.approx(0.02), pytest.approx(0.002))
     assert fit([(10.0, 0.4)] * 5 + [(10.0, 0.04)] * 50).fixed == pytest.approx(0.02, rel=0.05)
+
+
+def test_each_mode_has_its_own_pace():
+    """Side by side, prompts come one by one, and each holds up what is written; in turns they don't."""
+
+    def step(split, in_flight, token_s):
+        stats = RequestStats(100, 10, request_s=100 * token_s, in_flight=in_flight, requests=10)
+        return StepStats(split, stats, stats, 1, 1.0, 0.0, 0.0)
+
+    history = [step(Split("partial", 2, 2), 50.0, 0.08), step(Split("full", 4, 4), 120.0, 0.05)]
+    partial, full = (token_latency(history, "genrm", 1, mode) for mode in ("partial", "full"))
+    assert partial == (pytest.approx(0.04), pytest.approx(0.0016))  # 25 in an engine
+    assert full == (pytest.approx(0.025), pytest.approx(0.025 / 30))
+    assert token_latency(history, "genrm", 1, "fused").per_request == 0.0  # of all: more are no slower
 
 
 def test_the_work_ahead_has_no_longer_answers_than_the_steps_had():

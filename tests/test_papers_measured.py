@@ -1,0 +1,47 @@
+"""The simulation beside what real engines took, on the set-up of bench/modes.py with a pace."""
+
+import random
+import statistics
+
+import pytest
+
+from bench.workloads import WORKLOADS, is_kept, length_of
+from papers import measured
+from papers.tables import ROOT, Paper, Row, read_constants, read_points
+
+PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))
+
+
+def test_the_simulation_says_what_was_measured():
+    """One constant, fitted on `short`: the other workloads' seconds, and which of two modes is faster."""
+    rows = [row for name in ("tail", "resample", "judge-heavy") for row in measured.FIGURES[name](PAPER)]
+    assert len(rows) == 15 and {row.kind for row in rows} == {"predicted"}
+    assert statistics.median(abs(row.error) for row in rows) < 0.10
+    right, apart = measured.ordered(rows)
+    assert apart > 20 and right >= 0.8 * apart
+
+
+BEST = [("tail-judged", "fused 0.2"), ("judge-heavy", "full"), ("resample", "2|2")]
+
+
+@pytest.mark.parametrize("name,best", BEST)
+def test_auto_ends_near_the_best(name, best):
+    """Also where each prompt that is read holds up what is written, so that modes have other paces."""
+    static = measured.serving_s(name, best, PAPER.constants)
+    assert measured.serving_s(name, "auto", PAPER.constants, steps=22, first_counted=14) < 1.05 * static
+
+
+def test_pairs_in_order():
+    kinds = dict(figure="a", setting="", unit="s", kind="predicted")
+    rows = [Row(theirs=theirs, ours=ours, **kinds) for theirs, ours in [(1.0, 5.0), (1.02, 4.0), (2.0, 4.5)]]
+    assert measured.ordered(rows) == (1, 2)  # the first two are as good as each other
+    assert measured.ordered([rows[0], rows[2]._replace(figure="b")]) == (0, 0)
+
+
+def test_workloads_are_the_same_in_every_run():
+    lengths = [length_of("tail", prompt_id, 0) for prompt_id in range(2000)]
+    assert 20 < sum(length >= 80 for length in lengths) < 90  # one in forty
+    assert all(10 <= length <= 20 or 80 <= length <= 100 for length in lengths)
+    assert 900 < sum(is_kept("resample", prompt_id) for prompt_id in range(2000)) < 1100
+    group, answer = random.Random("short 1"), random.Random("short (1, 2)")
+    assert length_of("short", 1, 2) == WORKLOADS["short"].length(group, answer)
