@@ -1,5 +1,6 @@
 # make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU 1, full
 # make test      installs into .venv, then lints and passes the tests, on the CPU
+# make papers    installs, then writes the papers' tables beside ours into docs/papers
 # make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-.PHONY: run test test-gpu lint install
+.PHONY: run test test-gpu lint install papers
 run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
 
@@ -21,6 +22,10 @@ test: install lint
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/test_gpu.py $(ARGS)
+
+papers: install
+	set -e; for paper in measured wechat_yatt rlhfuse hybridflow scale; do \
+	  $(BIN)/python papers/$$paper.py --write; done
 
 lint: install
 	$(BIN)/ruff check .
