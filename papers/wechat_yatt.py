@@ -36,7 +36,7 @@ JUDGES = {  # model, ranks of an engine
 MODELS = {"1.5B": Model(1.54e9, 28, 1536, 256), "32B": JUDGES["32B"][0]}
 MODELS |= {"30B-A3B": Model(30.5e9, 48, 2048, 512, active=3.3e9)}
 CONTEXTS = {"fastest": 100, "slowest": 2048}  # tokens: at an answer's begin, at its end
-KEEPS, SWAPS_S, SPLITS = (1.0, 0.7, 0.5), (1, 5, 20), (8, 16, 24, 32, 40, 48)
+KEEPS, SWAPS_S, SPLITS = (1.0, 0.7, 0.5), (1, 20), (8, 16, 24, 32, 40)
 PUBLISHED = (-0.241, -0.162)  # partial against full
 DISPATCHES = 5  # of a sample's media: generation, judging, reference, old log-probabilities, training
 
@@ -84,15 +84,15 @@ def partial(paper: Paper) -> list[Row]:
     rows, cells, spreads = [], {}, [1.0]
     for judge, keep in [("32B", 1.0)] if paper.quick else itertools.product(JUDGES, KEEPS):
         splits = SPLITS[2:4] if paper.quick else SPLITS
-        took = {s: partial_s(paper.constants, judge, SWAPS_S[1], keep, s) for s in splits}
+        took = {s: partial_s(paper.constants, judge, SWAPS_S[0], keep, s) for s in splits}
         best, spread = min(took, key=took.__getitem__), max(took.values()) / min(took.values())
         spreads.append(spread)
-        for swap_s in SWAPS_S[1:2] if paper.quick else SWAPS_S:
+        for swap_s in SWAPS_S[:1] if paper.quick else SWAPS_S:
             (facts,) = simulate(paper.constants, judge, "full", swap_s, keep)
             full_s = facts.seconds["serve"]
             swaps = f"{facts.waves} waves, swaps {facts.stats.swap_s / full_s:.0%} of full's {full_s:.0f} s"
             for split in dict.fromkeys((best, RANKS // 2)):
-                known = swap_s == SWAPS_S[1]
+                known = swap_s == SWAPS_S[0]
                 own = took[split] if known else partial_s(paper.constants, judge, swap_s, keep, split)
                 cell = f"{judge} judge, keep {keep:g}, swap {swap_s} s, {split}:{RANKS - split}"
                 note = f"{regime_of(own / full_s - 1)}; {swaps}; splits differ {spread:.1f} x"
