@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,15 +58,24 @@ class Tasks:
     def __init__(self):
         self.running: dict[int, asyncio.Task] = {}
         self.closed = False
+        self._over = asyncio.Event()  # all ended, or one failed
 
     def start(self, key: int, work: Coroutine) -> None:
         self.running[key] = asyncio.create_task(work)
+        self.running[key].add_done_callback(self._look)
+        self._over.clear()
+
+    def _look(self, task: asyncio.Task) -> None:
+        failed = not task.cancelled() and task.exception()
+        if failed or all(other.done() for other in self.running.values()):
+            self._over.set()
 
     async def poll(self) -> int:
         """Wait for the tasks to end, but only a moment; returns how many did. Their errors are raised."""
         if self.running:
-            first = asyncio.FIRST_EXCEPTION
-            await asyncio.wait(self.running.values(), timeout=MEETING_INTERVAL_S, return_when=first)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MEETING_INTERVAL_S):
+                    await self._over.wait()
         ended = [key for key, task in self.running.items() if task.done()]
         for task in map(self.running.pop, ended):
             if not task.cancelled():
@@ -303,7 +313,7 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
     c, sampler, unwritten = step.c, step.sampler, step.unwritten
     ended = sorted(p for p in unwritten if p not in step.tasks.running and p not in sampler.informative)
     mine = {p: step.keeps(step.groups[p]) for p in ended if not unwritten[p]}
-    num_generated = sum(not left for left in unwritten.values())
+    num_generated = [*unwritten.values()].count(0)
     left = (sum(unwritten.values()), step.judging, sum(map(len, step.groups.values())))
     meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts(), left), total_of_groups)
     follow(c, meeting)
