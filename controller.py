@@ -111,12 +111,8 @@ async def finish(c: Controller) -> int:
     return c.stopping
 
 
-def deal(facts: list[tuple[int, dict[int, list[int]]]], cost: Callable, config: Config, dp_size: int) -> tuple:
-    """Who trains on what, which all controllers work out alike (pure).
-
-    facts: each rank's data-parallel rank, and tokens of its samples by prompt_id. Returns the plan of plan_batch,
-    the rank that holds each sample, the one that gets it, and the ranks of each data-parallel rank.
-    """
+def deal(facts: list[tuple], cost: Callable[[int], int], config: Config, dp_size: int) -> tuple:
+    """From all facts: plan_batch's plan, who holds and who gets each sample, each group's ranks (pure)."""
     tokens, holders, groups = {}, {}, [[] for _ in range(dp_size)]
     for rank, (dp_rank, rows) in enumerate(facts):
         groups[dp_rank].append(rank)
@@ -145,10 +141,10 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     plan, holders, receivers, groups = deal(facts, actor.cost, c.config, actor.dp_size)
     for key, sample in mine.items():
         outgoing.setdefault(receivers[key], []).append(sample)
-    members, first = groups[actor.dp_rank], groups[actor.dp_rank][0]
+    first, *others = members = groups[actor.dp_rank]
     senders = {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
     incoming = await c.world.exchange(outgoing, senders)
-    if len(members) > 1:
+    if others:
         share = [sample for parcel in incoming.values() for sample in parcel]
         outgoing = dict.fromkeys(members, share) if c.world.rank == first else {}
         incoming = await c.world.exchange(outgoing, {first})

@@ -59,8 +59,8 @@ class Prompts:
     def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
         """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
         owners = {prompt_id: self.owners[prompt_id] for prompt_id in prompt_ids if prompt_id in self.owners}
-        counts = Counter(self.owners.values())
-        heap = sorted((counts[rank], rank) for rank in range(controllers))
+        counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
+        heap = sorted(zip(counts.values(), counts, strict=True))
         for prompt_id in prompt_ids:
             if prompt_id not in owners:
                 count, owners[prompt_id] = heap[0]

@@ -56,16 +56,18 @@ class Tasks:
 
     def __init__(self):
         self.running: dict[int, asyncio.Task] = {}
-        self.closed = False
+        self.closed, self._end = False, None  # the latter: the wait for all of them, or for one that fails
 
     def start(self, key: int, work: Coroutine) -> None:
         self.running[key] = asyncio.create_task(work)
+        self._end = None
 
     async def poll(self) -> int:
         """Wait for the tasks to end, but only a moment; returns how many did. Their errors are raised."""
         if self.running:
-            first = asyncio.FIRST_EXCEPTION
-            await asyncio.wait(self.running.values(), timeout=MEETING_INTERVAL_S, return_when=first)
+            first, tasks = asyncio.FIRST_EXCEPTION, self.running.values()
+            self._end = self._end or asyncio.create_task(asyncio.wait(tasks, return_when=first))
+            await asyncio.wait([self._end], timeout=MEETING_INTERVAL_S)
         ended = [key for key, task in self.running.items() if task.done()]
         for task in map(self.running.pop, ended):
             if not task.cancelled():
@@ -173,12 +175,13 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
     """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left unwritten."""
     c, rollout = step.c, step.c.placement.rollout
     latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp, c.placement.plan.mode)
+    capacity = rollout.capacity
     while not step.is_over:
         step.start(step.begin_wave(), generate_and_judge)
         await step.tasks.poll()
         left, owed = await gather_finished_groups(step)
         if not step.is_over:
-            keep = kept_engines(left.unwritten, latency, rollout.capacity)
+            keep = kept_engines(left.unwritten, latency, capacity)
             await c.placement.follow_the_tail(left, keep, owed)
 
 
@@ -303,9 +306,9 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
     c, sampler, unwritten = step.c, step.sampler, step.unwritten
     ended = sorted(p for p in unwritten if p not in step.tasks.running and p not in sampler.informative)
     mine = {p: step.keeps(step.groups[p]) for p in ended if not unwritten[p]}
-    num_generated = sum(not left for left in unwritten.values())
     left = (sum(unwritten.values()), step.judging, sum(map(len, step.groups.values())))
-    meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts(), left), total_of_groups)
+    facts = (mine, [*unwritten.values()].count(0), c.rewards.counts(), left)
+    meeting = await sync_controllers(c, facts, total_of_groups)
     follow(c, meeting)
     finished, sampler.num_generated, counts, left = meeting.facts
     sampler.record(finished)

@@ -2,6 +2,7 @@
 
     python bench/simulated.py                          64 ranks, partial colocation, meetings every second
     python bench/simulated.py --ranks 1024 --meeting 10
+    python bench/simulated.py --ranks 4096 --unit 8 --meeting 10    a rank of the simulation is a node of 8
     python bench/simulated.py --alone                  every controller works out everything itself
     python bench/simulated.py --profile 30             where the time goes: the 30 dearest functions
 
@@ -31,10 +32,10 @@ JUDGE_TP = 4
 
 
 def cluster_of(chosen: argparse.Namespace) -> Cluster:
-    engines = dict(rollout=(POLICY, H20, 1), genrm=(JUDGE, H20, JUDGE_TP))
-    decode = {role: decode_of(*engine, **FITTED) for role, engine in engines.items()}
-    moves = dict(rollout=moves_of(H20, POLICY.bytes), genrm=moves_of(H20, JUDGE.bytes / JUDGE_TP))
-    actor = passes_of(POLICY, H20, 1, mfu=0.4, update=0.5)
+    devices = dict(rollout=(POLICY, chosen.unit), genrm=(JUDGE, max(JUDGE_TP, chosen.unit)))
+    decode = {role: decode_of(model, H20, tp, **FITTED) for role, (model, tp) in devices.items()}
+    moves = {role: moves_of(H20, model.bytes / tp) for role, (model, tp) in devices.items()}
+    actor = passes_of(POLICY, H20, chosen.unit, mfu=0.4, update=0.5)
     return Cluster(decode, actor, moves=moves, grain=chosen.grain, meeting_s=chosen.meeting)
 
 
@@ -42,6 +43,7 @@ def main() -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--unit", type=int, default=1, help="ranks that one controller stands for")
     parser.add_argument("--mode", default="partial")
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--answers", type=int, default=16)
@@ -52,7 +54,8 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0)
     chosen = parser.parse_args()
     sizes = dict(prompts_per_step=chosen.prompts, answers_per_prompt=chosen.answers, steps=chosen.steps)
-    run = Simulation(chosen.mode, chosen.ranks, WORK, cluster_of(chosen), genrm_tp=JUDGE_TP, **sizes)
+    sizes |= dict(genrm_tp=max(1, JUDGE_TP // chosen.unit))
+    run = Simulation(chosen.mode, chosen.ranks // chosen.unit, WORK, cluster_of(chosen), **sizes)
     profile = cProfile.Profile()
     if chosen.profile:
         profile.runcall(run.run, share=not chosen.alone)

@@ -36,6 +36,9 @@ class Network:
         hops = math.log2(len(values))
         return self._seconds(hops, hops * max(map(self.size_of, values)))
 
+    def reduced(self, total: Callable[[list], Any], values: list) -> Any:
+        return total_of_neighbours(total, values)
+
     def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
         """Of parcels[sender][receiver]: until the busiest rank has sent and received its own."""
         busy = Counter()
@@ -103,7 +106,7 @@ class SimulatedWorld:
         return values if self.rank == 0 else []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        return await self._meet(value, partial(total_of_neighbours, total), self._network.reduce_s)
+        return await self._meet(value, partial(self._network.reduced, total), self._network.reduce_s)
 
     async def broadcast(self, value: Any) -> Any:
         return (await self.gather(value))[0]

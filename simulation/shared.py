@@ -35,9 +35,9 @@ class Once:
 
     def __call__(self, *arguments: Any) -> Any:
         if self._known[0] != arguments[: self._count]:
-            start = time.perf_counter()
+            start = time.process_time()
             self._known = arguments[: self._count], self._function(*arguments)
-            self._spent[self._function.__name__] += time.perf_counter() - start
+            self._spent[self._function.__name__] += time.process_time() - start
         return self._known[1]
 
 
@@ -47,9 +47,9 @@ class SharedSampler(DynamicSampler):
     The same events come on every rank, and each turns the page.
     """
 
-    def __init__(self, *arguments: float, page: dict, **more: float):
+    def __init__(self, *arguments: float, page: dict, spent: Counter[str], **more: float):
         super().__init__(*arguments, **more)
-        self._page = page
+        self._page, self._spent = page, spent
         self._turn(arguments, more)
 
     def _turn(self, *event: Any) -> None:
@@ -60,7 +60,9 @@ class SharedSampler(DynamicSampler):
     def _once(self, ask: Callable) -> Any:
         question = ask.__name__, self.num_generated
         if question not in self._page:
+            start = time.process_time()
             self._page[question] = ask()
+            self._spent["sampling"] += time.process_time() - start
         return self._page[question]
 
     def add(self, prompt_ids: list[int], wave: int) -> None:
@@ -95,8 +97,8 @@ def sharing() -> Iterator[Counter[str]]:
     spent, page = Counter(), {}
     shared = [(module, name, Once(vars(module)[name], spent)) for module, name in FUNCTIONS]
     shared += [(controller, "deal", Once(controller.deal, spent, 1))]  # the rest is alike
-    shared += [(rollout, "DynamicSampler", partial(SharedSampler, page=page))]
-    shared += [(rollout, "OrderedSampler", partial(SharedOrderedSampler, page=page))]
+    shared += [(rollout, "DynamicSampler", partial(SharedSampler, page=page, spent=spent))]
+    shared += [(rollout, "OrderedSampler", partial(SharedOrderedSampler, page=page, spent=spent))]
     with ExitStack() as stack:
         for module, name, function in shared:
             stack.enter_context(mock.patch.object(module, name, function))

@@ -519,7 +519,7 @@ def lost():
     """An engine that is down is asked for ever."""
 
     def route(self, model=0):
-        tokens = self._outstanding + self._elsewhere
+        tokens = self._outstanding + self._owed
         return min((e for e in self.engines if e.model == model), key=lambda e: tokens[e.rank])
 
     return patch.object(Pool, "route", route)

@@ -231,7 +231,7 @@ def test_whoever_moves_is_dealt():
 
         async def deal(leads):
             await Pool._deal(pool, leads)
-            deals[next(numbers)].update(rank for ranks in pool._dealt.values() for rank in ranks)
+            deals[next(numbers)].update(e.rank for engines in pool._dealt.values() for e in engines)
 
         vars(pool)["_deal"] = deal
 

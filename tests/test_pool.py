@@ -88,8 +88,8 @@ def test_a_meeting_tells_what_all_others_await(own, others):
     parts = [EngineStatus.total(some) for some in (others[:half], others[half:]) if some]
     hear(pool, *parts)
     for rank in range(4):
-        assert pool._elsewhere[rank] == sum(status.outstanding[rank] for status in others)
-        assert pool._parts[rank] == sum(status.parts[rank] for status in others)
+        assert pool._owed[rank] - pool._mine[rank] == sum(status.outstanding[rank] for status in others)
+        assert (rank in pool._wrote) == any(status.parts[rank] for status in others)
 
 
 ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans(), st.booleans())
@@ -103,7 +103,7 @@ def test_route_asks_the_better_of_two_that_may_be_asked(engines, data):
     pool = pool_of(*own, rank=rank, models=models)
     pool.awake = tuple(data.draw(st.sets(st.integers(0, len(engines) - 1))))
     may = [r for r in pool.awake if models[r] == model and not lost[r]]
-    pool._elsewhere.update(dict(enumerate(others)))
+    pool._owed.update(dict(enumerate(others)))
     pool._lost = {r: "died" for r in range(len(engines)) if lost[r]}
     pool._deprioritized = {r for r in range(len(engines)) if stalled[r]}
     asked = [pool.route(model) for _ in range(10)]
@@ -124,7 +124,7 @@ def test_controllers_do_not_all_ask_the_same_engine():
     asked = Counter()
     for rank in range(64):
         pool = pool_of(*[0] * 64, rank=rank)
-        pool._elsewhere.update({other: 1000 for other in range(1, 64)})
+        pool._owed.update({other: 1000 for other in range(1, 64)})
         for _ in range(8):
             engine = pool.route()
             pool._outstanding[engine.rank] += 100

@@ -304,7 +304,8 @@ def in_a_meeting(size, act, strike=lambda c: None):
 def visible_state(c):
     """What a controller's callers can see of it."""
     pools = [c.placement.rollout, c.placement.genrm]
-    outstanding = [[pool._outstanding + pool._elsewhere for pool in pools], [pool.awake for pool in pools]]
+    owed = [pool._outstanding + pool._owed - pool._mine for pool in pools]
+    outstanding = [owed, [pool.awake for pool in pools]]
     plan, engines = c.placement.plan, [[engine.rank for engine in pool.engines] for pool in pools]
     state, prompts = copy.deepcopy(c.state), copy.deepcopy(c.prompts.state())
     return c.stopping, c.stop.asked, plan, engines, outstanding, state, prompts, list(c.report.notes)
