@@ -61,6 +61,11 @@ class Paper(NamedTuple):
         kind = "fitted" if kind == "predicted" and point.name in fitted_on(self.constants) else kind
         return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note or point.note)
 
+    def values(self, table: str) -> dict[str, Any]:
+        """A table's constants alone."""
+        told = ("source", "fitted_on")
+        return {name: value for name, value in self.constants[table].items() if name not in told}
+
     def of(self, figure: str, **columns: str) -> list[Point]:
         """A figure's points, those with these columns alone."""
         wanted = {"figure": figure} | columns
@@ -115,8 +120,8 @@ def table_of(rows: Iterable[Row]) -> list[str]:
 def summary_of(rows: list[Row], constants: Constants) -> list[str]:
     """How many rows of each kind, and how far off the predicted ones are, by figure."""
     kinds = ", ".join(f"{sum(row.kind == kind for row in rows)} {kind}" for kind in KINDS)
-    chosen = sum(len(table) - 1 for table in constants.values() if "fitted_on" in table)
-    points = len(fitted_on(constants))
+    tables = [table.keys() - {"source"} for table in constants.values() if "fitted_on" in table]
+    chosen, points = sum(len(names) - 1 for names in tables), len(fitted_on(constants))
     lines, errors = [f"Rows: {kinds}. {chosen} constants were fitted on {points} points."], {}
     for row in rows:
         if row.kind == "predicted" and row.error is not None:
