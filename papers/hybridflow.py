@@ -20,7 +20,6 @@ from papers.tables import Paper, Point, Row, command
 from scheduling.costs import Decode, Device, Model, Passes
 from scheduling.mapping import (
     Choice,
-    Mapping,
     Sizes,
     Speeds,
     Task,
@@ -39,12 +38,17 @@ from training.resharding import Layout
 GRAIN, MEETING_S = 16, 10.0  # all lengths are alike: finer ones change nothing
 QUICK = 16  # GPUs
 PPO = ("actor", "critic", "reference", "reward")
+SAFE = (*PPO, "cost")
 PLACEMENTS = {
     "colocate": (PPO,),
     "split": (("actor", "reference"), ("critic", "reward")),
     "standalone": tuple((role,) for role in PPO),
 }
-OTHER = "another program, of which no seconds by stage are published"
+SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
+OTHER = "another program; no seconds of its stages are published"
+NO_ROOM = "by our account of memory it doesn't fit"
+REMAX = "published seconds of ReMax and of PPO leave less than none for training a critic, with figure 15's"
+SEARCH = "their program's own seconds"
 
 
 class Setting(NamedTuple):
@@ -70,10 +74,17 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     return Setting(models, int(point.gpus), task, speeds)
 
 
-def asked(paper: Paper, figure: str, **columns: str) -> list[Point]:
-    """The points to show, in a quick run the small ones."""
-    points = paper.of(figure, **columns)
+def asked(paper: Paper, figure: str, *systems: str) -> list[Point]:
+    """The points of these systems, in a quick run the small ones."""
+    points = [point for point in paper.of(figure) if point.system in systems]
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
+
+
+def not_modelled(paper: Paper, figure: str, why: str, **columns: str) -> list[Row]:
+    """One row of all such points, if there are some."""
+    points = paper.of(figure, **columns)
+    what = f"{', '.join(dict.fromkeys(p.system for p in points))}, {len(points)} points"
+    return [Row(figure, what, None, None, "", "not modelled", why)] * bool(points)
 
 
 def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, float]:
@@ -109,12 +120,95 @@ def as_dealt(critic: Passes, copies: float) -> Passes:
 
 def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
     """Tokens/s of a step in full colocation."""
-    rows, others = [], dict.fromkeys(p.system for p in paper.of(figure) if p.system != "HybridFlow")
-    for point in asked(paper, figure, system="HybridFlow"):
+    rows = []
+    for point in asked(paper, figure, "HybridFlow"):
         at = setting_of(paper, point, roles)
-        if not (found := best_of((roles,), *at)):
-            rows.append(paper.row(point, None, "not modelled", "by our account it doesn't fit"))
+        if found := best_of((roles,), *at):
+            seconds = step_of(at, found.choices[0])[1]
+            rows.append(paper.row(point, at.task.sequences * at.task.trained / seconds))
+        else:
+            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+    others = dict.fromkeys(point.system for point in paper.of(figure) if point.system != "HybridFlow")
+    return rows + [not_modelled(paper, figure, OTHER, system=name)[0] for name in others]
+
+
+def placements(paper: Paper, figure: str) -> list[Row]:
+    """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
+    rows, pairs = [], {}
+    for point in asked(paper, figure, *PLACEMENTS, "HybridFlow"):
+        at, placement = setting_of(paper, point), PLACEMENTS.get(point.system)
+        found = best_of(placement, *at) if placement else next(iter(search(*at)), None)
+        if not found:
+            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
             continue
-        seconds = step_of(at, found.choices[0])[1]
-        rows.append(paper.row(point, at.task.sequences * at.task.trained / seconds))
-    return rows + [Row(figure, name, None, None, "", "not modelled", OTHER) for name in others]
+        rows.append(paper.row(point, at.task.sequences * at.task.trained / found.seconds, "form"))
+        if placement:
+            pairs.setdefault((point.setting, point.gpus), []).append(rows[-1])
+    each = [pair for own in pairs.values() for pair in combinations(own, 2)]
+    right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in each)
+    return [*rows, Row(figure, "pairs in their order", None, right, f"of {len(each)} pairs", "form")]
+
+
+def transitions(paper: Paper) -> list[Row]:
+    """Seconds from training to generation: table 2's volumes, then an engine's part from the host."""
+    rows = []
+    for point in asked(paper, "14", *SYSTEMS):
+        (models, gpus, _, speeds), (pp, tp, parts) = setting_of(paper, point), paper.values("sizes")[point.setting]
+        gathering = gpus if point.system == "DS-Chat" else pp * tp
+        received = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]].received
+        seconds = received / speeds.band(gathering) + 1 / parts / speeds.device.host
+        kind = "predicted" if point.system == "HybridFlow" else "form"
+        rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
+    return rows + not_modelled(paper, "14", OTHER, system="OpenRLHF")
+
+
+def generation(paper: Paper) -> list[Row]:
+    """Seconds of generation by engines of t_g GPUs, all models in 1-8 parts."""
+    rows = []
+    for point in asked(paper, "15", "HybridFlow"):
+        at, parts = setting_of(paper, point), number_in(point, "t_g=")
+        whole = Choice(at.speeds.reserve, (), {})
+        for role in reversed(PPO):
+            sizes = Sizes(1, 8, at.gpus // 8, parts if role == "actor" else 0)
+            every = choices_of(role, at.models[role], at.gpus, whole.held, at.task, at.speeds)
+            fitting = [choice for choice in every if choice.sizes[role] == sizes]
+            whole = fitting[0]._replace(sizes=whole.sizes | {role: sizes}) if fitting else whole
+        if "actor" in whole.sizes:
+            rows.append(paper.row(point, step_of(at, whole, scores=False)[0]))
+        else:
+            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+    return rows
+
+
+def table_2(paper: Paper) -> list[Row]:
+    """Fractions of the model's bytes M, of each GPU."""
+    rows = []
+    for point in asked(paper, "table 2", *SYSTEMS):
+        sizes = point.setting.split()[0]
+        layout = Layout(*map(int, sizes.split("-")), number_in(point, "t_g="))
+        ours = layout.costs()[SYSTEMS[point.system]]._asdict()[point.metric]
+        rows.append(paper.row(point, float(ours), "form"))
+    return rows
+
+
+def number_in(point: Point, name: str) -> int:
+    """Behind a name in its setting. ValueError without one."""
+    if not (number := point.setting.partition(name)[2].partition(" ")[0]).isdecimal():
+        raise ValueError(f"{point.where}: its setting has no {name}NUMBER")
+    return int(number)
+
+
+FIGURES = {
+    "9": partial(throughput, figure="9", roles=PPO),
+    "10": partial(not_modelled, figure="10", why=REMAX),
+    "11": partial(throughput, figure="11", roles=SAFE),
+    "12": partial(placements, figure="12"),
+    "13": partial(placements, figure="13"),
+    "14": transitions,
+    "15": generation,
+    "16": partial(not_modelled, figure="16", why=SEARCH),
+    "table 2": table_2,
+}
+
+if __name__ == "__main__":
+    sys.exit(command("hybridflow", __doc__, FIGURES, sys.argv[1:]))

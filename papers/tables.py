@@ -110,7 +110,7 @@ def table_of(rows: Iterable[Row]) -> list[str]:
     """Markdown."""
     lines = ["| figure | setting | theirs | ours | error | kind |", "|---|---|--:|--:|--:|---|"]
     for row in rows:
-        numbers = ["" if value is None else f"{value:,.4g} {row.unit}" for value in (row.theirs, row.ours)]
+        numbers = ["" if v is None else f"{v:{',.0f' if v > 999 else '.4g'}} {row.unit}" for v in row[2:4]]
         error = "" if row.error is None else f"{row.error:+.1%}"
         kind = f"{row.kind}: {row.note}" if row.note else row.kind
         lines.append(f"| {' | '.join((row.figure, row.setting, *numbers, error, kind))} |")
