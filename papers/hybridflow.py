@@ -10,6 +10,7 @@ that take what closed forms say, in sizes that scheduling/mapping.py finds. All 
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -65,7 +66,7 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     known = {name: Model(*numbers) for name, numbers in paper.values("models").items()}
     first, _, second = point.setting.partition(" ")[0].partition("+")
     if not {first, second or first} <= known.keys() or not point.gpus.isdecimal() or not int(point.gpus):
-        raise ValueError(f"{point.where}: needs GPUs and a setting that begins with one of {', '.join(known)}")
+        raise ValueError(f"{point.where}: its setting begins with none of {', '.join(known)}, or its gpus")
     models = {role: known[first if role in ("actor", "reference") else second or first] for role in roles}
     generation = paper.values("generation")
     task = Task(prompt=generation.pop("prompt"), **paper.values("task"))
@@ -88,7 +89,7 @@ def not_modelled(paper: Paper, figure: str, why: str, **columns: str) -> list[Ro
 
 
 def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, float]:
-    """Seconds of generation and scoring, and of a whole step, of the controllers. scores: scorers take time."""
+    """Seconds of generation with scoring, and of a whole step, of the controllers. scores: it takes time."""
     models, gpus, task, speeds = at
     sizes, critic = choice.sizes["actor"], choice.sizes["critic"]
     text = task.prompt + task.answer
@@ -107,7 +108,7 @@ def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, fl
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
     settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=sizes.parts, judge=scorers)
     settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1, updates_per_step=task.updates)
-    settings |= dict(max_tokens_per_micro_batch=task.micro_batch * text // GRAIN)
+    settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
     step = Simulation("full", gpus, work, cluster, steps=1, **settings).run()[0]
     return step.seconds["serve"], step.ended_s - push_s  # it begins with a push, and ends with one
 
@@ -153,7 +154,8 @@ def transitions(paper: Paper) -> list[Row]:
     """Seconds from training to generation: table 2's volumes, then an engine's part from the host."""
     rows = []
     for point in asked(paper, "14", *SYSTEMS):
-        (models, gpus, _, speeds), (pp, tp, parts) = setting_of(paper, point), paper.values("sizes")[point.setting]
+        models, gpus, _, speeds = setting_of(paper, point)
+        pp, tp, parts = paper.values("sizes")[point.setting]
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         received = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]].received
         seconds = received / speeds.band(gathering) + 1 / parts / speeds.device.host
@@ -163,18 +165,18 @@ def transitions(paper: Paper) -> list[Row]:
 
 
 def generation(paper: Paper) -> list[Row]:
-    """Seconds of generation by engines of t_g GPUs, all models in 1-8 parts."""
+    """Seconds of an engine of t_g GPUs for its share of the prompts, where all models are cut in 1-8 parts."""
     rows = []
     for point in asked(paper, "15", "HybridFlow"):
-        at, parts = setting_of(paper, point), number_in(point, "t_g=")
-        whole = Choice(at.speeds.reserve, (), {})
-        for role in reversed(PPO):
-            sizes = Sizes(1, 8, at.gpus // 8, parts if role == "actor" else 0)
-            every = choices_of(role, at.models[role], at.gpus, whole.held, at.task, at.speeds)
-            fitting = [choice for choice in every if choice.sizes[role] == sizes]
-            whole = fitting[0]._replace(sizes=whole.sizes | {role: sizes}) if fitting else whole
-        if "actor" in whole.sizes:
-            rows.append(paper.row(point, step_of(at, whole, scores=False)[0]))
+        (models, gpus, task, speeds), parts = setting_of(paper, point), number_in(point, "t_g=")
+        held = speeds.reserve
+        for role in reversed(PPO):  # the actor comes last
+            every = choices_of(role, models[role], gpus, held, task, speeds)
+            held = next((choice.held for choice in every if choice.sizes[role][:2] == (1, 8)), math.inf)
+        if held < speeds.device.memory and gpus % parts == 0:
+            own = Setting(models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds)
+            choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
+            rows.append(paper.row(point, step_of(own, choice, scores=False)[0]))
         else:
             rows.append(paper.row(point, None, "not modelled", NO_ROOM))
     return rows

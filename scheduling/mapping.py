@@ -32,7 +32,6 @@ class Task(NamedTuple):
     answer: int
     trained: int
     updates: int = 1
-    micro_batch: int = 1  # sequences
 
 
 class Speeds(NamedTuple):
@@ -91,7 +90,7 @@ def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
 def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[float, float]:
     """To read a step's sequences, and to learn from them, a mini-batch after the other."""
     costs, own = passes(model, sizes, speeds), task.sequences / task.updates / sizes.dp
-    ends = (sizes.pp - 1) / max(1.0, own / task.micro_batch)  # filling and draining the pipeline
+    ends = (sizes.pp - 1) / max(1.0, own)  # filling and draining, with a sequence a micro-batch
     reading = task.updates * own * costs.cost(task.trained) * (1 + ends)
     return reading, (1 + costs.backward) * reading + task.updates * costs.update
 
