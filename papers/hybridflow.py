@@ -1,6 +1,6 @@
 """HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
 
-    python -m papers.hybridflow                                       all, in some minutes
+    python -m papers.hybridflow                                       all, in a minute or two
     python -m papers.hybridflow --quick                               points on at most 16 GPUs alone
     python -m papers.hybridflow --figure 9 11 --published FILE.csv    other points, of the same columns
 
@@ -18,20 +18,9 @@ from itertools import combinations
 from typing import NamedTuple
 
 from papers.tables import Paper, Point, Row, command
+from scheduling import mapping
 from scheduling.costs import Decode, Device, Model, Passes
-from scheduling.mapping import (
-    Choice,
-    Sizes,
-    Speeds,
-    Task,
-    best_of,
-    choices_of,
-    engine,
-    passes,
-    passes_s,
-    reshard_s,
-    search,
-)
+from scheduling.mapping import Choice, Sizes, Speeds, Task
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Moves, coarse
 from training.resharding import Layout
@@ -44,12 +33,13 @@ PLACEMENTS = {
     "colocate": (PPO,),
     "split": (("actor", "reference"), ("critic", "reward")),
     "standalone": tuple((role,) for role in PPO),
+    "HybridFlow": (),  # the best of all
 }
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
-OTHER = "another program; no seconds of its stages are published"
 NO_ROOM = "by our account of memory it doesn't fit"
-REMAX = "published seconds of ReMax and of PPO leave less than none for training a critic, with figure 15's"
-SEARCH = "their program's own seconds"
+OTHER = "another program; no seconds of its stages are published"
+REMAX = "its seconds less PPO's, and figure 15's, would leave less than none for training the critic"
+SEARCH = "their own program's seconds"
 
 
 class Setting(NamedTuple):
@@ -75,10 +65,14 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     return Setting(models, int(point.gpus), task, speeds)
 
 
-def asked(paper: Paper, figure: str, *systems: str) -> list[Point]:
+def asked(paper: Paper, figure: str, systems: dict[str, object]) -> list[Point]:
     """The points of these systems, in a quick run the small ones."""
     points = [point for point in paper.of(figure) if point.system in systems]
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
+
+
+def row_of(paper: Paper, point: Point, ours: float | None, kind: str = "predicted") -> Row:
+    return paper.row(point, ours, kind) if ours else paper.row(point, None, "not modelled", NO_ROOM)
 
 
 def not_modelled(paper: Paper, figure: str, why: str, **columns: str) -> list[Row]:
@@ -95,13 +89,16 @@ def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, fl
     text = task.prompt + task.answer
     more = task.trained / text  # tokens that passes read for each that an engine has
     scorers = tuple(role for role in models if role not in ("actor", "critic", "reference"))
-    scoring_s = sum(passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers)
-    scorer = Decode(0.0, prefill=scores * scoring_s * gpus / task.sequences / text, most=1)
-    push_s = reshard_s(models["actor"], sizes, speeds)
+    scoring_s = sum(mapping.passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers)
+    push_s = mapping.reshard_s(models["actor"], sizes, speeds)
+    decode = {
+        "rollout": mapping.engine(models["actor"], sizes.parts, choice.held, speeds),
+        "genrm": Decode(0.0, prefill=scores * scoring_s * gpus / task.sequences / text, most=1),
+    }
     cluster = Cluster(
-        dict(rollout=engine(models["actor"], sizes.parts, choice.held, speeds), genrm=scorer),
-        coarse(passes(models["actor"], sizes, speeds), more),
-        as_dealt(coarse(passes(models["critic"], critic, speeds), more), sizes.dp / critic.dp),
+        decode,
+        coarse(mapping.passes(models["actor"], sizes, speeds), more),
+        as_dealt(coarse(mapping.passes(models["critic"], critic, speeds), more), sizes.dp / critic.dp),
         dict(rollout=Moves(push_s=push_s)),
         group=sizes.pp * sizes.tp, scores=True, grain=GRAIN, meeting_s=MEETING_S,
     )  # fmt: skip
@@ -122,82 +119,76 @@ def as_dealt(critic: Passes, copies: float) -> Passes:
 def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
     """Tokens/s of a step in full colocation."""
     rows = []
-    for point in asked(paper, figure, "HybridFlow"):
+    for point in asked(paper, figure, {"HybridFlow": ()}):
         at = setting_of(paper, point, roles)
-        if found := best_of((roles,), *at):
-            seconds = step_of(at, found.choices[0])[1]
-            rows.append(paper.row(point, at.task.sequences * at.task.trained / seconds))
-        else:
-            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+        found = mapping.best_of((roles,), *at)
+        tokens = at.task.sequences * at.task.trained
+        rows.append(row_of(paper, point, found and tokens / step_of(at, found.choices[0])[1]))
     others = dict.fromkeys(point.system for point in paper.of(figure) if point.system != "HybridFlow")
-    return rows + [not_modelled(paper, figure, OTHER, system=name)[0] for name in others]
+    return rows + [row for name in others for row in not_modelled(paper, figure, OTHER, system=name)]
 
 
 def placements(paper: Paper, figure: str) -> list[Row]:
     """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
-    rows, pairs = [], {}
-    for point in asked(paper, figure, *PLACEMENTS, "HybridFlow"):
-        at, placement = setting_of(paper, point), PLACEMENTS.get(point.system)
-        found = best_of(placement, *at) if placement else next(iter(search(*at)), None)
-        if not found:
-            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
-            continue
-        rows.append(paper.row(point, at.task.sequences * at.task.trained / found.seconds, "form"))
-        if placement:
-            pairs.setdefault((point.setting, point.gpus), []).append(rows[-1])
-    each = [pair for own in pairs.values() for pair in combinations(own, 2)]
-    right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in each)
-    return [*rows, Row(figure, "pairs in their order", None, right, f"of {len(each)} pairs", "form")]
+    rows, compared = [], {}
+    for point in asked(paper, figure, PLACEMENTS):
+        at, placement = setting_of(paper, point), PLACEMENTS[point.system]
+        found = mapping.best_of(placement, *at) if placement else next(iter(mapping.search(*at)), None)
+        tokens = at.task.sequences * at.task.trained
+        rows.append(row_of(paper, point, found and tokens / found.seconds, "form"))
+        if placement and found:
+            compared.setdefault((point.setting, point.gpus), []).append(rows[-1])
+    pairs = [pair for own in compared.values() for pair in combinations(own, 2)]
+    right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
+    return [*rows, Row(figure, "pairs in their order", None, right, f"of {len(pairs)} pairs", "form")]
 
 
 def transitions(paper: Paper) -> list[Row]:
     """Seconds from training to generation: table 2's volumes, then an engine's part from the host."""
     rows = []
-    for point in asked(paper, "14", *SYSTEMS):
+    for point in asked(paper, "14", SYSTEMS):
         models, gpus, _, speeds = setting_of(paper, point)
-        pp, tp, parts = paper.values("sizes")[point.setting]
+        pp, tp, parts = paper.values("sizes")[point.setting.partition(" ")[0]]
         gathering = gpus if point.system == "DS-Chat" else pp * tp
-        received = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]].received
-        seconds = received / speeds.band(gathering) + 1 / parts / speeds.device.host
+        cost = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]]
+        seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
         kind = "predicted" if point.system == "HybridFlow" else "form"
         rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
     return rows + not_modelled(paper, "14", OTHER, system="OpenRLHF")
 
 
 def generation(paper: Paper) -> list[Row]:
-    """Seconds of an engine of t_g GPUs for its share of the prompts, where all models are cut in 1-8 parts."""
+    """Seconds of an engine of t_g GPUs for its share of the prompts. All models are cut in 1-8 parts."""
     rows = []
-    for point in asked(paper, "15", "HybridFlow"):
+    for point in asked(paper, "15", {"HybridFlow": ()}):
         (models, gpus, task, speeds), parts = setting_of(paper, point), number_in(point, "t_g=")
         held = speeds.reserve
         for role in reversed(PPO):  # the actor comes last
-            every = choices_of(role, models[role], gpus, held, task, speeds)
+            every = mapping.choices_of(role, models[role], gpus, held, task, speeds)
             held = next((choice.held for choice in every if choice.sizes[role][:2] == (1, 8)), math.inf)
-        if held < speeds.device.memory and gpus % parts == 0:
-            own = Setting(models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds)
-            choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
-            rows.append(paper.row(point, step_of(own, choice, scores=False)[0]))
-        else:
-            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+        own = Setting(models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds)
+        choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
+        fits = held < speeds.device.memory and own.task.sequences
+        rows.append(row_of(paper, point, step_of(own, choice, scores=False)[0] if fits else None))
     return rows
 
 
 def table_2(paper: Paper) -> list[Row]:
-    """Fractions of the model's bytes M, of each GPU."""
+    """Parts of the model's bytes M, of each GPU."""
     rows = []
-    for point in asked(paper, "table 2", *SYSTEMS):
-        sizes = point.setting.split()[0]
-        layout = Layout(*map(int, sizes.split("-")), number_in(point, "t_g="))
-        ours = layout.costs()[SYSTEMS[point.system]]._asdict()[point.metric]
-        rows.append(paper.row(point, float(ours), "form"))
+    for point in asked(paper, "table 2", SYSTEMS):
+        sizes = [number_in(point, name) for name in ("p=", "t=", "d=", "t_g=")]
+        cost = Layout(*sizes).costs()[SYSTEMS[point.system]]
+        rows.append(row_of(paper, point, float(cost._asdict()[point.metric]), "form"))
     return rows
 
 
 def number_in(point: Point, name: str) -> int:
-    """Behind a name in its setting. ValueError without one."""
-    if not (number := point.setting.partition(name)[2].partition(" ")[0]).isdecimal():
-        raise ValueError(f"{point.where}: its setting has no {name}NUMBER")
-    return int(number)
+    """Behind a name in its setting, as in `t_g=2`. ValueError without one."""
+    for word in point.setting.split():
+        if word.startswith(name) and word.removeprefix(name).isdecimal() and int(word.removeprefix(name)):
+            return int(word.removeprefix(name))
+    raise ValueError(f"{point.where}: its setting has no {name}NUMBER")
 
 
 FIGURES = {
