@@ -89,11 +89,12 @@ def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, fl
     text = task.prompt + task.answer
     more = task.trained / text  # tokens that passes read for each that an engine has
     scorers = tuple(role for role in models if role not in ("actor", "critic", "reference"))
-    scoring_s = sum(mapping.passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers)
+    each = [mapping.passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers]
+    scoring_s = scores * sum(each) / len(each) * gpus / task.sequences  # of one GPU, a sequence
     push_s = mapping.reshard_s(models["actor"], sizes, speeds)
     decode = {
         "rollout": mapping.engine(models["actor"], sizes.parts, choice.held, speeds),
-        "genrm": Decode(0.0, prefill=scores * scoring_s * gpus / task.sequences / text, most=1),
+        "genrm": Decode(0.0, prefill=scoring_s / text, most=1),
     }
     cluster = Cluster(
         decode,
