@@ -9,22 +9,32 @@ import shutil
 import sys
 import textwrap
 from importlib.metadata import distributions
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 import psutil
 
+from algorithms import algorithm_of
 from commands.memory import BYTES, PROCESS, memory, read_model
 from config import Config, as_text, dashed
 from placement import Plan
 from reporting.describe import describe
 from runtime import rendezvous
+from scheduling import mapping
+from scheduling.costs import Device, Model
 
+# 8 a machine: their part of the network, and of the host's memory, is an assumption
+SHEETS = {
+    "A100": Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9),
+    "H100": Device(989e12, 80e9, 3.35e12, 50e9, 40e9, 450e9),
+    "H200": Device(989e12, 141e9, 4.8e12, 50e9, 40e9, 450e9),
+}
+END = "nothing was started"
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
+def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
     from recipes.addition.warmstart import model_config
     from training import model
@@ -35,11 +45,11 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     if config.critic:
         model.check_critic(config)
     lines = device_map(config, plans, ranks) + ([] if config.train_only else resharding(config, ranks))
-    lines += [*memory(config, plans, ranks), "nothing was started"]
+    lines += [*memory(config, plans, ranks), *(placements(config, ranks, hf) if maps else [])]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
-        print(describe(config, plans, ranks), "  all settings:", *settings, *lines, sep="\n", flush=True)
+        print(describe(config, plans, ranks), "  all settings:", *settings, *lines, END, sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
@@ -73,6 +83,51 @@ def resharding(config: Config, ranks: int) -> list[str]:
         each = " ".join(str(group).replace(" ", "") for group in groups)
         lines += textwrap.wrap(f"{kind}-parallel groups: {each}", 106, **indents)
     return lines
+
+
+def placements(config: Config, ranks: int, hf: dict) -> list[str]:
+    """--map: HybridFlow's search for the run's models, on devices as a data sheet has them."""
+    prompt = min(config.max_new_tokens, config.max_tokens_per_micro_batch - config.max_new_tokens)
+    sequences, tokens = config.prompts_per_step * config.answers_per_prompt, prompt + config.max_new_tokens
+    task = mapping.Task(sequences, prompt, config.max_new_tokens, tokens, config.updates_per_step)
+    models, (device, sheet) = models_by_role(config, hf), device_here()
+    found = mapping.search(models, ranks, task, mapping.Speeds(sheet))
+    lines = [f"  HybridFlow's mapping by closed forms, of {ranks} devices, {device}:"]
+    lines += [f"    a step has {sequences} sequences of {prompt} + {config.max_new_tokens} tokens"]
+    lines += ["    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices"]
+    indents = dict(initial_indent=4 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
+    for each in found:
+        lines += textwrap.wrap(mapping.as_text(each), 106, **indents)
+    lines += ["    here every model trains on all ranks: only a line without | can be run: --mode full"]
+    for sizes in (each.choices[0].sizes["actor"] for each in found if len(each.choices) == 1):
+        lines[-1] += f" --pp {sizes.pp} --tp {sizes.tp} --rollout-tp {sizes.parts}"
+    return lines
+
+
+def models_by_role(config: Config, hf: dict) -> dict[str, Model]:
+    """What takes part in a step, as closed forms see it; a judge reads, whether it writes or not."""
+    from training.model import SPLIT_BY_TP
+
+    algorithm, models = algorithm_of(config), {}
+    paths = {"actor": config.model} | dict.fromkeys(["reference"] * bool(algorithm.kl_coef), config.model)
+    paths |= {f"{name} critic": config.critic or config.model for name in algorithm.critics}
+    cuts = gcd(*(hf[name] for name in SPLIT_BY_TP))
+    for role, path in (paths | {f"judge {n}": path for n, path in enumerate(config.judge_models, 1)}).items():
+        shapes, _ = read_model(path, config)
+        keys = [shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")]
+        params, hidden = sum(map(prod, shapes.values())), shapes["model.embed_tokens.weight"][1]
+        models[role] = Model(params, len(keys), hidden, keys[0], cuts=cuts * (role in paths))
+    return models
+
+
+def device_here() -> tuple[str, Device]:
+    """What this machine's GPU is by its data sheet; without one that is known an A100."""
+    from torch import cuda
+
+    here = cuda.get_device_name() if cuda.is_available() else ""
+    name = next((name for name in SHEETS if name in here), "")
+    assumed = "" if name else f" (assumed: {here or 'no GPU'} here)"
+    return f"by the data sheet of an {name or 'A100'}{assumed}", SHEETS[name or "A100"]
 
 
 def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:

@@ -31,7 +31,7 @@ class Model(NamedTuple):
     hidden: int
     kv_width: int  # key heads * size of a head
     active: float = 0.0  # parameters that a token meets; 0: all
-    kv_heads: int = 0  # which tensor parallelism deals whole; 0: it may be cut as one likes
+    cuts: int = 0  # what tensor parallelism has to divide; 0: it may cut as it likes
 
     @property
     def bytes(self) -> float:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from scheduling.costs import BYTES, Decode, Device, Model, Passes, decode_of, passes_of
 
 STAGES = ("generation", "preparation", "training")
-LEARNERS = ("actor", "critic")  # roles that are trained; all others only read what was written
+LEARNERS = ("actor", "critic")  # ends of the roles that are trained; all others only read
 FINEST = 16  # parts of the devices that sets are dealt: more take minutes
 
 Models = tuple[tuple[str, Model], ...]  # by role
@@ -121,10 +121,10 @@ def choices_of(
     role: str, model: Model, devices: int, held: float, task: Task, speeds: Speeds
 ) -> Iterator[Choice]:
     """Algorithm 2, beside what others hold: shards stay in a machine, at most as many stages as machines."""
-    learns, most = role in LEARNERS, max(1, devices // speeds.machine)
+    learns, most = role.endswith(LEARNERS), max(1, devices // speeds.machine)
     for tp, pp in product(powers_of_2(speeds.machine), range(1, most + 1)):
         dp, rest = divmod(devices, pp * tp)
-        if rest or model.layers % pp or model.kv_heads % tp or dp > task.sequences:
+        if rest or model.layers % pp or model.cuts % tp or dp > task.sequences:
             continue
         # weights; of a learner gradients, and the optimizer's states, which its copies share
         own = held + model.params / (pp * tp) * (BYTES + learns * (4 + 12 / dp))
@@ -186,12 +186,12 @@ def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -
 
 
 def as_text(mapping: Mapping) -> str:
-    stages = " + ".join(f"{name} {s:.1f}" for name, s in zip(STAGES, mapping.stages, strict=True))
+    stages = " + ".join(f"{name} {s:.3g}" for name, s in zip(STAGES, mapping.stages, strict=True))
     sets = []
     for devices, choice in zip(mapping.devices, mapping.choices, strict=True):
         cut = (f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items())
         sets.append(f"{', '.join(cut)} on {devices}")
-    return f"{mapping.seconds:.1f} s = {stages}: {' | '.join(sets)}"
+    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(sets)}"
 
 
 def powers_of_2(most: int) -> list[int]:
