@@ -23,12 +23,8 @@ from runtime import rendezvous
 from scheduling import mapping
 from scheduling.costs import Device, Model
 
-# 8 a machine: their part of the network, and of the host's memory, is an assumption
-SHEETS = {
-    "A100": Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9),
-    "H100": Device(989e12, 80e9, 3.35e12, 50e9, 40e9, 450e9),
-    "H200": Device(989e12, 141e9, 4.8e12, 50e9, 40e9, 450e9),
-}
+# data sheet; 8 a machine share 8 x 200 Gbit/s of network, and a host that gives each 20 GB/s: assumptions
+A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
@@ -90,9 +86,13 @@ def placements(config: Config, ranks: int, hf: dict) -> list[str]:
     prompt = min(config.max_new_tokens, config.max_tokens_per_micro_batch - config.max_new_tokens)
     sequences, tokens = config.prompts_per_step * config.answers_per_prompt, prompt + config.max_new_tokens
     task = mapping.Task(sequences, prompt, config.max_new_tokens, tokens, config.updates_per_step)
-    models, (device, sheet) = models_by_role(config, hf), device_here()
-    found = mapping.search(models, ranks, task, mapping.Speeds(sheet))
-    lines = [f"  HybridFlow's mapping by closed forms, of {ranks} devices, {device}:"]
+    from torch import cuda
+
+    memory = cuda.get_device_properties(0).total_memory if cuda.is_available() else A100.memory
+    speeds = mapping.Speeds(A100._replace(memory=memory))
+    found = mapping.search(models_by_role(config, hf), ranks, task, speeds)
+    what = f"{ranks} devices of {memory / 1e9:.0f} GB, as fast as an A100's data sheet says (an assumption)"
+    lines = [f"  HybridFlow's mapping by closed forms, for {what}:"]
     lines += [f"    a step has {sequences} sequences of {prompt} + {config.max_new_tokens} tokens"]
     lines += ["    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices"]
     indents = dict(initial_indent=4 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
@@ -118,16 +118,6 @@ def models_by_role(config: Config, hf: dict) -> dict[str, Model]:
         params, hidden = sum(map(prod, shapes.values())), shapes["model.embed_tokens.weight"][1]
         models[role] = Model(params, len(keys), hidden, keys[0], cuts=cuts * (role in paths))
     return models
-
-
-def device_here() -> tuple[str, Device]:
-    """What this machine's GPU is by its data sheet; without one that is known an A100."""
-    from torch import cuda
-
-    here = cuda.get_device_name() if cuda.is_available() else ""
-    name = next((name for name in SHEETS if name in here), "")
-    assumed = "" if name else f" (assumed: {here or 'no GPU'} here)"
-    return f"by the data sheet of an {name or 'A100'}{assumed}", SHEETS[name or "A100"]
 
 
 def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:

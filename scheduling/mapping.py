@@ -20,7 +20,6 @@ STAGES = ("generation", "preparation", "training")
 LEARNERS = ("actor", "critic")  # ends of the roles that are trained; all others only read
 FINEST = 16  # parts of the devices that sets are dealt: more take minutes
 
-Models = tuple[tuple[str, Model], ...]  # by role
 Placement = tuple[tuple[str, ...], ...]  # sets of roles
 
 
@@ -41,9 +40,8 @@ class Speeds(NamedTuple):
     mfu: float = 0.5
     half: float = 0.0
     hbm: float = 0.9  # part of the bandwidth
-    layer_s: float = 0.0  # in a decode step; this and the next two as in decode_of
+    layer_s: float = 0.0  # in a decode step; this and the next as in decode_of
     reduce_s: float = 0.0
-    sequence_s: float = 0.0
     update_s: float = 0.0  # of a model, beside what its copies send
     reserve: float = 5e9  # bytes of a device for everything else
     machine: int = 8  # devices that `link` connects
@@ -65,18 +63,17 @@ class Sizes(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of models that share devices: bytes that each holds throughout, seconds of STAGES, sizes by role."""
+    """Of models that share devices."""
 
-    held: float
-    stages: tuple[float, ...]
-    sizes: dict[str, Sizes]
+    held: float  # bytes of each device, throughout
+    stages: tuple[float, ...]  # seconds of STAGES
+    sizes: dict[str, Sizes]  # by role
 
 
 class Mapping(NamedTuple):
     seconds: float
     stages: tuple[float, ...]
-    devices: tuple[int, ...]  # of each set
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...]  # of each set
 
 
 def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
@@ -98,8 +95,8 @@ def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[fl
 def engine(model: Model, parts: int, held: float, speeds: Speeds) -> Decode:
     """Beside what holds so many bytes of each device. ValueError if that leaves no room."""
     how = dict(memory=1 - held / speeds.device.memory, weights=speeds.hbm, kv=speeds.hbm)
-    how |= dict(layer_s=speeds.layer_s, reduce_s=speeds.reduce_s, sequence_s=speeds.sequence_s)
-    return decode_of(model, speeds.device, parts, prefill=speeds.mfu_of(model), **how)
+    how |= dict(prefill=speeds.mfu_of(model), layer_s=speeds.layer_s, reduce_s=speeds.reduce_s)
+    return decode_of(model, speeds.device, parts, **how)
 
 
 def generate_s(decode: Decode, sequences: int, task: Task) -> float:
@@ -140,8 +137,8 @@ def choices_of(
 
 
 @cache
-def choice_of_set(models: Models, devices: int, task: Task, speeds: Speeds) -> Choice | None:
-    """The fastest of models that share devices, None if they don't fit.
+def choice_of_set(models: tuple[tuple[str, Model], ...], devices: int, task: Task, speeds: Speeds):
+    """The fastest Choice of models that share devices, None if they don't fit.
 
     The actor comes last and serves in what the others leave: their shards are tried at 1, 2, 4 ... at least.
     """
@@ -171,11 +168,11 @@ def best_of(placement: Placement, models: dict[str, Model], devices: int, task: 
     sets, found = [tuple((role, models[role]) for role in roles) for roles in placement], []
     unit = 1 << max(0, (devices // FINEST).bit_length() - 1)
     for cuts in combinations(range(unit, devices, unit), len(sets) - 1):
-        shares = tuple(end - first for first, end in pairwise((0, *cuts, devices)))
-        choices = [choice_of_set(own, n, task, speeds) for own, n in zip(sets, shares, strict=True)]
+        shares = zip(sets, pairwise((0, *cuts, devices)), strict=True)
+        choices = [choice_of_set(own, end - first, task, speeds) for own, (first, end) in shares]
         if None not in choices:
             stages = tuple(map(max, zip(*(choice.stages for choice in choices), strict=True)))
-            found.append(Mapping(sum(stages), stages, shares, tuple(choices)))
+            found.append(Mapping(sum(stages), stages, tuple(choices)))
     return min(found, key=lambda mapping: mapping.seconds, default=None)
 
 
@@ -186,12 +183,13 @@ def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -
 
 
 def as_text(mapping: Mapping) -> str:
+    """Sizes as pp-tp-dp, the actor's with t_g; a bar parts sets."""
     stages = " + ".join(f"{name} {s:.3g}" for name, s in zip(STAGES, mapping.stages, strict=True))
-    sets = []
-    for devices, choice in zip(mapping.devices, mapping.choices, strict=True):
-        cut = (f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items())
-        sets.append(f"{', '.join(cut)} on {devices}")
-    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(sets)}"
+    cuts = [
+        ", ".join(f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items())
+        for choice in mapping.choices
+    ]
+    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(cuts)}"
 
 
 def powers_of_2(most: int) -> list[int]:
