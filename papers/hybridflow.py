@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from papers.tables import Paper, Point, Row, command
 from scheduling import mapping
@@ -35,6 +37,7 @@ PLACEMENTS = {
     "standalone": tuple((role,) for role in PPO),
     "HybridFlow": (),  # the best of all
 }
+OURS = ("HybridFlow",)
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
 NO_ROOM = "by our account of memory it doesn't fit"
 OTHER = "another program; no seconds of its stages are published"
@@ -53,11 +56,11 @@ class Setting(NamedTuple):
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
     """By the first word of its setting: a model, or the actor's + the critic's. ValueError if unknown."""
-    known = {name: Model(*numbers) for name, numbers in paper.values("models").items()}
     first, _, second = point.setting.partition(" ")[0].partition("+")
-    if not {first, second or first} <= known.keys() or not point.gpus.isdecimal() or not int(point.gpus):
-        raise ValueError(f"{point.where}: its setting begins with none of {', '.join(known)}, or its gpus")
-    models = {role: known[first if role in ("actor", "reference") else second or first] for role in roles}
+    names = {role: first if role in ("actor", "reference") else second or first for role in roles}
+    models = {role: Model(*known(point, name, paper.values("models"))) for role, name in names.items()}
+    if not point.gpus.isdecimal() or not int(point.gpus):
+        raise ValueError(f"{point.where}: {point.gpus} is no number of GPUs")
     generation = paper.values("generation")
     task = Task(prompt=generation.pop("prompt"), **paper.values("task"))
     device = Device(**paper.values("device"), **paper.values("transition"))
@@ -65,7 +68,13 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     return Setting(models, int(point.gpus), task, speeds)
 
 
-def asked(paper: Paper, figure: str, systems: dict[str, object]) -> list[Point]:
+def known(point: Point, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        raise ValueError(f"{point.where}: {name} is none of {', '.join(table)}")
+    return table[name]
+
+
+def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
     """The points of these systems, in a quick run the small ones."""
     points = [point for point in paper.of(figure) if point.system in systems]
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
@@ -75,11 +84,11 @@ def row_of(paper: Paper, point: Point, ours: float | None, kind: str = "predicte
     return paper.row(point, ours, kind) if ours else paper.row(point, None, "not modelled", NO_ROOM)
 
 
-def not_modelled(paper: Paper, figure: str, why: str, **columns: str) -> list[Row]:
-    """One row of all such points, if there are some."""
-    points = paper.of(figure, **columns)
-    what = f"{', '.join(dict.fromkeys(p.system for p in points))}, {len(points)} points"
-    return [Row(figure, what, None, None, "", "not modelled", why)] * bool(points)
+def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
+    """One row of each system's points, `but` these."""
+    counts = Counter(point.system for point in paper.of(figure) if point.system not in but)
+    rows = [(f"{system}, {count} points", None, None, "") for system, count in counts.items()]
+    return [Row(figure, *row, "not modelled", why) for row in rows]
 
 
 def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, float]:
@@ -120,13 +129,12 @@ def as_dealt(critic: Passes, copies: float) -> Passes:
 def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
     """Tokens/s of a step in full colocation."""
     rows = []
-    for point in asked(paper, figure, {"HybridFlow": ()}):
+    for point in asked(paper, figure, OURS):
         at = setting_of(paper, point, roles)
         found = mapping.best_of((roles,), *at)
         tokens = at.task.sequences * at.task.trained
         rows.append(row_of(paper, point, found and tokens / step_of(at, found.choices[0])[1]))
-    others = dict.fromkeys(point.system for point in paper.of(figure) if point.system != "HybridFlow")
-    return rows + [row for name in others for row in not_modelled(paper, figure, OTHER, system=name)]
+    return rows + not_modelled(paper, figure, but=OURS)
 
 
 def placements(paper: Paper, figure: str) -> list[Row]:
@@ -141,7 +149,8 @@ def placements(paper: Paper, figure: str) -> list[Row]:
             compared.setdefault((point.setting, point.gpus), []).append(rows[-1])
     pairs = [pair for own in compared.values() for pair in combinations(own, 2)]
     right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
-    return [*rows, Row(figure, "pairs in their order", None, right, f"of {len(pairs)} pairs", "form")]
+    rows.append(Row(figure, "pairs in their order", None, right, f"of {len(pairs)} pairs", "form"))
+    return rows + not_modelled(paper, figure, but=PLACEMENTS)
 
 
 def transitions(paper: Paper) -> list[Row]:
@@ -149,19 +158,21 @@ def transitions(paper: Paper) -> list[Row]:
     rows = []
     for point in asked(paper, "14", SYSTEMS):
         models, gpus, _, speeds = setting_of(paper, point)
-        pp, tp, parts = paper.values("sizes")[point.setting.partition(" ")[0]]
+        pp, tp, parts = known(point, point.setting, paper.values("sizes"))
+        if gpus % (pp * tp):
+            raise ValueError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         cost = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
         kind = "predicted" if point.system == "HybridFlow" else "form"
         rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
-    return rows + not_modelled(paper, "14", OTHER, system="OpenRLHF")
+    return rows + not_modelled(paper, "14", but=SYSTEMS)
 
 
 def generation(paper: Paper) -> list[Row]:
     """Seconds of an engine of t_g GPUs for its share of the prompts. All models are cut in 1-8 parts."""
     rows = []
-    for point in asked(paper, "15", {"HybridFlow": ()}):
+    for point in asked(paper, "15", OURS):
         (models, gpus, task, speeds), parts = setting_of(paper, point), number_in(point, "t_g=")
         held = speeds.reserve
         for role in reversed(PPO):  # the actor comes last
@@ -171,7 +182,7 @@ def generation(paper: Paper) -> list[Row]:
         choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
         fits = held < speeds.device.memory and own.task.sequences
         rows.append(row_of(paper, point, step_of(own, choice, scores=False)[0] if fits else None))
-    return rows
+    return rows + not_modelled(paper, "15", but=OURS)
 
 
 def table_2(paper: Paper) -> list[Row]:
@@ -180,8 +191,8 @@ def table_2(paper: Paper) -> list[Row]:
     for point in asked(paper, "table 2", SYSTEMS):
         sizes = [number_in(point, name) for name in ("p=", "t=", "d=", "t_g=")]
         cost = Layout(*sizes).costs()[SYSTEMS[point.system]]
-        rows.append(row_of(paper, point, float(cost._asdict()[point.metric]), "form"))
-    return rows
+        rows.append(paper.row(point, float(known(point, point.metric, cost._asdict())), "form"))
+    return rows + not_modelled(paper, "table 2", but=SYSTEMS)
 
 
 def number_in(point: Point, name: str) -> int:
