@@ -137,9 +137,10 @@ def picture_of(rows: list[Row], path: Path) -> None:
     both = [row for row in rows if row.error is not None][::-1]
     canvas = Figure(figsize=(9, 1.5 + 0.15 * len(both)), layout="constrained")
     axes = canvas.subplots()
-    for kind in KINDS[:-1]:
+    for kind in dict.fromkeys(row.kind for row in both):
         own = {number: 100 * row.error for number, row in enumerate(both) if row.kind == kind}
         axes.plot(own.values(), own.keys(), "o", label=f"{len(own)} {kind}")
+    axes.margins(y=0.01)
     axes.set_yticks(range(len(both)), [f"{row.figure}: {row.setting}" for row in both], fontsize=6)
     axes.set_xlabel("ours against theirs, %")
     axes.axvline(0, color="black")
