@@ -83,22 +83,23 @@ def resharding(config: Config, ranks: int) -> list[str]:
 
 def placements(config: Config, ranks: int, hf: dict) -> list[str]:
     """--map: HybridFlow's search for the run's models, on devices as a data sheet has them."""
-    prompt = min(config.max_new_tokens, config.max_tokens_per_micro_batch - config.max_new_tokens)
-    sequences, tokens = config.prompts_per_step * config.answers_per_prompt, prompt + config.max_new_tokens
-    task = mapping.Task(sequences, prompt, config.max_new_tokens, tokens, config.updates_per_step)
     from torch import cuda
 
     memory = cuda.get_device_properties(0).total_memory if cuda.is_available() else A100.memory
+    answer, count = config.max_new_tokens, config.prompts_per_step * config.answers_per_prompt
+    prompt = min(answer, config.max_tokens_per_micro_batch - answer)
+    task = mapping.Task(count, prompt, answer, prompt + answer, config.updates_per_step)
     speeds = mapping.Speeds(A100._replace(memory=memory))
     found = mapping.search(models_by_role(config, hf), ranks, task, speeds)
     what = f"{ranks} devices of {memory / 1e9:.0f} GB, as fast as an A100's data sheet says (an assumption)"
     lines = [f"  HybridFlow's mapping by closed forms, for {what}:"]
-    lines += [f"    a step has {sequences} sequences of {prompt} + {config.max_new_tokens} tokens"]
+    lines += [f"    a step has {count} sequences of {prompt} + {answer} tokens; judges only read them"]
     lines += ["    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices"]
     indents = dict(initial_indent=4 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
     for each in found:
         lines += textwrap.wrap(mapping.as_text(each), 106, **indents)
-    lines += ["    here every model trains on all ranks: only a line without | can be run: --mode full"]
+    run = "here every model trains on all ranks: only a line without | can be run: --mode full"
+    lines.append(f"    {run if found else 'nothing fits'}")
     for sizes in (each.choices[0].sizes["actor"] for each in found if len(each.choices) == 1):
         lines[-1] += f" --pp {sizes.pp} --tp {sizes.tp} --rollout-tp {sizes.parts}"
     return lines

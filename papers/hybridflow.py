@@ -1,8 +1,8 @@
 """HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
 
-    python -m papers.hybridflow                                       all, in a minute or two
-    python -m papers.hybridflow --quick                               points on at most 16 GPUs alone
-    python -m papers.hybridflow --figure 9 11 --published FILE.csv    other points, of the same columns
+    python papers/hybridflow.py                                       all, in a minute or two
+    python papers/hybridflow.py --quick                               points on at most 16 GPUs alone
+    python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
 Figures 9, 11 and 15 are simulated (papers/colocated.py), in sizes that scheduling/mapping.py finds. All else
 is a closed form.
@@ -16,7 +16,10 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from papers.colocated import Setting, step_of
 from papers.tables import Paper, Point, Row, command

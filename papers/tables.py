@@ -175,7 +175,7 @@ def command(
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
         picture_of(rows, DOCS / f"{name}.png")
-        head = [f"# {doc.splitlines()[0]}", "", f"Made by `python -m papers.{name} --write`.", ""]
+        head = [f"# {doc.splitlines()[0]}", "", f"Made by `python papers/{name}.py --write`.", ""]
         text = "\n".join([*head, *lines, "", f"![Errors]({name}.png)", ""])
         (DOCS / f"{name}.md").write_text(text, encoding="utf-8")
     return 0

@@ -180,7 +180,7 @@ def test_a_dry_run_with_a_map():
     ran = command("--dry-run", "--map", WORLD_SIZE="4")
     assert ran.returncode == 0 and not ran.stderr
     shown = ran.stdout[ran.stdout.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :]
-    assert "(an assumption)" in shown and "    a step has 128 sequences of 72 + 72 tokens\n" in shown
+    assert "(an assumption)" in shown and "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
     found = re.findall(r"^    ([\d.e-]+) s = generation .*(?:\n        .*)*", shown, re.MULTILINE)
     assert len(found) == 2 and [*map(float, found)] == sorted(map(float, found))
     assert shown.count("|") == 3  # one between two sets, two in words

@@ -173,7 +173,7 @@ def test_a_point_that_nobody_knows(tmp_path, capsys, figure, setting, gpus):
 
 
 def test_the_page_is_there():
-    """`python -m papers.hybridflow --write` made it, with the constants of now."""
+    """`python papers/hybridflow.py --write` made it, with the constants of now."""
     page = (Path(ROOT).parent / "docs" / "papers" / "hybridflow.md").read_text()
     for row in FIGURES["14"](PAPER):
         assert row.error is None or f"| {row.setting} | {row.theirs:.4g} s | {row.ours:.4g} s |" in page
