@@ -255,7 +255,8 @@ def algorithm_of(config: Config) -> Algorithm:
 
 def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     """Whether the settings are what they, each other and the run need, and what that is."""
-    a, values, least = algorithm, vars(algorithm), 1 if algorithm.greedy else 2
+    a, values = algorithm, vars(algorithm)
+    least = 2 if a.filters and not a.greedy else 1  # answers that are compared with each other
     for name, (low, high) in LIMITS.items():  # NaN is refused, too
         yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
     yield not 0 < a.clip_dual <= 1, "clip_dual=0 or more than 1"

@@ -61,6 +61,11 @@ class Paper(NamedTuple):
         kind = "fitted" if kind == "predicted" and point.name in fitted_on(self.constants) else kind
         return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note or point.note)
 
+    def values(self, table: str) -> dict[str, Any]:
+        """A table's constants alone."""
+        told = ("source", "fitted_on")
+        return {name: value for name, value in self.constants[table].items() if name not in told}
+
     def of(self, figure: str, **columns: str) -> list[Point]:
         """A figure's points, those with these columns alone."""
         wanted = {"figure": figure} | columns
@@ -105,7 +110,7 @@ def table_of(rows: Iterable[Row]) -> list[str]:
     """Markdown."""
     lines = ["| figure | setting | theirs | ours | error | kind |", "|---|---|--:|--:|--:|---|"]
     for row in rows:
-        numbers = ["" if value is None else f"{value:,.4g} {row.unit}" for value in (row.theirs, row.ours)]
+        numbers = ["" if v is None else f"{v:{',.0f' if v > 999 else '.4g'}} {row.unit}" for v in row[2:4]]
         error = "" if row.error is None else f"{row.error:+.1%}"
         kind = f"{row.kind}: {row.note}" if row.note else row.kind
         lines.append(f"| {' | '.join((row.figure, row.setting, *numbers, error, kind))} |")
@@ -115,8 +120,8 @@ def table_of(rows: Iterable[Row]) -> list[str]:
 def summary_of(rows: list[Row], constants: Constants) -> list[str]:
     """How many rows of each kind, and how far off the predicted ones are, by figure."""
     kinds = ", ".join(f"{sum(row.kind == kind for row in rows)} {kind}" for kind in KINDS)
-    chosen = sum(len(table) - 1 for table in constants.values() if "fitted_on" in table)
-    points = len(fitted_on(constants))
+    tables = [table.keys() - {"source"} for table in constants.values() if "fitted_on" in table]
+    chosen, points = sum(len(names) - 1 for names in tables), len(fitted_on(constants))
     lines, errors = [f"Rows: {kinds}. {chosen} constants were fitted on {points} points."], {}
     for row in rows:
         if row.kind == "predicted" and row.error is not None:
@@ -132,9 +137,10 @@ def picture_of(rows: list[Row], path: Path) -> None:
     both = [row for row in rows if row.error is not None][::-1]
     canvas = Figure(figsize=(9, 1.5 + 0.15 * len(both)), layout="constrained")
     axes = canvas.subplots()
-    for kind in KINDS[:-1]:
+    for kind in dict.fromkeys(row.kind for row in both):
         own = {number: 100 * row.error for number, row in enumerate(both) if row.kind == kind}
         axes.plot(own.values(), own.keys(), "o", label=f"{len(own)} {kind}")
+    axes.margins(y=0.01)
     axes.set_yticks(range(len(both)), [f"{row.figure}: {row.setting}" for row in both], fontsize=6)
     axes.set_xlabel("ours against theirs, %")
     axes.axvline(0, color="black")
@@ -169,7 +175,7 @@ def command(
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
         picture_of(rows, DOCS / f"{name}.png")
-        head = [f"# {doc.splitlines()[0]}", "", f"Made by `python -m papers.{name} --write`.", ""]
+        head = [f"# {doc.splitlines()[0]}", "", f"Made by `python papers/{name}.py --write`.", ""]
         text = "\n".join([*head, *lines, "", f"![Errors]({name}.png)", ""])
         (DOCS / f"{name}.md").write_text(text, encoding="utf-8")
     return 0

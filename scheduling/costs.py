@@ -31,7 +31,7 @@ class Model(NamedTuple):
     hidden: int
     kv_width: int  # key heads * size of a head
     active: float = 0.0  # parameters that a token meets; 0: all
-    kv_heads: int = 0  # which tensor parallelism deals whole; 0: it may be cut as one likes
+    cuts: int = 0  # what tensor parallelism has to divide; 0: it may cut as it likes
 
     @property
     def bytes(self) -> float:
@@ -101,14 +101,15 @@ def decode_of(
     """An engine of tp devices. ValueError if the model doesn't fit into `memory`, a part of theirs.
 
     weights, kv: parts of the bandwidth at which they are read; flops, prefill: of the FLOPs, decoding and
-    reading prompts. layer_s, reduce_s, sequence_s: on top, for each layer, all-reduce, sequence of a step.
+    reading prompts. On top for each in a step: layer_s of a layer, sequence_s of a sequence, reduce_s of an
+    all-reduce for each doubling of its ranks.
     """
     room = memory * device.memory * tp - model.bytes
     if room <= 0:
         raise ValueError(f"{model.bytes / 1e9:.0f} GB of weights leave {tp} devices no room for a KV cache")
-    reducing = model.reduced_bytes(tp) / device.link
+    reducing, layer_s = model.reduced_bytes(tp) / device.link, layer_s + 2 * reduce_s * math.log2(tp)
     return Decode(
-        fixed=model.layers * (layer_s + 2 * reduce_s * (tp > 1)) + model.bytes / tp / (weights * device.hbm),
+        fixed=model.layers * layer_s + model.bytes / tp / (weights * device.hbm),
         each=sequence_s + model.flops / tp / (flops * device.flops) + reducing,
         context=model.kv_bytes / tp / (kv * device.hbm),
         prefill=model.flops / tp / (prefill * device.flops) + reducing,

@@ -965,6 +965,7 @@ def test_what_a_run_gives_that_an_algorithm_cannot_use():
     with pytest.raises(ValueError, match="needs --answers-per-prompt 2 or more"):
         algorithm_of(Config(answers_per_prompt=1))
     assert algorithm_of(Config(algorithm=("remax",), answers_per_prompt=1)).greedy
+    assert algorithm_of(Config(algorithm=("ppo",), answers_per_prompt=1)).critics  # which are its baseline
     with pytest.raises(ValueError, match="needs a critic for --critic"):
         algorithm_of(Config(model="m", rule=("right",), critic="c"))
     assert algorithm_of(Config(algorithm=("safe_rlhf",), cost_rule=("length:9",))).critics == (

@@ -26,6 +26,7 @@ PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
 PROGRAMS = (*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*chaos.py"), ROOT / "reporting" / "figure.py")
+PROGRAMS += (ROOT / "papers" / "tables.py",)
 TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr"}
 TORCHRUN |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
@@ -138,7 +139,8 @@ def test_every_link_resolves(page):
 
 def test_every_page_and_picture_is_linked():
     linked = {path for page in PAGES for path, _ in links_in(page) if path != page}
-    assert {path for path in ROOT.glob("docs/*")} <= linked
+    pages = {path for path in ROOT.glob("docs/papers/*.md")}  # each shows its own picture
+    assert {path for path in ROOT.glob("docs/*") if path.is_file()} | pages <= linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -183,6 +185,7 @@ def check_program(words: list[str]) -> None:
     (name,) = [word for word in words if word.endswith(".py")] or [words[words.index("-m") + 1]]
     path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
     flags = [word for word in words[words.index(name) :] if word.startswith("--")]
+    path = ROOT / "papers" / "tables.py" if path.parent.name == "papers" and path.is_file() else path
     if path.parent != ROOT / "examples":  # those have run.py's
         assert not [flag for flag in flags if f'add_argument("{flag}"' not in path.read_text()], words
 
@@ -241,7 +244,8 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 
 
 def test_every_flag_that_is_named_exists():
-    known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN | {"--help", "--nodes"}
+    known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN
+    known |= {"--help", "--nodes", "--map"}
     known |= {f"--no-{dashed(field.name)}" for field in fields(Config) if field.default is True}
     for program in PROGRAMS:
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', program.read_text()))

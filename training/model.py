@@ -38,6 +38,7 @@ FAMILIES = {  # config.json's model_type -> what sets the architecture apart
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
+SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 RELEASE_S = 10.0  # for an engine to give its memory back: of its ranks the first to sleep says that it does
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -201,8 +202,7 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 
 def check_sizes(hf: dict, config: Config) -> None:
-    split_by_tp = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    sizes = dict.fromkeys(split_by_tp, (f"--tp {config.tp}", config.tp))
+    sizes = dict.fromkeys(SPLIT_BY_TP, (f"--tp {config.tp}", config.tp))
     stages, per_rank = f"--pp {config.pp}", schedule_of(config).stages_per_rank
     if per_rank > 1:
         stages = f"{stages} x {per_rank} stages a rank of --schedule {config.schedule}"

@@ -1,0 +1,175 @@
+"""HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
+
+    python papers/hybridflow.py                                       all, in a minute or two
+    python papers/hybridflow.py --quick                               points on at most 16 GPUs alone
+    python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
+
+Figures 9, 11 and 15 are simulated (papers/colocated.py), in sizes that scheduling/mapping.py finds. All else
+is a closed form.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from papers.colocated import Setting, step_of
+from papers.tables import Paper, Point, Row, command
+from scheduling import mapping
+from scheduling.costs import Device, Model
+from scheduling.mapping import Choice, Sizes, Speeds, Task
+from training.resharding import Layout
+
+QUICK = 16  # GPUs
+PPO = ("actor", "critic", "reference", "reward")
+SAFE = (*PPO, "cost")
+PLACEMENTS = {
+    "colocate": (PPO,),
+    "split": (("actor", "reference"), ("critic", "reward")),
+    "standalone": tuple((role,) for role in PPO),
+    "HybridFlow": (),  # the best of all
+}
+OURS = ("HybridFlow",)
+SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
+NO_ROOM = "by our account of memory it doesn't fit"
+OTHER = "another program; no seconds of its stages are published"
+REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
+SEARCH = "seconds of their own program"
+
+
+def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
+    """By the first word of its setting: a model, or the actor's + the critic's. ValueError if unknown."""
+    first, _, second = point.setting.partition(" ")[0].partition("+")
+    names = {role: first if role in ("actor", "reference") else second or first for role in roles}
+    models = {role: Model(*known(point, name, paper.values("models"))) for role, name in names.items()}
+    if not point.gpus.isdecimal() or not int(point.gpus):
+        raise ValueError(f"{point.where}: {point.gpus} is no number of GPUs")
+    generation = paper.values("generation")
+    task = Task(prompt=generation.pop("prompt"), **paper.values("task"))
+    device = Device(**paper.values("device"), **paper.values("transition"))
+    speeds = Speeds(device, **paper.values("speeds"), **paper.values("compute"), **generation)
+    return Setting(models, int(point.gpus), task, speeds)
+
+
+def known(point: Point, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        raise ValueError(f"{point.where}: {name} is none of {', '.join(table)}")
+    return table[name]
+
+
+def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
+    """The points of these systems, in a quick run the small ones."""
+    points = [point for point in paper.of(figure) if point.system in systems]
+    return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
+
+
+def row_of(paper: Paper, point: Point, ours: float | None, kind: str = "predicted") -> Row:
+    return paper.row(point, ours, kind) if ours else paper.row(point, None, "not modelled", NO_ROOM)
+
+
+def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
+    """One row of each system's points, `but` these."""
+    counts = Counter(point.system for point in paper.of(figure) if point.system not in but)
+    rows = [(f"{system}, {count} points", None, None, "") for system, count in counts.items()]
+    return [Row(figure, *row, "not modelled", why) for row in rows]
+
+
+def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
+    """Tokens/s of a step in full colocation."""
+    rows = []
+    for point in asked(paper, figure, OURS):
+        at = setting_of(paper, point, roles)
+        found = mapping.best_of((roles,), *at)
+        tokens = at.task.sequences * at.task.trained
+        rows.append(row_of(paper, point, found and tokens / step_of(at, found.choices[0])[1]))
+    return rows + not_modelled(paper, figure, but=OURS)
+
+
+def placements(paper: Paper, figure: str) -> list[Row]:
+    """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
+    rows, compared = [], {}
+    for point in asked(paper, figure, PLACEMENTS):
+        at, placement = setting_of(paper, point), PLACEMENTS[point.system]
+        found = mapping.best_of(placement, *at) if placement else next(iter(mapping.search(*at)), None)
+        tokens = at.task.sequences * at.task.trained
+        rows.append(row_of(paper, point, found and tokens / found.seconds, "form"))
+        if placement and found:
+            compared.setdefault((point.setting, point.gpus), []).append(rows[-1])
+    pairs = [pair for own in compared.values() for pair in combinations(own, 2)]
+    right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
+    rows.append(Row(figure, "pairs in their order", None, right, f"of {len(pairs)} pairs", "form"))
+    return rows + not_modelled(paper, figure, but=PLACEMENTS)
+
+
+def transitions(paper: Paper) -> list[Row]:
+    """Seconds from training to generation: table 2's volumes, then an engine's part from the host."""
+    rows = []
+    for point in asked(paper, "14", SYSTEMS):
+        models, gpus, _, speeds = setting_of(paper, point)
+        pp, tp, parts = known(point, point.setting, paper.values("sizes"))
+        if gpus % (pp * tp):
+            raise ValueError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
+        gathering = gpus if point.system == "DS-Chat" else pp * tp
+        cost = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]]
+        seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
+        kind = "predicted" if point.system == "HybridFlow" else "form"
+        rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
+    return rows + not_modelled(paper, "14", but=SYSTEMS)
+
+
+def generation(paper: Paper) -> list[Row]:
+    """Seconds of an engine of t_g GPUs for its share of the prompts. All models are cut in 1-8 parts."""
+    rows = []
+    for point in asked(paper, "15", OURS):
+        (models, gpus, task, speeds), parts = setting_of(paper, point), number_in(point, "t_g=")
+        held = speeds.reserve
+        for role in reversed(PPO):  # the actor comes last
+            every = mapping.choices_of(role, models[role], gpus, held, task, speeds)
+            held = next((choice.held for choice in every if choice.sizes[role][:2] == (1, 8)), math.inf)
+        own = Setting(models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds)
+        choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
+        fits = held < speeds.device.memory and own.task.sequences
+        rows.append(row_of(paper, point, step_of(own, choice, scores=False)[0] if fits else None))
+    return rows + not_modelled(paper, "15", but=OURS)
+
+
+def table_2(paper: Paper) -> list[Row]:
+    """Parts of the model's bytes M, of each GPU."""
+    rows = []
+    for point in asked(paper, "table 2", SYSTEMS):
+        sizes = [number_in(point, name) for name in ("p=", "t=", "d=", "t_g=")]
+        cost = Layout(*sizes).costs()[SYSTEMS[point.system]]
+        rows.append(paper.row(point, float(known(point, point.metric, cost._asdict())), "form"))
+    return rows + not_modelled(paper, "table 2", but=SYSTEMS)
+
+
+def number_in(point: Point, name: str) -> int:
+    """Behind a name in its setting, as in `t_g=2`. ValueError without one."""
+    for word in point.setting.split():
+        if word.startswith(name) and word.removeprefix(name).isdecimal() and int(word.removeprefix(name)):
+            return int(word.removeprefix(name))
+    raise ValueError(f"{point.where}: its setting has no {name}NUMBER")
+
+
+FIGURES = {
+    "9": partial(throughput, figure="9", roles=PPO),
+    "10": partial(not_modelled, figure="10", why=REMAX),
+    "11": partial(throughput, figure="11", roles=SAFE),
+    "12": partial(placements, figure="12"),
+    "13": partial(placements, figure="13"),
+    "14": transitions,
+    "15": generation,
+    "16": partial(not_modelled, figure="16", why=SEARCH),
+    "table 2": table_2,
+}
+
+if __name__ == "__main__":
+    sys.exit(command("hybridflow", __doc__, FIGURES, sys.argv[1:]))

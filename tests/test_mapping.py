@@ -1,0 +1,187 @@
+"""HybridFlow's mapping: its closed forms against loops, its search against trying everything."""
+
+import itertools
+import math
+
+import pytest
+
+from scheduling import mapping
+from scheduling.costs import Device, Model
+from scheduling.mapping import Sizes, Speeds, Task
+from training.resharding import Layout
+
+DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, link=2e11)
+SPEEDS = Speeds(DEVICE, mfu=0.8, half=2000, layer_s=2e-4, reduce_s=1e-4, update_s=0.3)
+TASK = Task(sequences=256, prompt=128, answer=512, trained=1024, updates=4)
+LLAMA = Model(6.74e9, 32, 4096, 4096)
+ROLES = ("actor", "critic", "reference", "reward")
+PPO = dict.fromkeys(ROLES, LLAMA)
+
+
+def on(device=DEVICE, **changes):
+    return SPEEDS._replace(device=device._replace(**changes))
+
+
+# ---------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 1, 8), Sizes(2, 4, 1), Sizes(4, 8, 4), Sizes(8, 8, 64)])
+def test_passes_are_the_sum_over_mini_batches(sizes):
+    """As the trainers of the simulation add them up, a sequence a micro-batch; rank 0's share."""
+    passes, own = mapping.passes(LLAMA, sizes, SPEEDS), max(1, 256 // 4 // sizes.dp)
+    reading = sum(passes.forward_s([[1024]] * own) for _ in range(4))
+    learning = sum(passes.update_s([[1024]] * own) for _ in range(4))
+    assert mapping.passes_s(LLAMA, sizes, TASK, SPEEDS) == pytest.approx((reading, learning))
+
+
+def test_an_update_by_hand():
+    """6 FLOPs a parameter and token, four all-reduces a layer, 6 bytes a parameter to other copies."""
+    speeds = SPEEDS._replace(half=0.0)
+    _, seconds = mapping.passes_s(LLAMA, Sizes(1, 8, 4), TASK._replace(updates=1), speeds)
+    tokens = 256 / 4 * 1024
+    compute = tokens * (6 * 6.74e9 + 3 * 2 * 32 * 4096 * 1024) / (8 * 0.8 * 312e12)
+    reducing = tokens * 32 * (2 + 2) * (2 * 7 / 8 * 4096 * 2) / 2e11
+    copies = 6 * 6.74e9 / 8 * 3 / 4 / 3e9
+    square = (1 + mapping.passes(LLAMA, Sizes(1, 8, 4), speeds).backward) / 3  # attention counts as the rest
+    attention = tokens * 3 * 2 * 32 * 4096 * 1024 / (8 * 0.8 * 312e12)
+    expected = compute + (square - 1) * attention + reducing + copies + 0.3
+    assert seconds == pytest.approx(expected, rel=1e-3)
+
+
+def test_generation_is_the_sum_of_its_steps():
+    """In rounds of what finds room."""
+    decode = mapping.engine(LLAMA, 2, 70e9, SPEEDS)
+    at_once = int(decode.kv_tokens // 640)
+    assert 1 < at_once < 60
+    left, seconds = 100, 100 * 128 * decode.prefill
+    while left:
+        batch = min(left, at_once)
+        for step in range(512):
+            seconds += decode.fixed + decode.each * batch + decode.context * batch * (128 + step)
+        left -= batch
+    assert mapping.generate_s(decode, 100, TASK) == pytest.approx(seconds)
+    with pytest.raises(ValueError, match="no room"):
+        mapping.generate_s(mapping.engine(LLAMA, 2, 73.2e9, SPEEDS), 100, TASK)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 8, 2, 2), Sizes(4, 8, 2, 8), Sizes(2, 2, 1, 1)])
+def test_resharding_moves_what_table_2_says(sizes):
+    cost = Layout(sizes.pp, sizes.tp, sizes.dp, sizes.parts).costs()["HybridFlow"]
+    band = 2e11 if sizes.pp * sizes.tp <= 8 else 3e9
+    expected = LLAMA.bytes * (float(cost.received) / band + float(cost.peak) / 2e10)
+    assert mapping.reshard_s(LLAMA, sizes, SPEEDS) == pytest.approx(expected)
+
+
+def test_a_change_moves_its_part_alone():
+    """Half a bandwidth, twice the batch: the parts that hang on it double, the others stay."""
+    across, inside = Sizes(4, 8, 2, 8), Sizes(1, 8, 1, 2)
+    slow = on(network=1.5e9)
+    moved = [mapping.reshard_s(LLAMA, across, speeds) for speeds in (SPEEDS, slow)]
+    assert moved[1] - moved[0] == pytest.approx(LLAMA.bytes * (1 / 8 - 1 / 32) / 3e9)
+    assert mapping.reshard_s(LLAMA, inside, slow) == mapping.reshard_s(LLAMA, inside, SPEEDS)
+    updates = [mapping.passes(LLAMA, across, speeds).update - 0.3 for speeds in (SPEEDS, slow)]
+    assert updates[1] == pytest.approx(2 * updates[0])
+    fast, weak = (mapping.engine(LLAMA, 1, 0.0, speeds) for speeds in (SPEEDS, on(hbm=1e12)))
+    assert weak.fixed - 32 * 2e-4 == pytest.approx(2 * (fast.fixed - 32 * 2e-4))
+    assert (weak.context, weak.each) == (pytest.approx(2 * fast.context), fast.each)
+    double = TASK._replace(sequences=512)
+    flat = Sizes(1, 8, 1)
+    once, twice = (mapping.passes_s(LLAMA, flat, task, SPEEDS) for task in (TASK, double))
+    assert twice[0] == pytest.approx(2 * once[0])
+    assert twice[1] - 4 * 0.3 == pytest.approx(2 * (once[1] - 4 * 0.3))
+
+
+# ---------------------------------------------------------------- search
+
+
+def test_placements_are_all_partitions():
+    """As many as Bell's numbers say; each has every role once."""
+    for count, bell in enumerate((1, 2, 5, 15, 52), 1):
+        roles = tuple("abcde"[:count])
+        found = {frozenset(map(frozenset, placement)) for placement in mapping.placements(roles)}
+        assert len(found) == len([*mapping.placements(roles)]) == bell
+        assert all(sorted(itertools.chain(*placement)) == [*roles] for placement in found)
+
+
+def tried(devices, speeds, most_held):
+    """The least seconds of an actor and a reward model, of all sizes, together or apart, by loops alone."""
+
+    def cuts(number):
+        for pp, tp, dp in itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, number + 1)):
+            if pp * tp * dp == number and pp <= max(1, number // speeds.machine) and tp <= speeds.machine:
+                yield Sizes(pp, tp, dp)
+
+    def served(sizes, number, held):
+        for parts in (n for n in (1, 2, 4, 8) if n <= sizes.tp):
+            own = sizes._replace(parts=parts)
+            try:
+                decode = mapping.engine(LLAMA, parts, held, speeds)
+                engines = math.ceil(TASK.sequences * parts / number)
+                yield mapping.generate_s(decode, engines, TASK) + mapping.reshard_s(LLAMA, own, speeds)
+            except ValueError:
+                continue
+
+    def states(sizes):
+        return LLAMA.params / (sizes.pp * sizes.tp) * (6 + 12 / sizes.dp) + speeds.reserve
+
+    best = math.inf
+    for actor, reward in itertools.product(cuts(devices), repeat=2):
+        held = states(actor) + LLAMA.bytes / (reward.pp * reward.tp)
+        reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
+        learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
+        best = min([best, *(s + reading + learning for s in served(actor, devices, held))])
+    for first in range(1, devices):
+        for actor, reward in itertools.product(cuts(first), cuts(devices - first)):
+            if LLAMA.bytes / (reward.pp * reward.tp) + speeds.reserve > most_held:
+                continue
+            reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
+            learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
+            best = min([best, *(s + reading + learning for s in served(actor, first, states(actor)))])
+    return best
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("memory", [80e9, 60e9])
+def test_search_finds_what_trying_everything_finds(devices, memory):
+    """Of two models, it tries the other's shards from each number on: none is better."""
+    speeds = on(memory=memory)._replace(machine=4)
+    found = mapping.search(dict(actor=LLAMA, reward=LLAMA), devices, TASK, speeds)
+    expected = tried(devices, speeds, memory)
+    assert (found[0].seconds if found else math.inf) == pytest.approx(expected)
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+
+
+def test_a_mapping_keeps_to_memory_machines_and_heads():
+    """Whatever is taken: bytes fit, shards stay in a machine and divide what must be divided."""
+    odd = LLAMA._replace(cuts=12)
+    for devices, model in itertools.product((8, 32), (LLAMA, odd)):
+        found = mapping.search(dict.fromkeys(ROLES, model), devices, TASK, SPEEDS)
+        assert len(found) <= 15
+        for choice in (choice for each in found for choice in each.choices):
+            assert choice.held <= DEVICE.memory
+            counts = {sizes.pp * sizes.tp * sizes.dp for sizes in choice.sizes.values()}
+            assert len(counts) == 1  # of a set
+            for sizes in choice.sizes.values():
+                assert sizes.tp <= 8 and not model.cuts % sizes.tp and sizes.pp <= max(1, devices // 8)
+        for each in found:
+            total = sum(max(c.stages[stage] for c in each.choices) for stage in range(3))
+            assert each.seconds == pytest.approx(total)
+            used = [next(iter(choice.sizes.values())) for choice in each.choices]
+            assert sum(sizes.pp * sizes.tp * sizes.dp for sizes in used) == devices
+
+
+def test_less_memory_is_never_faster_and_then_nothing_fits():
+    last = 0.0
+    for memory in (80e9, 60e9, 45e9):
+        best = mapping.best_of((ROLES,), PPO, 8, TASK, on(memory=memory))
+        assert best.seconds >= last
+        last = best.seconds
+    assert mapping.best_of((ROLES,), PPO, 8, TASK, on(memory=30e9)) is None
+    assert mapping.search(PPO, 8, TASK, on(memory=20e9)) == []
+
+
+def test_a_mapping_in_words():
+    best = mapping.best_of((("actor",), ("reward",)), dict(actor=LLAMA, reward=LLAMA), 16, TASK, SPEEDS)
+    text = mapping.as_text(best)
+    assert text.startswith(f"{best.seconds:.3g} s = generation {best.stages[0]:.3g} + preparation ")
+    assert text.count("|") == 1 and ": actor " in text and "| reward " in text

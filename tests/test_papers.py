@@ -1,0 +1,177 @@
+"""What all papers' commands stand on: points with a source, constants with what they were fitted on, rows."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from papers import tables
+from papers.tables import COLUMNS, Paper, Point, Row, command, read_constants, read_points
+
+ROOT = Path(__file__).parent.parent
+GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
+POINT = Point(*GOOD.split(","))
+FITTED = {"speeds": {"fitted_on": [POINT.name], "mfu": 0.5, "half": 2.0}, "device": {"source": "x", "hbm": 1}}
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """An empty papers/ with one paper, `mine`; returns its folder."""
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published" / "mine_fig9.csv").write_text(f"{COLUMNS}\n{GOOD}\n")
+    (tmp_path / "mine.toml").write_text('[speeds]\nsource = "guessed"\nmfu = 0.5\n')
+    return tmp_path
+
+
+def twice(paper):
+    return [paper.row(point, 2 * float(point.value)) for point in paper.of("9")]
+
+
+def run(*arguments, figures=None):
+    return command("mine", "A paper.\n\nMore.", figures or {"9": twice}, [*map(str, arguments)])
+
+
+# ---------------------------------------------------------------- points and constants
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("9,HybridFlow,7B,8", "4 cells, not 12"),
+        (GOOD + ",more", "13 cells, not 12"),
+        ("", "0 cells, not 12"),
+        (GOOD.replace("5500", "fast"), "could not convert string to float: 'fast'"),
+        (GOOD.replace("5500", "0"), "0, precision 0.02: no number above 0"),
+        (GOOD.replace("5500", "nan"), "no number above 0"),
+        (GOOD.replace("5500", "inf"), "no number above 0"),
+        (GOOD.replace("5500", "-1"), "no number above 0"),
+        (GOOD.replace("0.02", "2"), "no number above 0"),
+        (GOOD.replace("FIG", "ME"), "a label of P, FIG, CALC, 2ND"),
+        (GOOD.replace("arXiv", ""), "needs a source"),
+        (GOOD.replace("figure 9", ""), "needs a source, a page"),
+        (GOOD.replace("9,Hybrid", "99,Hybrid"), "its figure is none of 9"),
+    ],
+)
+def test_a_bad_line_is_named(house, capsys, line, named):
+    """With its file and number, in one line; status 2."""
+    path = house / "theirs.csv"
+    path.write_text(f"{COLUMNS}\n{GOOD}\n{line}\n")
+    assert run("--published", path) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"{path}:3: ") and named in printed.err and printed.err.count("\n") == 1
+    assert not printed.out
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n", "figure,system\n1,2\n", "\N{BYTE ORDER MARK}" + COLUMNS])
+def test_other_columns_are_named(house, capsys, text):
+    path = house / "theirs.csv"
+    path.write_text(text)
+    assert run("--published", path) == 2
+    error = capsys.readouterr().err
+    assert "its columns are" in error and str(path) in error and error.count("\n") == 1
+
+
+def test_files_that_cannot_be_read(house, capsys):
+    path = house / "theirs.csv"
+    path.write_bytes(COLUMNS.encode() + b"\n\xff\xfe\n")
+    for each, named in ((path, str(path)), (house / "nowhere.csv", "nowhere.csv")):
+        assert run("--published", each) == 2
+        error = capsys.readouterr().err
+        assert named in error and error.count("\n") == 1
+
+
+def test_a_cell_may_have_a_comma(tmp_path):
+    path = tmp_path / "theirs.csv"
+    path.write_text(f'{COLUMNS}\n{GOOD}"a, b"\n')
+    (point,) = read_points(path)
+    assert (point.note, point.where, point.name) == ("a, b", f"{path}:2", "9:HybridFlow:7B@8:throughput")
+
+
+def test_a_constant_needs_a_reason(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[good]\nsource = "data sheet"\nx = 1\n[bad]\ny = 2\n')
+    with pytest.raises(ValueError, match=r"\[bad\] has neither fitted_on nor source"):
+        read_constants(path)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_a_row_is_fitted_where_its_point_was_used():
+    paper, other = Paper([POINT], FITTED), POINT._replace(gpus="16")
+    assert paper.row(POINT, 5500.0).kind == "fitted" and paper.row(other, 5500.0).kind == "predicted"
+    assert paper.row(POINT, 5500.0, "form").kind == "form"
+    assert paper.row(other, 6050.0).error == pytest.approx(0.1)
+    assert paper.row(other, None).error is None and Row("9", "", None, 1.0, "", "form").error is None
+    assert paper.values("speeds") == {"mfu": 0.5, "half": 2.0} and paper.values("device") == {"hbm": 1}
+    assert paper.of("9", system="HybridFlow", gpus="8") == [POINT] and not paper.of("9", gpus="16")
+
+
+def test_a_summary_counts_the_predicted_alone():
+    rows = [Row("9", "", 100.0, ours, "s", "predicted") for ours in (110.0, 80.0, 100.0)]
+    rows += [Row("9", "", 100.0, 900.0, "s", kind) for kind in ("fitted", "form")]
+    first, second = tables.summary_of([*rows, Row("10", "", None, None, "", "not modelled")], FITTED)
+    assert first.startswith("Rows: 1 fitted, 3 predicted, 1 form, 0 measured, 1 not modelled.")
+    assert first.endswith("2 constants were fitted on 1 points.")
+    assert second == "- 9: 3 predicted, median error 10.0%, largest 20.0%"
+
+
+def test_a_table_shows_what_there_is():
+    rows = [Row("9", "7B", 12345.6, 0.01234, "s", "form")]
+    rows += [Row("10", "x", None, None, "", "not modelled", "why")]
+    *_, first, second = tables.table_of(rows)
+    assert first == "| 9 | 7B | 12,346 s | 0.01234 s | -100.0% | form |"
+    assert second == "| 10 | x |  |  |  | not modelled: why |"
+
+
+def test_a_command_writes_its_page(house, capsys):
+    assert run("--write") == 0
+    page = (house / "docs" / "mine.md").read_text()
+    printed = capsys.readouterr().out
+    assert page.startswith("# A paper.\n\nMade by `python papers/mine.py --write`.")
+    assert printed in page and "| 11,000 tokens/s | +100.0% | predicted |" in printed
+    assert (house / "docs" / "mine.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_command_asks_for_what_was_chosen(house, capsys):
+    asked = []
+    figures = {"9": lambda paper: asked.append(paper.quick) or [], "10": lambda paper: 1 / 0}
+    assert run("--figure", "9", "--quick", figures=figures) == 0 and asked == [True]
+
+    def refuse(paper):
+        raise ValueError(f"{paper.points[0].where}: what is 7B?")
+
+    assert run(figures={"9": refuse}) == 2
+    assert capsys.readouterr().err.endswith("mine_fig9.csv:2: what is 7B?\n")
+
+
+# ---------------------------------------------------------------- what is published
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "papers" / "published").glob("*.csv")), ids=lambda p: p.stem)
+def test_every_published_number_has_a_source_and_one_place(path):
+    names = [point.name for point in read_points(path)]
+    assert names and len(names) == len({*names})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
+def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path):
+    """And each of these is published."""
+    published = (ROOT / "papers" / "published").glob(f"{path.stem}_*.csv")
+    names = {point.name for each in published for point in read_points(each)}
+    for table in read_constants(path).values():
+        if points := table.get("fitted_on"):
+            assert {*points} <= names and len(points) == len({*points})
+            assert 2 * len(table.keys() - {"fitted_on", "source"}) <= len(points)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
+def test_a_quick_command(path):
+    """As a user starts it: status 0, nothing but its table."""
+    command = [sys.executable, path.with_suffix(".py"), "--quick"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    assert ran.stdout.startswith("Rows: ") and ran.stdout.count("\n| ") > 10
