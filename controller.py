@@ -111,6 +111,23 @@ async def finish(c: Controller) -> int:
     return c.stopping
 
 
+def deal(facts: list[tuple[int, dict[int, list[int]]]], cost: Callable, config: Config, dp_size: int) -> tuple:
+    """Who trains on what, which all controllers work out alike (pure).
+
+    facts: each rank's data-parallel rank, and tokens of its samples by prompt_id. Returns the plan of plan_batch,
+    the rank that holds each sample, the one that gets it, and the ranks of each data-parallel rank.
+    """
+    tokens, holders, groups = {}, {}, [[] for _ in range(dp_size)]
+    for rank, (dp_rank, rows) in enumerate(facts):
+        groups[dp_rank].append(rank)
+        for key, length in (((p, i), n) for p, row in rows.items() for i, n in enumerate(row) if n):
+            assert key not in tokens, "two controllers hold the same sample"
+            tokens[key], holders[key] = length, rank
+    plan = plan_batch(tokens, cost, config, dp_size)
+    receivers = {key: ranks[0] for share, ranks in zip(plan, groups, strict=True) for key in flat(share)}
+    return plan, holders, receivers, groups
+
+
 async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
 
@@ -124,21 +141,16 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     for (prompt_id, index), sample in sorted(mine.items()):
         row = lengths.setdefault(prompt_id, [])
         row += [0] * (index - len(row)) + [len(sample.prompt) + len(sample.response)]
-    tokens, holders, groups = {}, {}, [[] for _ in range(actor.dp_size)]
-    for rank, (dp_rank, rows) in enumerate(await c.world.gather((actor.dp_rank, lengths))):
-        groups[dp_rank].append(rank)
-        for key, length in (((p, i), n) for p, row in rows.items() for i, n in enumerate(row) if n):
-            assert key not in tokens, "two controllers hold the same sample"
-            tokens[key], holders[key] = length, rank
-    plan = plan_batch(tokens, actor.cost, c.config, actor.dp_size)
-    shares = [[mine[key] for key in flat(share) if key in mine] for share in plan]
-    first = groups[actor.dp_rank][0]
-    outgoing = {group[0]: share for group, share in zip(groups, shares, strict=True) if share}
+    facts, outgoing = await c.world.gather((actor.dp_rank, lengths)), {}
+    plan, holders, receivers, groups = deal(facts, actor.cost, c.config, actor.dp_size)
+    for key, sample in mine.items():
+        outgoing.setdefault(receivers[key], []).append(sample)
+    members, first = groups[actor.dp_rank], groups[actor.dp_rank][0]
     senders = {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
     incoming = await c.world.exchange(outgoing, senders)
-    if len(groups[0]) > 1:
+    if len(members) > 1:
         share = [sample for parcel in incoming.values() for sample in parcel]
-        outgoing = dict.fromkeys(groups[actor.dp_rank], share) if c.world.rank == first else {}
+        outgoing = dict.fromkeys(members, share) if c.world.rank == first else {}
         incoming = await c.world.exchange(outgoing, {first})
     found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
     return [[[found[key] for key in micro] for micro in mini_batch] for mini_batch in plan[actor.dp_rank]]

@@ -182,8 +182,9 @@ class Placement:
         ranks = ranks_of_tail(plan.tail, plan.units, held, left, keep * tp, owed, *up)
         if ranks != held:
             self._timeline.mark("tail", f"{len(ranks)}|{len(plan.rollout) - len(ranks)}")
-            rollout = tuple(lead for lead in plan.leads("rollout") if lead in ranks)
-            await self.share(rollout, tuple(lead for lead in plan.leads("genrm") if lead not in ranks))
+            kept = {*ranks}
+            rollout = tuple(lead for lead in plan.leads("rollout") if lead in kept)
+            await self.share(rollout, tuple(lead for lead in plan.leads("genrm") if lead not in kept))
 
     async def to_training(self, go_on: bool = True) -> None:
         """Engines sleep (collective). If the run goes on, lost ones are started again."""

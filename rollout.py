@@ -79,6 +79,7 @@ class RolloutStep:
     def __init__(self, c: Controller, sampler: DynamicSampler, keeps: Callable[[list[Sample]], bool]):
         self.c, self.sampler, self.keeps = c, sampler, keeps  # keeps: does a judged group teach something?
         self.groups: dict[int, list[Sample]] = {}  # by prompt_id
+        self.unwritten: dict[int, int] = {}  # prompt_id -> answers of its group that aren't finished
         self.tasks, self.batch = Tasks(), RolloutBatch()
         self.judging = 0  # answers, those that wait for an engine, too
 
@@ -102,6 +103,7 @@ class RolloutStep:
         self.sampler.add(drawn, wave.number)
         mine = [p for p, owner in owners.items() if owner == actor.dp_rank and actor.is_head]
         self.groups |= {prompt_id: c.prompts.group(prompt_id) for prompt_id in mine}
+        self.unwritten |= {p: sum(not sample.is_finished for sample in self.groups[p]) for p in mine}
         return mine
 
     def start(self, prompt_ids: list[int], work: Callable[[RolloutStep, list[Sample]], Coroutine]) -> None:
@@ -217,6 +219,7 @@ def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
     sample.versions = sample.versions + answer.versions
     sample.finish = answer.finish
     step.batch.tokens += len(answer.tokens)
+    step.unwritten[sample.prompt_id] -= sample.is_finished
     if not sample.is_finished:
         is_over = step.tasks.closed  # else another engine goes on with it
         timeline.sample("aborted" if is_over else "moved", *key, answer.rank, answer.end, answer.end)
@@ -297,11 +300,11 @@ def follow(c: Controller, meeting: Meeting) -> None:
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
     """All tell which groups finished (collective). Returns what is left, and tokens owed, by rank."""
-    c, sampler, samples = step.c, step.sampler, flat([step.groups.values()])
-    ended = step.groups.keys() - step.tasks.running.keys() - sampler.informative.keys()
-    mine = {p: step.keeps(step.groups[p]) for p in sorted(ended) if is_generated(step.groups[p])}
-    num_generated = sum(map(is_generated, step.groups.values()))
-    left = (sum(not sample.is_finished for sample in samples), step.judging, len(samples))
+    c, sampler, unwritten = step.c, step.sampler, step.unwritten
+    ended = sorted(p for p in unwritten if p not in step.tasks.running and p not in sampler.informative)
+    mine = {p: step.keeps(step.groups[p]) for p in ended if not unwritten[p]}
+    num_generated = sum(not left for left in unwritten.values())
+    left = (sum(unwritten.values()), step.judging, sum(map(len, step.groups.values())))
     meeting = await sync_controllers(c, (mine, num_generated, c.rewards.counts(), left), total_of_groups)
     follow(c, meeting)
     finished, sampler.num_generated, counts, left = meeting.facts

@@ -94,7 +94,7 @@ def sharing() -> Iterator[Counter[str]]:
     """Yields the seconds that one controller spends on each kind of decision."""
     spent, page = Counter(), {}
     shared = [(module, name, Once(vars(module)[name], spent)) for module, name in FUNCTIONS]
-    shared += [(controller, "plan_batch", Once(controller.plan_batch, spent, 1))]  # the rest is alike
+    shared += [(controller, "deal", Once(controller.deal, spent, 1))]  # the rest is alike
     shared += [(rollout, "DynamicSampler", partial(SharedSampler, page=page))]
     shared += [(rollout, "OrderedSampler", partial(SharedOrderedSampler, page=page))]
     with ExitStack() as stack:
