@@ -172,7 +172,7 @@ async def judge_as_generated(step: RolloutStep) -> None:
 async def judge_beside_the_tail(step: RolloutStep) -> None:
     """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left unwritten."""
     c, rollout = step.c, step.c.placement.rollout
-    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
+    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp, c.placement.plan.mode)
     while not step.is_over:
         step.start(step.begin_wave(), generate_and_judge)
         await step.tasks.poll()

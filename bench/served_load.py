@@ -12,16 +12,15 @@ import asyncio
 import dataclasses
 import json
 import os
-import random
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import meter
+from workloads import CRITIQUE, WORKLOADS, Workload, is_kept, length_of
 
 import controller
 import data
@@ -37,49 +36,6 @@ from reporting.metrics import local_facts, serving_metrics, summarize
 from reporting.timeline import Timeline
 from rollout import RolloutBatch
 from sample import Sample
-
-CRITIQUE = 32  # tokens
-
-
-# ---------------------------------------------------------------- workloads
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is asked of the engines. Lengths in tokens."""
-
-    length: Callable[[random.Random, random.Random], int]  # of one answer; the first generator is its group's
-    judgements: int = 1
-    keep: float = 1.0  # part of the groups whose rewards differ
-
-
-def uniform(group: random.Random, answer: random.Random) -> int:
-    """22 to 26."""
-    return answer.randint(22, 26)
-
-
-def long_tail(group: random.Random, answer: random.Random) -> int:
-    """Most between 10 and 20; one in forty from 80 to 100: ten times the shortest."""
-    return answer.randint(80, 100) if answer.random() < 0.025 else answer.randint(10, 20)
-
-
-def longer_tail(group: random.Random, answer: random.Random) -> int:
-    """Twice as long: most between 20 and 40, one in forty from 160 to 200."""
-    return 2 * long_tail(group, answer)
-
-
-def by_prompt(group: random.Random, answer: random.Random) -> int:
-    """8 to 60: some prompts have long answers, and those of one prompt differ by a quarter."""
-    return round(group.uniform(10, 48) * answer.uniform(0.8, 1.25))
-
-
-WORKLOADS = {
-    "short": Workload(uniform),
-    "tail": Workload(long_tail),
-    "tail-judged": Workload(longer_tail, judgements=2),
-    "resample": Workload(by_prompt, keep=0.5),
-    "judge-heavy": Workload(by_prompt, judgements=4),
-}
 
 
 class Load:
@@ -107,14 +63,10 @@ class Load:
 
     def tokens_left(self, seed: int, done: int) -> int:
         """Of an answer, `done` tokens of which are there."""
-        key = self._keys[seed]
-        group, answer = random.Random(f"{self.name} {key[0]}"), random.Random(f"{self.name} {key}")
-        return self.workload.length(group, answer) - done
+        return length_of(self.name, *self._keys[seed]) - done
 
     def reward(self, sample: Sample) -> float:
-        """Half of the answers are right, in a group that is kept; all of them in another."""
-        informative = random.Random(f"{self.name} keep {sample.prompt_id}").random() < self.workload.keep
-        return float(sample.index % 2) if informative else 1.0
+        return float(sample.index % 2) if is_kept(self.name, sample.prompt_id) else 1.0
 
 
 # ---------------------------------------------------------------- parts of a controller

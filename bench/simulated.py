@@ -19,8 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from scheduling.costs import Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Device, Model, decode_of, moves_of, passes_of
+from simulation.costs import moves_of
 
 H20 = Device(flops=148e12, memory=96e9, hbm=4e12, network=25e9, host=20e9)
 POLICY, JUDGE = Model(7.6e9, 28, 3584, 512), Model(32.5e9, 64, 5120, 1024)

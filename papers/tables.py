@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"
 KINDS = ("fitted", "predicted", "form", "measured", "not modelled")
-LABELS = ("P", "FIG", "CALC", "2ND")  # stated, digitised, worked out, from a third party
+LABELS = ("P", "FIG", "CALC", "2ND", "RUN")  # stated, digitised, worked out, from others, run here
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
 Constants = dict[str, dict[str, Any]]  # by table
 

@@ -208,18 +208,20 @@ def predictions(
 ) -> tuple[dict[Split, float], dict[Split, float]]:
     """Seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
     swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode != "partial"]
-    latency = {role: token_latency(history, role, ranks) for role, ranks in tp.items()}
-    model = ServingModel(latency, capacity, tp, median(swaps[-RECENT:]) if swaps else 0.0)
+    models, swap_s = {}, median(swaps[-RECENT:]) if swaps else 0.0
+    for mode in {split.mode for split in (*splits, *(step.split for step in history))}:
+        latency = {role: token_latency(history, role, ranks, mode) for role, ranks in tp.items()}
+        models[mode] = ServingModel(latency, capacity, tp, swap_s)
     ratios = {}  # what a split's newest steps took, over what the model says of them
     for step in history:
-        ratio = step.serve_s / max(1e-9, model.seconds(step.split, step))
+        ratio = step.serve_s / max(1e-9, models[step.split.mode].seconds(step.split, step))
         ratios[step.split] = [*ratios.get(step.split, []), ratio][-RECENT:]
     seconds, errors, work = {}, {}, mean_work(history)
     for split in splits:
         tried = [other for other in ratios if other.mode == split.mode] or list(ratios)
         nearest = ratios[min(tried, key=lambda o: (abs(o.rollout - split.rollout), abs(o.tail - split.tail)))]
         scatter = stdev(nearest) if len(nearest) > 1 else 0.0
-        modelled = model.seconds(split, work)
+        modelled = models[split.mode].seconds(split, work)
         seconds[split] = modelled * median(nearest)
         errors[split] = modelled * scatter / len(nearest) ** 0.5
     return seconds, errors
@@ -238,9 +240,13 @@ def mean_work(history: list[StepStats]) -> StepStats:
     return replace(recent[-1], **means, waves=waves, lengths=lengths)
 
 
-def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
-    """From the newest FITTED steps; no time if the role was never asked."""
-    steps = [step.ranks_and_stats(role) for step in history[-FITTED:]]
+def token_latency(history: list[StepStats], role: str, tp: int, mode: str) -> TokenLatency:
+    """From the newest FITTED steps of a mode, else of all; no time if the role was never asked.
+
+    Where requests come one by one, each prompt holds up those that are written: so modes aren't mixed.
+    """
+    of_mode = [step for step in history if step.split.mode == mode] or history
+    steps = [step.ranks_and_stats(role) for step in of_mode[-FITTED:]]
     points = [(s.in_flight / (ranks // tp), s.request_s / s.tokens) for ranks, s in steps if s.tokens]
     return fit(points) if points else TokenLatency(0.0, 0.0)
 

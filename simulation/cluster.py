@@ -31,9 +31,10 @@ from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
 from sample import Key, Sample
+from scheduling.costs import Decode, Passes
 from scheduling.rebalance import StepStats
 from simulation.clock import LONGEST_RUN_S, VirtualClock, end_all
-from simulation.costs import Decode, Moves, Passes, coarse
+from simulation.costs import Moves, coarse
 from simulation.engine import Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing

@@ -1,106 +1,11 @@
-"""What things take on a cluster: closed forms of devices, models and layouts. Pure.
-
-In seconds, bytes, tokens and floating-point operations (FLOPs). The constants are the caller's, with the
-points that they were fitted on.
-"""
+"""Costs of what is simulated alone: hand-overs, coarse tokens. Devices, models: scheduling/costs.py."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-BYTES = 2  # of a parameter, and of a number in the KV cache: bfloat16
-
-
-class Device(NamedTuple):
-    """One accelerator, as its data sheet says. Bandwidths in bytes/s."""
-
-    flops: float  # a second, bfloat16, dense
-    memory: float  # bytes
-    hbm: float
-    network: float  # to other machines, its part
-    host: float  # to its machine's memory
-
-
-class Model(NamedTuple):
-    params: float
-    layers: int
-    hidden: int
-    kv_width: int  # key heads * size of a head
-    active: float = 0.0  # parameters that a token meets; 0: all
-
-    @property
-    def bytes(self) -> float:
-        return BYTES * self.params
-
-    @property
-    def flops(self) -> float:
-        """Of one token forward, without attention."""
-        return 2 * (self.active or self.params)
-
-    @property
-    def kv_bytes(self) -> float:
-        """Of one token: keys and values of all layers."""
-        return BYTES * 2 * self.layers * self.kv_width
-
-
-@dataclass(frozen=True)
-class Decode:
-    """A decode step of b sequences with c tokens in all takes `fixed + each * b + context * c` seconds.
-
-    prefill: seconds a prompt token. most: sequences at once. kv_tokens: room for contexts. steps: decode
-    steps that one token of the simulation stands for.
-    """
-
-    fixed: float
-    each: float = 0.0
-    context: float = 0.0
-    prefill: float = 0.0
-    most: int = 256
-    kv_tokens: float = math.inf
-    steps: int = 1
-
-    def _pace(self, batch: int, context: float) -> tuple[float, float]:
-        """(p, q): p * v + q * v**2 seconds until each has v tokens more.
-
-        The k-th of n steps reads (k - 1) * b tokens more than the first, all of them n * (n - 1) / 2 * b.
-        """
-        slope = self.context * batch
-        return self.fixed + self.each * batch + self.context * context - slope / (2 * self.steps), slope / 2
-
-    def seconds(self, tokens: float, batch: int, context: float) -> float:
-        """Until each sequence of a batch with that many tokens in all has so many more."""
-        p, q = self._pace(batch, context)
-        return (p + q * tokens) * tokens
-
-    def tokens(self, seconds: float, batch: int, context: float) -> float:
-        """The inverse of `seconds`."""
-        p, q = self._pace(batch, context)
-        return 2 * seconds / (p + math.sqrt(p * p + 4 * q * seconds)) if p and seconds else 0.0
-
-
-def decode_of(
-    model: Model, device: Device, tp: int, most: int = 256, *, memory: float = 0.75, weights: float = 1.0,
-    kv: float = 1.0, flops: float = 1.0, prefill: float = 1.0, layer_s: float = 0.0, sequence_s: float = 0.0,
-) -> Decode:  # fmt: skip
-    """An engine of tp devices. ValueError if the model doesn't fit into `memory`, a part of theirs.
-
-    weights, kv: parts of the bandwidth at which they are read; flops, prefill: of the FLOPs, decoding and
-    reading prompts. layer_s, sequence_s: on top, for each in a decode step.
-    """
-    room = memory * device.memory * tp - model.bytes
-    if room <= 0:
-        raise ValueError(f"{model.bytes / 1e9:.0f} GB of weights leave {tp} devices no room for a KV cache")
-    return Decode(
-        fixed=model.layers * layer_s + model.bytes / tp / (weights * device.hbm),
-        each=sequence_s + model.flops / tp / (flops * device.flops),
-        context=model.kv_bytes / tp / (kv * device.hbm),
-        prefill=model.flops / tp / (prefill * device.flops),
-        most=most,
-        kv_tokens=room / model.kv_bytes,
-    )
+from scheduling.costs import Decode, Device, Passes
 
 
 class Moves(NamedTuple):
@@ -120,44 +25,7 @@ def moves_of(device: Device, kept: float, received: float = 0.0, swap_s=0.0, pus
     return Moves(swap_s, swap_s, push_s + received / device.network)
 
 
-@dataclass(frozen=True)
-class Passes:
-    """A trainer's seconds for the micro-batches of its own model-parallel group.
-
-    token, square: of a sequence forward, by its tokens and their square. micro_batch, update: more for each.
-    stages: of its pipeline. backward: over forward.
-    """
-
-    token: float
-    square: float = 0.0
-    micro_batch: float = 0.0
-    update: float = 0.0
-    stages: int = 1
-    backward: float = 2.0
-
-    def cost(self, tokens: int) -> float:
-        return self.token * tokens + self.square * tokens**2
-
-    def forward_s(self, micro_batches: Iterable[list[int]]) -> float:
-        """Of lengths [micro-batch][sequence]. Filling and draining the pipeline takes as one each."""
-        each = [self.micro_batch + sum(map(self.cost, lengths)) for lengths in micro_batches if lengths]
-        return sum(each) * (1 + (self.stages - 1) / max(1, len(each)))
-
-    def update_s(self, micro_batches: Iterable[list[int]]) -> float:
-        """Forward and backward over a mini-batch, then the optimizer's step."""
-        return self.update + (1 + self.backward) * self.forward_s(micro_batches)
-
-
-def passes_of(model: Model, device: Device, ranks: int, mfu: float, **more: float) -> Passes:
-    """Over the ranks of a model-parallel group, at `mfu` of their FLOPs; more: of Passes.
-
-    Causal attention over s tokens forward: 2 * layers * hidden * s**2 FLOPs.
-    """
-    speed = ranks * mfu * device.flops
-    return Passes(model.flops / speed, 2 * model.layers * model.hidden / speed, **more)
-
-
-def coarse(costs: Decode | Passes, grain: int) -> Decode | Passes:
+def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
     """The same, where one token of the simulation stands for `grain` real ones."""
     if isinstance(costs, Passes):
         return replace(costs, token=costs.token * grain, square=costs.square * grain**2)

@@ -17,8 +17,9 @@ from itertools import filterfalse
 from typing import NamedTuple
 
 from engines.engine import Answer, Request
+from scheduling.costs import FULL, Decode
 from simulation.clock import VirtualClock
-from simulation.costs import Decode, Moves
+from simulation.costs import Moves
 
 LOGPROB = -0.5  # of every token
 LEAST = 1e-6  # of a decode step: less is rounding
@@ -54,8 +55,8 @@ class Sequence:
 class Batch:
     """The sequences of one engine, first come, first served, in the room that it has.
 
-    A sequence joins between two decode steps, and keeps room for all of its tokens. Then its prompt is read,
-    for which all wait; a scorer's sequence has no tokens, and ends there.
+    Sequences join between two decode steps, and keep room for all of their tokens. Then their prompts are
+    read in one pass, for which all wait; a scorer's sequence has no tokens, and ends there.
     """
 
     def __init__(self, costs: Decode, clock: VirtualClock):
@@ -63,6 +64,7 @@ class Batch:
         self.live: list[tuple[float, int, Sequence]] = []  # heap of (tokens gained at its end, against ties)
         self.waiting: deque[Sequence] = deque()
         self.gained = self.context = self.unread_s = 0.0  # unread: of prompts that have joined
+        self.read_at = -math.inf  # tokens that the batch had gained when it read prompts last
         self.room_used = self._joined = 0
         self.busy_s, self._now, self._timer = 0.0, clock.now, None
 
@@ -123,19 +125,34 @@ class Batch:
                 self._leave(sequence, sequence.length, "stop")
             if not self.live:
                 self.context = self.unread_s = 0.0
-            while self.waiting and self._has_room():
-                self._join(self.waiting.popleft())
+            if self._has_room() and not self.unread_s and self._reads_at() <= self.gained + LEAST:
+                self._read()
         if self._timer:
             self._timer.cancel()
             self._timer = None
         if self.live:
-            at = between if self.waiting and self._has_room() else self.live[0][0]
+            at = self.live[0][0]
+            if self._has_room():
+                at = min(at, max(between, self._reads_at()))
             seconds = self.costs.seconds(at - self.gained, len(self.live), self.context)
             self._timer = self._clock.call_at(self._now + self.unread_s + seconds, self._reach, at)
 
+    def _reads_at(self) -> float:
+        """Tokens gained from which on prompts may be read."""
+        apart = self.costs.apart if len(self.live) >= FULL else 0
+        return self.read_at + apart / self.costs.steps
+
+    def _read(self) -> None:
+        """The prompts of all that there is room for, in one pass."""
+        self.unread_s, self.read_at = self.costs.read, self.gained
+        while self._has_room():
+            self._join(self.waiting.popleft())
+
     def _has_room(self) -> bool:
-        room = self.room_used + self.waiting[0].room
-        return len(self.live) < self.costs.most and room <= self.costs.kv_tokens
+        """For the first that waits; not if nobody does."""
+        if not self.waiting or len(self.live) == self.costs.most:
+            return False
+        return self.room_used + self.waiting[0].room <= self.costs.kv_tokens
 
     def _join(self, sequence: Sequence) -> None:
         self.room_used += sequence.room

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from sample import Sample
 from scheduling.balance import flat
-from simulation.costs import Moves, Passes
+from scheduling.costs import Passes
+from simulation.costs import Moves
 from simulation.engine import LOGPROB
 from simulation.meetings import SimulatedWorld
 

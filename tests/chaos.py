@@ -6,8 +6,9 @@
     python tests/chaos.py --counted [--steps 40] [--mode MODE]  4 resumes where timing decides
 
 A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a
-stopped launcher or a stopped command goes on after a while), replies of engines that are lost or late
-(broken_replies.py), a full disk under the checkpoints, a flipped byte in a checkpoint, a signal to stop. It
+stopped launcher or command goes on after a while, a rank once all is written: only torchrun waits for it),
+replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a flipped
+byte in a checkpoint, a signal to stop. It
 is started again with the same command until its steps are done. Then metrics.jsonl equals the unbroken run's
 in every column that doesn't depend on timing, and the final weights are bit-equal; or it ended with a clear
 stop of docs/faults.md. No process may be left behind, and no start may take longer than DEADLINE_S. What the
@@ -259,7 +260,7 @@ class Fault:
     checkpoint_bytes: int
     told: str = ""
     tolerated: tuple[str, ...] = CLEAR_STOPS
-    later: list = field(default_factory=list)  # (time, process): stopped processes that go on
+    later: list = field(default_factory=list)  # (time, process, only at the run's end): they go on then
 
     def strike(self, start, rng):
         strikes = {"kill": self.signal_one, "stop": self.signal_one, "kill tree": self.kill_tree}
@@ -292,8 +293,8 @@ class Fault:
         kind = rng.choice(sorted(by_kind))
         process = rng.choice(by_kind[kind])
         send(process, signal.SIGKILL if self.name == "kill" else signal.SIGSTOP)
-        if self.name == "stop" and kind in ("launcher", "other"):
-            self.later.append((time.monotonic() + 20, process))
+        if self.name == "stop" and kind in ("launcher", "other", "rank"):
+            self.later.append((time.monotonic() + 20, process, kind == "rank"))
         return f"{'kill -9' if self.name == 'kill' else 'SIGSTOP'} of a {kind}, {when}"
 
     def kill_tree(self, start, rng):
@@ -348,9 +349,9 @@ class Fault:
         where = path.relative_to(start.out / "checkpoints")
         return f"kill -9 of all processes and a flipped byte in {where}, {when}"
 
-    def go_on(self):
-        for moment, process in self.later:
-            if time.monotonic() > moment:
+    def go_on(self, start):
+        for moment, process, at_end in self.later:
+            if time.monotonic() > moment and (not at_end or f"wrote {start.out}" in start.said()):
                 send(process, signal.SIGCONT)
 
 
@@ -376,7 +377,7 @@ def trial(number, mode, port):
             start = Start(out, here, arguments, **how)
             if fault:
                 fault.strike(start, rng)
-                start.wait_for(lambda fault=fault: fault.go_on())
+                start.wait_for(lambda fault=fault, start=start: fault.go_on(start))
             status, wrong = start.end()
             starts += 1
             said = start.said()

@@ -15,19 +15,10 @@ import controller
 import rollout
 from engines.engine import Request, Sampling
 from sample import Sample
+from scheduling.costs import FULL, Decode, Device, Model, Passes, decode_of, passes_of
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import (
-    Decode,
-    Device,
-    Model,
-    Moves,
-    Passes,
-    coarse,
-    decode_of,
-    moves_of,
-    passes_of,
-)
+from simulation.costs import Moves, coarse, moves_of
 from simulation.engine import Batch, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.trainers import SimulatedTrainer
@@ -64,6 +55,7 @@ def token_by_token(costs, arrivals, aborts):
     """
     arrivals, aborts = deque(arrivals), deque([*aborts, float("inf")])
     now, waiting, live, ended = 0.0, deque(), {}, {}  # live: sequence -> tokens that it has
+    steps_since_read = costs.apart
 
     def until(moment):
         """Time goes on to this moment, or to an abort before it; whether it got there."""
@@ -84,22 +76,26 @@ def token_by_token(costs, arrivals, aborts):
         used = waiting[0].room + sum(s.room for s in live)
         return len(live) < costs.most and used <= costs.kv_tokens
 
+    def may_read():
+        return len(live) < FULL or steps_since_read >= costs.apart
+
     while arrivals or waiting or live:
         ended.update({s.index: (now, s.length, "stop") for s, tokens in live.items() if tokens == s.length})
         live = {s: tokens for s, tokens in live.items() if tokens < s.length}
         if not live and not waiting:
             until(max(now, arrivals[0][0]) if arrivals else now)
         got_there = True
-        while got_there and waiting and has_room():
-            joined = []
+        while got_there and may_read() and waiting and has_room():
+            joined, steps_since_read = [], 0
             while waiting and has_room():
                 joined.append(waiting.popleft())
                 live[joined[-1]] = 0
-            got_there = until(now + costs.prefill * sum(s.unread for s in joined))
+            got_there = until(now + costs.read + costs.prefill * sum(s.unread for s in joined))
         if got_there and live:
             contexts = sum(s.context + tokens for s, tokens in live.items())
             if until(now + costs.fixed + costs.each * len(live) + costs.context * contexts):
                 live = {s: tokens + 1 for s, tokens in live.items()}
+                steps_since_read += 1
     return ended
 
 
@@ -145,7 +141,8 @@ def random_workload(seed):
     longest = max(sequence.room for _, sequences in arrivals for sequence in sequences)
     costs = Decode(
         rng.uniform(0.005, 0.03), rng.choice([0, 5e-4]), rng.choice([0, 1e-6, 1e-5]), rng.choice([0, 1e-4]),
-        rng.randint(1, 8), rng.choice([float("inf"), longest * rng.uniform(1, 4)]),
+        rng.choice([0, 0.02]), rng.choice([0, 3, 8]), rng.randint(1, rng.choice([8, 24])),
+        rng.choice([float("inf"), longest * rng.uniform(1, 4)]),
     )  # fmt: skip
     return costs, arrivals, sorted(rng.uniform(0, 2 * now + 1) for _ in range(rng.randint(0, 2)))
 
