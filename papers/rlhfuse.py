@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -101,12 +101,16 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     system, fitted, model = constants["system"], constants["decode"], constants["models"][setting.actor]
     device = Device(**{name: value for name, value in constants["device"].items() if name != "source"})
     how = dict(weights=fitted["weights"], layer_s=fitted["layer_s"], prefill=math.inf)
-    rollout = decode_of(Model(**model), device, system["tp"], constants["fusion"]["at_once"], **how)
+    rollout = decode_of(Model(**model), device, system["tp"], **how)
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]
     updates, grain = system["batch"] / system["mini_batch"], max(1, setting.most // 256)
+    longest = system["prompt"] + setting.most + 8 * grain  # tokens, and some that `config_of` adds
     seconds = [training_s(constants, model, setting.most) for model in (setting.actor, setting.critic)]
     return Cluster(
-        dict(rollout=rollout, genrm=Decode(0.0, judgement_s / grain)),
+        dict(
+            rollout=replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest),
+            genrm=Decode(0.0, judgement_s / grain),
+        ),
         *(Passes(0.0, update=each_s / updates) for each_s in seconds),
         speed_up=speed_up(constants, setting), grain=grain, meeting_s=setting.most / 10_000,
     )  # fmt: skip
