@@ -84,14 +84,17 @@ def figure(name: str) -> Callable[[Paper], list[Row]]:
 
     def rows(paper: Paper) -> list[Row]:
         points = paper.of(name)[:: 2 if paper.quick else 1]
-        return [paper.row(point, serving_s(name, point.setting, paper.constants)) for point in points]
+        own = [paper.row(point, serving_s(name, point.setting, paper.constants)) for point in points]
+        right, apart = ordered(own)
+        order = f"in their order, of pairs measured more than {PAIR:.0%} apart"
+        return own + [Row(name, order, None, right, f"of {apart}", "predicted")] * bool(apart)
 
     return rows
 
 
 def ordered(rows: list[Row]) -> tuple[int, int]:
-    """Pairs of a figure's predicted rows that were measured more than PAIR apart: those in order, and all."""
-    pairs = [(a, b) for a, b in combinations(rows, 2) if a.figure == b.figure and a.kind == "predicted"]
+    """Of pairs of predicted rows that were measured more than PAIR apart: those in order, and all."""
+    pairs = combinations([row for row in rows if row.kind == "predicted"], 2)
     apart = [(a, b) for a, b in pairs if abs(a.theirs / b.theirs - 1) > PAIR]
     return sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in apart), len(apart)
 

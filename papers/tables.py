@@ -113,7 +113,8 @@ def table_of(rows: Iterable[Row]) -> list[str]:
         numbers = ["" if v is None else f"{v:{',.0f' if v > 999 else '.4g'}} {row.unit}" for v in row[2:4]]
         error = "" if row.error is None else f"{row.error:+.1%}"
         kind = f"{row.kind}: {row.note}" if row.note else row.kind
-        lines.append(f"| {' | '.join((row.figure, row.setting, *numbers, error, kind))} |")
+        cells = [cell.replace("|", ":") for cell in (row.figure, row.setting, *numbers, error, kind)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -149,8 +150,9 @@ def picture_of(rows: list[Row], path: Path) -> None:
 
 
 def command(
-    name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str]
-) -> int:
+    name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str],
+    picture: Callable[[list[Row], Path], None] = picture_of,
+) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
     figures: what makes the rows of each, or raises ValueError for a point that it doesn't know.
@@ -174,7 +176,7 @@ def command(
     print(*(lines := [*summary_of(rows, paper.constants), "", *table_of(rows)]), sep="\n")
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
-        picture_of(rows, DOCS / f"{name}.png")
+        picture(rows, DOCS / f"{name}.png")
         head = [f"# {doc.splitlines()[0]}", "", f"Made by `python papers/{name}.py --write`.", ""]
         text = "\n".join([*head, *lines, "", f"![Errors]({name}.png)", ""])
         (DOCS / f"{name}.md").write_text(text, encoding="utf-8")

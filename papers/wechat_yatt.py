@@ -21,6 +21,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from matplotlib.figure import Figure
+
 from papers.tables import Constants, Paper, Row, command
 from scheduling.costs import Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
@@ -94,7 +96,7 @@ def partial(paper: Paper) -> list[Row]:
             for split in dict.fromkeys((best, RANKS // 2)):
                 known = swap_s == SWAPS_S[0]
                 own = took[split] if known else partial_s(paper.constants, judge, swap_s, keep, split)
-                cell = f"{judge} judge, keep {keep:g}, swap {swap_s} s, {split}:{RANKS - split}"
+                cell = f"{judge} judge, keep {keep:g}, swap {swap_s} s, {split}|{RANKS - split}"
                 note = f"{regime_of(own / full_s - 1)}; {swaps}; splits differ {spread:.1f} x"
                 rows.append(Row("partial", cell, None, own / full_s, "x full", "predicted", note))
                 if split == best:
@@ -125,8 +127,7 @@ def moving(paper: Paper) -> list[Row]:
     for name, mode, settings in (("rebalance", "partial", dict(rebalance=True)), ("auto", "auto", {})):
         steps = simulate(*how, mode, 5, steps=20, **settings)
         last = [step.seconds["serve"] for step in steps[-5:]]
-        end = str(steps[-1].stats.split).replace("|", ":")
-        note = f"ends in {end}; the best static one takes {best:.1f} s"
+        note = f"ends in {steps[-1].stats.split}; the best static one takes {best:.1f} s"
         ours = fmean(last) / best
         rows.append(Row("moving", f"{name}, steps 16 to 20", None, ours, "x best", "predicted", note))
     return rows
@@ -198,5 +199,22 @@ def claims(paper: Paper) -> list[Row]:
 
 FIGURES = {"claims": claims, "partial": partial, "moving": moving, "central": central, "h20": h20}
 
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Our ratios, the first on top, and the three published ones as lines."""
+    ours = [row for row in rows if row.ours is not None and row.unit in ("x full", "x central")][::-1]
+    canvas = Figure(figsize=(9, 1.5 + 0.15 * len(ours)), layout="constrained")
+    axes = canvas.subplots()
+    for unit in ("x full", "x central"):
+        own = {number: row.ours for number, row in enumerate(ours) if row.unit == unit}
+        axes.plot(own.values(), own.keys(), "o", label=f"ours, {unit}")
+    for row in (row for row in rows if row.figure == "claims"):
+        axes.axvline(row.theirs, linestyle="--", label=f"{row.theirs:g}: {row.setting.split(', ')[1]}")
+    axes.set_yticks(range(len(ours)), [row.setting for row in ours], fontsize=6)
+    axes.axvline(1.0, color="black")
+    axes.legend(fontsize=7)
+    canvas.savefig(path, dpi=90)
+
+
 if __name__ == "__main__":
-    sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:]))
+    sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:], picture))
