@@ -1,18 +1,17 @@
 """Is no controller a bottleneck? What the busiest process of a step comes to, from 64 to 4,096 ranks
 
-    python papers/scale.py            within five minutes on one core
-    python papers/scale.py --quick    64 to 256 ranks, within seconds
-    python papers/scale.py --write    docs/papers/scale.md and scale.png, too
+    python papers/scale.py [--quick] [--write]    64 to 256 ranks alone; docs/papers/scale.md and .png, too
 
-Partial colocation at equal work a rank. A node of 8 ranks is a unit: one controller, engines over 8 devices, a
-model-parallel group. A step keeps 16 groups of 4 answers of each unit, as many are filtered. Three ways:
+Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
+model-parallel group. A step keeps 16 groups of 4 answers a unit, and as many are filtered. Three ways:
 
     ours         nothing goes through one process: counted, of the real controllers in the simulation
-    coordinator  all samples' metadata go through one (siiRL, DistFlow): a closed form over the same counts
+    coordinator  all samples' metadata go through one (DistFlow, siiRL): a closed form over the same counts
     central      everything goes through one controller (HybridFlow's kind): likewise
 
-The closed forms are kind: each sample comes to the one process once and leaves it once, no other meetings, and
-the coordinator thinks of the deal alone. `relayed` are others' facts, in totals that a process passes on.
+The closed forms are kind: a sample comes to the one process once and leaves it once; a coordinator thinks
+of the deal alone. `relayed`: others' facts, in totals that it passes on. `thinks`: CPU of all that it
+decides and merges, and its part of all else that the simulation did.
 """
 
 from __future__ import annotations
@@ -20,58 +19,37 @@ from __future__ import annotations
 import argparse
 import pickle
 import sys
-from collections import Counter
-from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import linear_regression
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from matplotlib import pyplot
 
 from papers.tables import DOCS
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.cluster import Cluster
 from simulation.costs import Device, Model, decode_of, moves_of, passes_of
-from simulation.counting import Counting
+from simulation.counting import Alike, Counted, Counting, Even
 
 RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 16, 4, 16
 H20 = Device(flops=148e12, memory=96e9, hbm=4e12, network=25e9, host=20e9)
 MODELS = dict(rollout=Model(7.6e9, 28, 3584, 512), genrm=Model(32.5e9, 64, 5120, 1024))
 METADATA = len(pickle.dumps((10**6, 3, 10**3, 511, bytes(28))))  # of a sample: key, tokens, rank, reference
+WAYS = ("ours", "coordinator", "central")
 
 
 class Busiest(NamedTuple):
-    """Of a step. requests: to and from it. seconds: CPU, of its own decisions and work."""
-
-    samples: float
-    sent: float
+    samples: float  # held at once
+    sent: float  # bytes, as the next two
     relayed: float
     heard: float
-    requests: float
-    seconds: float
+    requests: float  # to and from it
+    seconds: float  # that it thinks in a step
 
 
-@dataclass(frozen=True)
-class Alike(Lengths):
-    """The k-th prompts of all units have answers alike: figures are a unit's own, not the luck of the draw."""
-
-    units: int = 1
-
-    def of(self, *text: Any) -> int:
-        return super().of(text[-2] // self.units, text[-1])
-
-
-@dataclass(frozen=True)
-class Even(Workload):
-    units: int = 1
-
-    def is_right(self, prompt_id: int, index: int) -> bool:
-        return super().is_right(prompt_id // self.units, index)
-
-
-class Counted(Simulation):
+class Scaled(Counted):
     def __init__(self, ranks: int):
         units = ranks // UNIT
         lengths = Alike(600, 1.0, 4096, units), Alike(250, 0.5, 1000, units)
@@ -82,42 +60,33 @@ class Counted(Simulation):
         sizes = dict(prompts_per_step=PROMPTS * units, answers_per_prompt=ANSWERS, steps=1)
         work = Even(512, *lengths, keep=0.5, units=units)
         super().__init__("partial", units, work, cluster, Counting(GRAIN), **sizes)
-        self.held, self.drawn, self.requests = Counter(), Counter(), Counter()
-
-    async def step(self, c, step, batch, samples, stats) -> None:
-        unit, mine = c.world.rank, {sample.key for sample in batch.kept}
-        self.drawn[unit] = len(batch.kept + batch.dropped) + sum(map(len, batch.filtered + batch.carried))
-        self.held[unit] = self.drawn[unit] + sum(sample.key not in mine for sample in samples)
-        self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
-        self.requests.update(span.rank for span in c.timeline.spans if span.name in MODELS)  # who served
-        await super().step(c, step, batch, samples, stats)
 
     def ways(self) -> dict[str, Busiest]:
-        """Once it ran. A controller works out every decision, merges as unit 0 does, and has its part of the rest."""
+        """A controller works out every decision, merges as unit 0 does, and has its part of the rest."""
         network, decisions = self.network, sum(self.thinking_s.values())
         rest = self.cpu_s - decisions - sum(network.spent.values())
         counts = (self.held, network.sent, network.relayed, network.heard, self.requests)
         own = decisions + network.spent["first"] + rest / len(self.controllers)
-        drawn, sent, asked = sum(self.drawn.values()), sum(network.sent.values()), sum(self.requests.values()) / 2
+        drawn, requests, dealt = sum(self.drawn.values()), sum(self.requests.values()), network.dealt
         through, puts = drawn * METADATA, drawn + len(self.controllers)
-        return {
-            "ours": Busiest(*(max(count.values()) for count in counts), own),
-            "coordinator": Busiest(drawn, through, 0, through, puts, self.thinking_s["deal"]),
-            "central": Busiest(drawn, sent, 0, sent, asked, decisions + rest),
-        }
+        ours = Busiest(*(max(count.values()) for count in counts), own)
+        coordinator = Busiest(drawn, through, 0, through, puts, self.thinking_s["deal"])
+        central = Busiest(drawn, dealt, 0, dealt, requests / 2, decisions + rest)
+        return dict(zip(WAYS, (ours, coordinator, central), strict=True))
 
 
 def exponents(found: dict[int, Busiest]) -> dict[str, float]:
     """x of ranks**x, by what is counted: the slope through the logarithms; 0 of what never is."""
     ranks, columns = [log(n) for n in found], zip(*found.values(), strict=True)
-    slopes = [linear_regression(ranks, [log(n) for n in column]).slope if all(column) else 0.0 for column in columns]
+    logs = [[log(n) for n in column] if all(column) else [0.0] * len(ranks) for column in columns]
+    slopes = [linear_regression(ranks, column).slope for column in logs]
     return dict(zip(Busiest._fields, slopes, strict=True))
 
 
 def table_of(ways: dict[str, dict[int, Busiest]], step_s: dict[int, float]) -> list[str]:
     """Markdown, with what grows and what is constant."""
-    lines = ["| way | ranks | samples | sent MB | relayed MB | heard MB | requests | thinks, part of the step |"]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    head = "| way | ranks | samples | sent MB | relayed MB | heard MB | requests | thinks, part of the step |"
+    lines = [head, "|---|" + "--:|" * 7]
     for way, found in ways.items():
         for n, b in found.items():
             megabytes = " | ".join(f"{size / 1e6:,.3f}" for size in (b.sent, b.relayed, b.heard))
@@ -132,31 +101,30 @@ def picture_of(ways: dict[str, dict[int, Busiest]], path: Path) -> None:
     canvas, panels = pyplot.subplots(1, 6, figsize=(18, 3), layout="constrained")
     for panel, name in zip(panels, Busiest._fields, strict=True):
         for way, found in ways.items():
-            panel.loglog(list(found), [busiest._asdict()[name] or None for busiest in found.values()], "o-", label=way)
+            column = [each._asdict()[name] or None for each in found.values()]
+            panel.loglog(list(found), column, "o-", label=way)
         panel.set(title=name, xlabel="ranks")
     panels[0].legend()
     canvas.savefig(path, dpi=90)
-    pyplot.close(canvas)
 
 
-def main(arguments: list[str]) -> int:
-    how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
-    parser.add_argument("--quick", action="store_true", help="few ranks, within seconds")
-    parser.add_argument("--write", action="store_true", help="docs/papers/scale.md and .png, too")
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args(arguments)
-    runs = {ranks: Counted(ranks) for ranks in (QUICK if chosen.quick else RANKS)}
+    runs = {ranks: Scaled(ranks) for ranks in (QUICK if chosen.quick else RANKS)}
     step_s = {ranks: run.run()[-1].ended_s for ranks, run in runs.items()}
     found = {ranks: run.ways() for ranks, run in runs.items()}
-    ways = {way: {ranks: each[way] for ranks, each in found.items()} for way in ("ours", "coordinator", "central")}
-    print(*(lines := table_of(ways, step_s)), sep="\n")
+    ways = {way: {ranks: each[way] for ranks, each in found.items()} for way in WAYS}
+    lines = table_of(ways, step_s)
+    print(*lines, sep="\n")
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
         picture_of(ways, DOCS / "scale.png")
-        text = [f"# {__doc__}", *lines, "", "Made by `python papers/scale.py --write`.", "", "![By ranks](scale.png)", ""]
-        (DOCS / "scale.md").write_text("\n".join(text), encoding="utf-8")
-    return 0
+        text = "\n".join([f"# {__doc__}", *lines, "", "![By ranks](scale.png)", ""])
+        (DOCS / "scale.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

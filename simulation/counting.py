@@ -1,29 +1,59 @@
-"""What every unit of a simulation sends and hears, in bytes, and how long the reductions take one of them."""
+"""What every unit of a simulation sends and hears, where units have work alike."""
 
 from __future__ import annotations
 
 import pickle
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from controller import Controller
+from rollout import RolloutBatch
 from sample import Sample
+from simulation.cluster import Lengths, Simulation, Workload
 from simulation.meetings import Network
 
 TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wrote it
 
 
+@dataclass(frozen=True)
+class Alike(Lengths):
+    """The k-th prompts of all units have texts alike: figures are a unit's own, not the luck of the draw.
+
+    To a tenth: of equal ones the deal would leave every unit its own.
+    """
+
+    units: int = 1
+
+    def of(self, *text: Any) -> int:
+        *_, prompt_id, index = text
+        part = random.Random(repr(text)).uniform(0.9, 1.0)
+        return max(1, round(part * super().of(prompt_id // self.units, index)))
+
+
+@dataclass(frozen=True)
+class Even(Workload):
+    """And of every unit as many groups are kept."""
+
+    units: int = 1
+
+    def is_right(self, prompt_id: int, index: int) -> bool:
+        return super().is_right(prompt_id // self.units, index)
+
+
 class Counting(Network):
     """By unit. sent: its own facts and samples; relayed: others' facts, in totals that it passes on.
 
-    grain: tokens that one of a sample stands for. spent: CPU seconds of `counting`, of the `first` unit, which
-    merges the most, and of the `others`.
+    dealt: bytes of all samples, of those that stay, too. grain: tokens that one of a sample stands for. spent:
+    CPU seconds of `counting`, and of merging at the `first` unit, which merges the most, and at `others`.
     """
 
     def __init__(self, grain: int):
         super().__init__()
-        self.grain, self.spent = grain, Counter()
+        self.grain, self.dealt, self.spent = grain, 0, Counter()
         self.sent, self.relayed, self.heard = Counter(), Counter(), Counter()
 
     def _bytes(self, value: Any) -> int:
@@ -67,8 +97,28 @@ class Counting(Network):
         return values[0]
 
     def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
-        for sender, receiver in [(s, r) for s, to in enumerate(parcels) for r in to if r != s]:
+        for sender, receiver in [(s, r) for s, to in enumerate(parcels) for r in to]:
             size = self._bytes(parcels[sender][receiver])
-            self.sent[sender] += size
-            self.heard[receiver] += size
+            self.dealt += size
+            self.sent[sender] += size * (sender != receiver)
+            self.heard[receiver] += size * (sender != receiver)
         return 0.0
+
+
+class Counted(Simulation):
+    """By unit: samples drawn, and held at once; requests to and from it."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.drawn, self.held, self.requests = Counter(), Counter(), Counter()
+
+    async def step(
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
+    ) -> None:
+        unit, mine = c.world.rank, {sample.key for sample in batch.kept}
+        self.drawn[unit] = len(batch.kept + batch.dropped) + sum(map(len, batch.filtered + batch.carried))
+        self.held[unit] = self.drawn[unit] + sum(sample.key not in mine for sample in samples)
+        self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
+        served = (span.rank for span in c.timeline.spans if span.name in self.engines)
+        self.requests.update(served)
+        await super().step(c, step, batch, samples, stats)

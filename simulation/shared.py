@@ -60,9 +60,9 @@ class SharedSampler(DynamicSampler):
     def _once(self, ask: Callable) -> Any:
         question = ask.__name__, self.num_generated
         if question not in self._page:
-            start = time.process_time()
-            self._page[question] = ask()
-            self._spent["sampling"] += time.process_time() - start
+            start, before = time.process_time(), self._spent["sampling"]
+            self._page[question] = ask()  # which may ask others
+            self._spent["sampling"] = before + time.process_time() - start
         return self._page[question]
 
     def add(self, prompt_ids: list[int], wave: int) -> None:

@@ -463,7 +463,7 @@ def test_a_change_moves_its_phase():
 
 
 MINE = {  # the product's own, which serve, route, choose, deal and judge in a simulation
-    "controller.py": {"train", "exchange", "learn", "compute_advantages", "rebalance", "advance"},
+    "controller.py": {"train", "exchange", "deal", "learn", "compute_advantages", "rebalance", "advance"},
     "rollout.py": {"collect", "begin_wave", "gather_finished_groups", "judge_one", "generate", "ask"},
     "placement.py": {"to_training", "to_serving", "switch", "share"},
     "engines/pool.py": {"generate", "route", "status", "apply_status", "use"},

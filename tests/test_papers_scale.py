@@ -1,0 +1,146 @@
+"""papers/scale.py: what is counted, by hand; flat or not, and with which exponent; who decides."""
+
+import ast
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+import rollout
+from papers import scale
+from papers.scale import Busiest, exponents
+from sample import Sample
+from simulation.counting import TOKEN_BYTES, Alike, Counting, Even
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found():
+    """way -> ranks -> figures, and the seconds of a step."""
+    runs = {ranks: scale.Scaled(ranks) for ranks in scale.QUICK}
+    step_s = {ranks: run.run()[-1].ended_s for ranks, run in runs.items()}
+    ways = {ranks: run.ways() for ranks, run in runs.items()}
+    return {way: {ranks: each[way] for ranks, each in ways.items()} for way in scale.WAYS}, step_s, runs
+
+
+def test_what_ours_holds_and_sends_is_flat(found):
+    """Within a tenth of the mean: of 8 units each keeps an eighth at home. It thinks for little of a step."""
+    ways, step_s, _ = found
+    for name in ("samples", "sent"):
+        values = [vars_of(busiest)[name] for busiest in ways["ours"].values()]
+        assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
+    assert exponents(ways["ours"])["requests"] < 0.2
+    for ranks, busiest in ways["ours"].items():
+        assert 0 < busiest.seconds < 0.01 * step_s[ranks]
+
+
+def vars_of(busiest):
+    return busiest._asdict()
+
+
+def test_what_grows_is_named(found):
+    """Through one process all goes with the ranks. Of ours, others' facts grow: few beside the samples."""
+    ways, step_s, _ = found
+    for way in ("coordinator", "central"):
+        for name in ("samples", "sent", "heard", "requests"):
+            assert exponents(ways[way])[name] == pytest.approx(1.0, abs=0.05), (way, name)
+    ours = exponents(ways["ours"])
+    assert 0.9 < ours["relayed"] < 1.5 and ours["heard"] < 0.3
+    lines = {tuple(line.split(" | ")[:2]): line for line in scale.table_of(ways, step_s)}
+    assert f"relayed ranks^{ours['relayed']:.2f}" in lines["| ours", "grows:"]
+    assert "samples" not in lines["| ours", "grows:"] and "samples ranks^1.00" in lines["| central", "grows:"]
+
+
+def test_the_closed_forms_stand_on_what_was_counted(found):
+    """Of the same run: every sample is drawn by one unit; each request is asked once and served once."""
+    ways, _, runs = found
+    for ranks, run in runs.items():
+        units, (step,) = ranks // scale.UNIT, run.steps
+        central, coordinator = ways["central"][ranks], ways["coordinator"][ranks]
+        assert sum(map(len, step.trained.values())) == scale.PROMPTS * scale.ANSWERS * units
+        assert central.samples == coordinator.samples == sum(run.drawn.values()) >= 2 * 64 * units
+        assert central.requests == sum(run.requests.values()) / 2 > coordinator.samples
+        assert coordinator.sent == coordinator.heard == scale.METADATA * coordinator.samples
+        kept = scale.PROMPTS * scale.ANSWERS * units
+        lengths = [run._author.workload.answer.of(0, *key) for keys in step.trained.values() for key in keys]
+        assert central.sent == pytest.approx(kept * (200 + 5 * 512) + TOKEN_BYTES * sum(lengths), rel=0.01)
+
+
+def test_exponents_are_slopes():
+    values = {n: Busiest(5, 2 * n, 0, 3 * n**0.5, n**2, 1 / n) for n in (8, 64, 512)}
+    slopes = dict(samples=0, sent=1, relayed=0, heard=0.5, requests=2, seconds=-1)
+    assert exponents(values) == pytest.approx(slopes)
+
+
+def test_bytes_by_hand():
+    """Three units: a gather, a reduction (0 merges 1, then 2; tells both), parcels of two samples."""
+    network, size = Counting(16), len
+    vars(network)["_bytes"] = lambda value: size(value)
+    network.gather_s(["a", "bb", "cccc"])
+    assert network.sent == {0: 1, 1: 2, 2: 4} and network.heard == {0: 6, 1: 5, 2: 3}
+    assert network.reduced("".join, ["a", "bb", "cccc"]) == "abbcccc"
+    assert network.sent == {0: 2, 1: 4, 2: 8} and network.heard == {0: 6 + 2 + 4, 1: 5 + 7, 2: 3 + 7}
+    assert +network.relayed == {0: 7 - 1}
+    four = Counting(16)
+    vars(four)["_bytes"] = lambda value: size(value)
+    assert four.reduced("".join, ["a", "bb", "cccc", "d"]) == "abbccccd"
+    assert +four.relayed == {0: 8 - 1, 2: 1}  # 2 tells 0 what it heard of 3
+    samples = [Sample(0, i, [1] * 10, response=[2] * 5) for i in range(2)]
+    network = Counting(16)
+    network.exchange_s([{0: samples, 1: samples}, {}])
+    assert network.dealt == 2 * network.sent[0]
+    assert network.sent == Counter({0: 2 * (200 + 16 * (50 + 5 * TOKEN_BYTES))})
+    assert +network.heard == {1: network.sent[0]}
+
+
+def test_units_are_alike():
+    lengths, work = Alike(600, 1.0, 4096, 4), Even(512, *[Alike(600, 1.0, 4096, 4)] * 2, keep=0.5, units=4)
+    for prompt_id in range(0, 40, 4):
+        alike = [lengths.of(7, prompt_id + unit, 1) for unit in range(4)]
+        assert 0.89 * max(alike) <= min(alike) < max(alike) and alike == [
+            lengths.of(7, prompt_id + unit, 1) for unit in range(4)
+        ]
+        assert len({work.is_right(prompt_id + unit, 1) for unit in range(4)}) == 1
+    assert len({lengths.of(prompt_id, 1) for prompt_id in range(0, 40, 4)}) > 5
+
+
+def test_samples_held_and_requests_by_hand():
+    """4 drawn, one of them trained on here beside two of others; 3 requests asked, one served for another."""
+    run, stats = scale.Scaled(64), SimpleNamespace(requests=1)
+    spans = [SimpleNamespace(name="rollout", rank=5), SimpleNamespace(name="train", rank=5)]
+    c = SimpleNamespace(world=SimpleNamespace(rank=2), timeline=SimpleNamespace(spans=spans))
+    samples = [Sample(p, 0, [1]) for p in range(6)]
+    batch = rollout.RolloutBatch(samples[:2], samples[2:3], [samples[3:4]])
+    batch.stats = SimpleNamespace(rollout=stats, genrm=SimpleNamespace(requests=2))
+    with mock.patch.object(scale.Scaled.__mro__[2], "step", mock.AsyncMock()):
+        asyncio.run(run.step(c, 0, batch, [samples[0], *samples[4:]], {}))
+    assert (run.drawn, run.held, run.requests) == (Counter({2: 4}), Counter({2: 6}), Counter({2: 3, 5: 1}))
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """It writes what it prints."""
+    monkeypatch.setattr(scale, "DOCS", tmp_path / "papers")
+    monkeypatch.setattr(scale, "QUICK", (16, 32))
+    scale.main(["--quick", "--write"])
+    text = (tmp_path / "papers/scale.md").read_text()
+    assert capsys.readouterr().out.strip() in text
+    assert (tmp_path / "papers/scale.png").stat().st_size > 10_000
+    helped = [sys.executable, str(ROOT / "papers/scale.py"), "--help"]
+    assert "--quick" in subprocess.run(helped, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_paper_takes_no_decision_itself():
+    """Nothing of serving, routing or balancing is defined in papers/scale.py or where it counts."""
+    product = {*rollout.MODES, "route", "generate", "judge", "serve", "collect", "exchange", "deal"}
+    product |= {"plan_batch", "karmarkar_karp", "choose_split", "next_wave", "record", "status", "apply_status"}
+    for path in (ROOT / "papers/scale.py", ROOT / "simulation/counting.py"):
+        tree = ast.parse(path.read_text())
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef
+        assert not {node.name for node in ast.walk(tree) if isinstance(node, kinds)} & product, path.name
