@@ -105,6 +105,7 @@ def test_the_best_tail_is_searched():
     took = dict(zip((0.0, *TAILS), (10, 9, 8, 7, 6, 7, 8, 9), strict=True))
     steps = {setting._replace(tail=tail): {SERVING: seconds} for tail, seconds in took.items()}
     paper = Paper([], CONSTANTS)
+    steps |= {each._replace(orders=rlhfuse.ORDERS): took for each, took in steps.items()}
     assert fastest(steps, paper, point).tail == 0.3
     assert fastest(steps, paper._replace(quick=True), point).tail == 0.3
     assert fastest(steps, paper, point._replace(system="Base")).tail == 0.0
