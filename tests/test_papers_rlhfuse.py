@@ -39,10 +39,11 @@ def test_the_command(capsys):
 
 def test_who_does_the_work():
     """The product's controllers decide who holds the devices; its schedule is what training gains."""
+    decides = dict(autospec=True, side_effect=placement.ranks_of_tail)
     follows = dict(autospec=True, side_effect=placement.Placement.follow_the_tail)
     with (
         mock.patch.object(controller, "train", wraps=controller.train) as train,
-        mock.patch.object(placement, "ranks_of_tail", wraps=placement.ranks_of_tail) as ranks_of_tail,
+        mock.patch.object(placement, "ranks_of_tail", **decides) as ranks_of_tail,
         mock.patch.object(placement.Placement, "follow_the_tail", **follows) as follow_the_tail,
         mock.patch.object(pipeline, "evaluate", wraps=pipeline.evaluate) as evaluate,
     ):
@@ -72,7 +73,7 @@ def test_a_change_of_the_device_moves_generation_alone(base):
     after = simulate(slow, BASE)
     assert after["generation"] - layers_s == pytest.approx(2 * (base["generation"] - layers_s), rel=0.03)
     assert after["inference"] == pytest.approx(base["inference"], rel=0.03)
-    assert after["training"] == base["training"]
+    assert after["training"] == pytest.approx(base["training"])
 
 
 def test_base_is_its_parts(base):
@@ -85,11 +86,12 @@ def test_base_is_its_parts(base):
     assert base["throughput"] == pytest.approx(512 / step_s)
 
 
-def test_fusing_hides_one_behind_the_other(base):
-    fused = simulate(CONSTANTS, BASE._replace(tail=0.3))
-    least = max(base["generation"], base["inference"])
-    assert least < fused[SERVING] < base[SERVING]
-    assert base["training"] / fused["training"] == pytest.approx(speed_up(CONSTANTS, BASE))
+def test_fusing_hides_one_behind_the_other():
+    """Where writing takes longer than judging; serving can't end before the longer of both."""
+    setting = Setting(1024, "33", "65", 0.0)
+    base, fused = (simulate(CONSTANTS, setting._replace(tail=tail)) for tail in (0.0, 0.3))
+    assert base["generation"] < fused[SERVING] < 0.85 * base[SERVING]
+    assert base["training"] / fused["training"] == pytest.approx(speed_up(CONSTANTS, setting))
 
 
 def test_training_gains_what_its_instance_of_table_3_does():
