@@ -3,7 +3,7 @@
     python papers/scale.py [--quick] [--write]    64 to 256 ranks alone; docs/papers/scale.md and .png, too
 
 Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
-model-parallel group. A step keeps 16 groups of 4 answers a unit, and as many are filtered. Three ways:
+model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Three ways:
 
     ours         nothing goes through one process: counted, of the real controllers in the simulation
     coordinator  all samples' metadata go through one (DistFlow, siiRL): a closed form over the same counts
@@ -33,7 +33,7 @@ from simulation.cluster import Cluster
 from simulation.costs import Device, Model, decode_of, moves_of, passes_of
 from simulation.counting import Alike, Counted, Counting, Even
 
-RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 16, 4, 16
+RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 8, 4, 32
 H20 = Device(flops=148e12, memory=96e9, hbm=4e12, network=25e9, host=20e9)
 MODELS = dict(rollout=Model(7.6e9, 28, 3584, 512), genrm=Model(32.5e9, 64, 5120, 1024))
 METADATA = len(pickle.dumps((10**6, 3, 10**3, 511, bytes(28))))  # of a sample: key, tokens, rank, reference
@@ -113,9 +113,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true")
     chosen = parser.parse_args(arguments)
-    runs = {ranks: Scaled(ranks) for ranks in (QUICK if chosen.quick else RANKS)}
-    step_s = {ranks: run.run()[-1].ended_s for ranks, run in runs.items()}
-    found = {ranks: run.ways() for ranks, run in runs.items()}
+    step_s, found = {}, {}
+    for ranks, run in ((ranks, Scaled(ranks)) for ranks in (QUICK if chosen.quick else RANKS)):
+        step_s[ranks], found[ranks] = run.run()[-1].ended_s, run.ways()
     ways = {way: {ranks: each[way] for ranks, each in found.items()} for way in WAYS}
     lines = table_of(ways, step_s)
     print(*lines, sep="\n")

@@ -47,7 +47,7 @@ class Even(Workload):
 class Counting(Network):
     """By unit. sent: its own facts and samples; relayed: others' facts, in totals that it passes on.
 
-    dealt: bytes of all samples, of those that stay, too. grain: tokens that one of a sample stands for. spent:
+    dealt: bytes of all samples, of those that stay, too. grain: tokens that one of theirs stands for. spent:
     CPU seconds of `counting`, and of merging at the `first` unit, which merges the most, and at `others`.
     """
 
