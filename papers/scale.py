@@ -29,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from matplotlib import pyplot
 
 from papers.tables import DOCS
+from scheduling.costs import Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster
-from simulation.costs import Device, Model, decode_of, moves_of, passes_of
+from simulation.costs import moves_of
 from simulation.counting import Alike, Counted, Counting, Even
 
 RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 8, 4, 32
