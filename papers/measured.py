@@ -119,7 +119,4 @@ def measure() -> None:
 FIGURES = {name: figure(name) for name in WORKLOADS if name != "tail-judged"}
 
 if __name__ == "__main__":
-    if "--real" in sys.argv:
-        sys.argv.remove("--real")
-        measure()
-    sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:]))
+    sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:], measure=measure))

@@ -151,18 +151,23 @@ def picture_of(rows: list[Row], path: Path) -> None:
 
 def command(
     name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str],
-    picture: Callable[[list[Row], Path], None] = picture_of,
+    picture: Callable[[list[Row], Path], None] = picture_of, measure: Callable[[], None] | None = None,
 ) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
-    figures: what makes the rows of each, or raises ValueError for a point that it doesn't know.
+    figures: what makes the rows of each, or raises ValueError for a point that it doesn't know. measure: what
+    --real does first.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
     parser.add_argument("--published", type=Path, nargs="+", help="CSVs of the same form, instead of ours")
     parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
     parser.add_argument("--write", action="store_true", help="docs/papers/NAME.md and .png, too")
+    if measure:
+        parser.add_argument("--real", action="store_true", help="measure on this machine first")
     chosen = parser.parse_args(arguments)
+    if measure and chosen.real:
+        measure()
     try:
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
         points = [point for file in files for point in read_points(file)]
