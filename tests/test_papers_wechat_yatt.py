@@ -1,0 +1,93 @@
+"""papers/wechat_yatt.py: its map, its scenario and its engines' pace."""
+
+import asyncio
+
+import pytest
+
+import placement
+from papers import wechat_yatt as paper_of_yatt
+from papers.tables import ROOT, Paper, read_constants, read_points
+from papers.wechat_yatt import FIGURES, Link, decisive, regime_of, simulate, step_s
+from scheduling.costs import Decode
+from simulation.clock import VirtualClock
+
+FILES = sorted((ROOT / "published").glob("wechat_yatt_*.csv"))
+POINTS = [point for file in FILES for point in read_points(file)]
+PAPER = Paper(POINTS, read_constants(ROOT / "wechat_yatt.toml"), quick=True)
+
+
+@pytest.mark.parametrize(
+    "change,regime",
+    [
+        (-0.30, "partial gains more than published"), (-0.20, "as published"), (-0.05, "gains less"),
+        (0.05, "full wins"),
+    ],
+)  # fmt: skip
+def test_regimes(change, regime):
+    assert regime_of(change) == regime
+
+
+def test_a_quick_map(monkeypatch):
+    """By the product's own plans; each cell says its regime."""
+    asked = []
+    plans = placement.make_plans
+    monkeypatch.setattr(placement, "make_plans", lambda *a, **k: asked.append(plans(*a, **k)) or asked[-1])
+    cells = [row for row in FIGURES["partial"](PAPER) if row.unit == "x full"]
+    assert {plan[0].mode for plan in asked} == {"partial", "full"}
+    for row in cells:
+        assert 0.4 < row.ours < 1.2 and row.theirs is None
+        assert row.note.startswith(regime_of(row.ours - 1))
+    assert len(cells) == 2 and cells[0].ours < cells[1].ours  # the best split, and halves
+
+
+def test_what_decides_by_hand():
+    """The largest quotient of two cells that differ in one thing alone."""
+    cells = {("7B", 1.0, 1): 0.8, ("7B", 1.0, 20): 0.4, ("72B", 1.0, 1): 1.0, ("72B", 0.5, 20): 0.1}
+    found = {row.setting: row.ours for row in decisive(cells, 3.0)}
+    assert found == {
+        "what decides: the split": 3.0,
+        "what decides: the judge": pytest.approx(1.25),
+        "what decides: the swap": pytest.approx(2.0),
+    }
+
+
+def test_a_link_is_first_come_first_served():
+    clock, ended = VirtualClock(100.0), {}
+
+    async def carry(link, name, size):
+        await link.carry(size)
+        ended[name] = clock.time()
+
+    async def both():
+        link = Link(10.0)
+        await asyncio.gather(carry(link, "a", 20.0), carry(link, "b", 5.0))
+        await carry(link, "c", 10.0)
+
+    clock.run_until_complete(both())
+    assert ended == {"a": 2.0, "b": 2.5, "c": 3.5}
+
+
+def test_one_process_passes_on_every_sample_five_times():
+    """It is busy for all of their bytes; more than that and a step without them a step can't take."""
+    constants, media, rate = PAPER.constants, 15e6, 0.3e9
+    busy_s = 5 * 128 * 8 * media / rate
+    alone_s = simulate(constants, "32B", "full", 5)[0].ended_s
+    assert busy_s < step_s(constants, Link(rate).carry, media, 5) < busy_s + alone_s
+    beside_s = step_s(constants, lambda size: asyncio.sleep(size / 25e9), media, 1)
+    assert alone_s < beside_s < 1.05 * alone_s
+
+
+def test_an_engines_pace_is_its_closed_form(monkeypatch):
+    """And what is published changes nothing of ours: not with all values the same, either."""
+    ours = [row.ours for row in FIGURES["h20"](PAPER)]
+    same = PAPER._replace(points=[point._replace(value="1000") for point in POINTS])
+    assert [row.ours for row in FIGURES["h20"](same)] == ours
+    monkeypatch.setattr(paper_of_yatt, "engine_of", lambda *_: Decode(0.01, 1e-4, 1e-8))
+    (row, *_) = FIGURES["h20"](PAPER)  # 1,024 at once, 100 tokens each
+    assert row.ours == pytest.approx(1024 / (0.01 + 1024 * (1e-4 + 100 * 1e-8)))
+
+
+def test_its_percentages_are_no_targets():
+    rows = FIGURES["claims"](PAPER)
+    assert [row.theirs for row in rows] == [0.759, 0.838, 0.408]
+    assert {row.kind for row in rows} == {"not modelled"} and not any(row.ours for row in rows)
