@@ -84,7 +84,10 @@ def figure(name: str) -> Callable[[Paper], list[Row]]:
 
     def rows(paper: Paper) -> list[Row]:
         points = paper.of(name)[:: 2 if paper.quick else 1]
-        own = [paper.row(point, serving_s(name, point.setting, paper.constants)) for point in points]
+        own = []
+        for point in points:
+            ours = serving_s(name, point.setting, paper.constants)
+            own.append(paper.row(point, ours)._replace(setting=f"{point.setting}, serving"))
         right, apart = ordered(own)
         order = f"in their order, of pairs measured more than {PAIR:.0%} apart"
         return own + [Row(name, order, None, right, f"of {apart}", "predicted")] * bool(apart)

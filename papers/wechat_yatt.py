@@ -205,11 +205,12 @@ def picture(rows: list[Row], path: Path) -> None:
     ours = [row for row in rows if row.ours is not None and row.unit in ("x full", "x central")][::-1]
     canvas = Figure(figsize=(9, 1.5 + 0.15 * len(ours)), layout="constrained")
     axes = canvas.subplots()
-    for unit in ("x full", "x central"):
+    for unit, color in (("x full", "C0"), ("x central", "C1")):
         own = {number: row.ours for number, row in enumerate(ours) if row.unit == unit}
-        axes.plot(own.values(), own.keys(), "o", label=f"ours, {unit}")
+        axes.plot(own.values(), own.keys(), "o", color=color, label=f"ours, {unit}")
     for row in (row for row in rows if row.figure == "claims"):
-        axes.axvline(row.theirs, linestyle="--", label=f"{row.theirs:g}: {row.setting.split(', ')[1]}")
+        name = row.setting.split(", ")[1]
+        axes.axvline(row.theirs, linestyle="--", color="C1" if "central" in name else "C0", label=name)
     axes.set_yticks(range(len(ours)), [row.setting for row in ours], fontsize=6)
     axes.axvline(1.0, color="black")
     axes.legend(fontsize=7)
