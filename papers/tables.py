@@ -113,7 +113,7 @@ def table_of(rows: Iterable[Row]) -> list[str]:
         numbers = ["" if v is None else f"{v:{',.0f' if v > 999 else '.4g'}} {row.unit}" for v in row[2:4]]
         error = "" if row.error is None else f"{row.error:+.1%}"
         kind = f"{row.kind}: {row.note}" if row.note else row.kind
-        cells = [cell.replace("|", ":") for cell in (row.figure, row.setting, *numbers, error, kind)]
+        cells = [cell.replace("|", "\\|") for cell in (row.figure, row.setting, *numbers, error, kind)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
