@@ -1,4 +1,7 @@
-"""run.py, but an engine is killed in each of three steps: before its tail moves, while it does, and after."""
+"""run.py, but an engine is killed in each of three steps: before its tail moves, while it does, and after.
+
+The first three steps, but the very first, whose tail is seen by a meeting: on a busy machine one may not be.
+"""
 
 import asyncio
 import os
@@ -8,23 +11,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import rollout
 import run
 from engines.pool import Pool
 
-MOMENTS = {1: "before", 2: "during", 3: "after"}
-use, struck = Pool.use, set()
+MOMENTS = ("before", "during", "after")
+use, struck = Pool.use, []  # steps
+rollout.MEETING_INTERVAL_S = 0.02
 
 
 async def use_and_strike(self, leads, move=False):
     """The engine that is to go on with the tail dies, the first time that it is chosen in a step."""
     step = self.timeline.step
-    is_cut = self.role == "rollout" and 0 < len(leads) < len(self.awake) and step not in struck
-    moment = MOMENTS.get(step) if is_cut else None
-    struck.update({step} if moment else ())
+    is_cut = self.role == "rollout" and 0 < len(leads) < len(self.awake) and step not in [0, *struck]
+    moment = MOMENTS[len(struck)] if is_cut and len(struck) < len(MOMENTS) else None
+    struck.extend([step] if moment else [])
 
     def strike():
         if self.world.rank == leads[0]:
-            print(f"struck in step {step}, {moment} the move", flush=True)
+            print(f"struck {moment} the move", flush=True)
             os.kill(self.own._process._process.pid, signal.SIGKILL)
 
     if moment == "before":

@@ -435,10 +435,10 @@ def test_a_real_run_loses_an_engine_of_each_role(tmp_path, undisturbed):
 def test_a_real_run_loses_engines_while_its_tail_moves(tmp_path, undisturbed):
     """In fused mode, kill -9 of the engine that goes on with it: before, during and after the move."""
     how = dict(program="tests/strike_in_move.py")
-    run = real_run(tmp_path / "run", 24060, "--mode", "fused", "--tail", "0.7", **how).start().finish(600)
+    run = real_run(tmp_path / "run", 24060, "--mode", "fused", "--tail", "0.9", **how).start().finish(600)
     check_as(run, undisturbed)
-    for step, moment in enumerate(("before", "during", "after"), 1):
-        assert f"struck in step {step}, {moment} the move" in run.stdout
+    for moment in ("before", "during", "after"):
+        assert f"struck {moment} the move" in run.stdout
     rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
     assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 3
 
