@@ -20,20 +20,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scheduling.costs import Device, Model, decode_of, passes_of
+from papers.tables import ROOT, read_constants, values
+from papers.wechat_yatt import JUDGES, POLICY, engine_of
+from scheduling.costs import Device, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import moves_of
 
-H20 = Device(flops=148e12, memory=96e9, hbm=4e12, network=25e9, host=20e9)
-POLICY, JUDGE = Model(7.6e9, 28, 3584, 512), Model(32.5e9, 64, 5120, 1024)
-FITTED = dict(weights=0.8, kv=0.252, flops=0.988, prefill=0.5, layer_s=127e-6, sequence_s=27e-6)
+CONSTANTS = read_constants(ROOT / "wechat_yatt.toml")
+H20 = Device(**values(CONSTANTS["h20"]))
 WORK = Workload(512, Lengths(600, 1.0, 4096), Lengths(250, 0.5, 1000), keep=0.5)
-JUDGE_TP = 4
+JUDGE, JUDGE_TP = JUDGES["32B"]
 
 
 def cluster_of(chosen: argparse.Namespace) -> Cluster:
     devices = dict(rollout=(POLICY, chosen.unit), genrm=(JUDGE, max(JUDGE_TP, chosen.unit)))
-    decode = {role: decode_of(model, H20, tp, **FITTED) for role, (model, tp) in devices.items()}
+    decode = {role: engine_of(CONSTANTS, model, tp) for role, (model, tp) in devices.items()}
     moves = {role: moves_of(H20, model.bytes / tp) for role, (model, tp) in devices.items()}
     actor = passes_of(POLICY, H20, chosen.unit, mfu=0.4, update=0.5)
     return Cluster(decode, actor, moves=moves, grain=chosen.grain, meeting_s=chosen.meeting)

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from papers.colocated import Setting, step_of
-from papers.tables import Paper, Point, Row, command
+from papers.tables import Paper, Point, Row, command, values
 from scheduling import mapping
 from scheduling.costs import Device, Model
 from scheduling.mapping import Choice, Sizes, Speeds, Task
@@ -47,15 +47,16 @@ SEARCH = "seconds of their own program"
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
     """By the first word of its setting: a model, or the actor's + the critic's. ValueError if unknown."""
+    of = {name: values(table) for name, table in paper.constants.items()}
     first, _, second = point.setting.partition(" ")[0].partition("+")
     names = {role: first if role in ("actor", "reference") else second or first for role in roles}
-    models = {role: Model(*known(point, name, paper.values("models"))) for role, name in names.items()}
+    models = {role: Model(*known(point, name, of["models"])) for role, name in names.items()}
     if not point.gpus.isdecimal() or not int(point.gpus):
         raise ValueError(f"{point.where}: {point.gpus} is no number of GPUs")
-    generation = paper.values("generation")
-    task = Task(prompt=generation.pop("prompt"), **paper.values("task"))
-    device = Device(**paper.values("device"), **paper.values("transition"))
-    speeds = Speeds(device, **paper.values("speeds"), **paper.values("compute"), **generation)
+    generation = of["generation"]
+    task = Task(prompt=generation.pop("prompt"), **of["task"])
+    device = Device(**of["device"], **of["transition"])
+    speeds = Speeds(device, **of["speeds"], **of["compute"], **generation)
     return Setting(models, int(point.gpus), task, speeds)
 
 
@@ -114,7 +115,7 @@ def transitions(paper: Paper) -> list[Row]:
     rows = []
     for point in asked(paper, "14", SYSTEMS):
         models, gpus, _, speeds = setting_of(paper, point)
-        pp, tp, parts = known(point, point.setting, paper.values("sizes"))
+        pp, tp, parts = known(point, point.setting, values(paper.constants["sizes"]))
         if gpus % (pp * tp):
             raise ValueError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
         gathering = gpus if point.system == "DS-Chat" else pp * tp

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from papers.tables import Constants, Paper, Point, Row, command, fitted_on
+from papers.tables import ROOT, Constants, Paper, Point, Row, command, fitted_on, values
 from scheduling import pipeline
 from scheduling.costs import Decode, Device, Model, Passes, decode_of
 from scheduling.fusion import TAILS
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 
-INSTANCES = Path(__file__).parent.parent / "tests" / "rlhfuse_table3.json"
+INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
 QUICK, QUICK_TAILS = ("1024 33/65", "33B/13B 8/4 16/8"), (0.2, 0.3)  # what is left with --quick
 ANSWERS = 2  # of a prompt: fewer the product doesn't take
 ORDERS = 4  # of the answers, where a point names its tail: else the search would take minutes
@@ -101,7 +101,7 @@ def speed_up(constants: Constants, setting: Setting) -> float:
 def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     """What serves and trains; a rank is the devices of one engine. KV caches move with their answers."""
     system, fitted, model = constants["system"], constants["decode"], constants["models"][setting.actor]
-    device = Device(**{name: value for name, value in constants["device"].items() if name != "source"})
+    device = Device(**values(constants["device"]))
     how = dict(weights=fitted["weights"], layer_s=fitted["layer_s"], prefill=math.inf)
     rollout = decode_of(Model(**model), device, system["tp"], **how)
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]

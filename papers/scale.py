@@ -28,15 +28,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from matplotlib import pyplot
 
-from papers.tables import DOCS
-from scheduling.costs import Device, Model, decode_of, passes_of
+from papers.tables import DOCS, ROOT, read_constants, values
+from papers.wechat_yatt import JUDGES, POLICY
+from scheduling.costs import Device, decode_of, passes_of
 from simulation.cluster import Cluster
 from simulation.costs import moves_of
 from simulation.counting import Alike, Counted, Counting, Even
 
 RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 8, 4, 32
-H20 = Device(flops=148e12, memory=96e9, hbm=4e12, network=25e9, host=20e9)
-MODELS = dict(rollout=Model(7.6e9, 28, 3584, 512), genrm=Model(32.5e9, 64, 5120, 1024))
+H20 = Device(**values(read_constants(ROOT / "wechat_yatt.toml")["h20"]))
+MODELS = dict(rollout=POLICY, genrm=JUDGES["32B"][0])
 METADATA = len(pickle.dumps((10**6, 3, 10**3, 511, bytes(28))))  # of a sample: key, tokens, rank, reference
 WAYS = ("ours", "coordinator", "central")
 

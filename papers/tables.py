@@ -61,15 +61,15 @@ class Paper(NamedTuple):
         kind = "fitted" if kind == "predicted" and point.name in fitted_on(self.constants) else kind
         return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note or point.note)
 
-    def values(self, table: str) -> dict[str, Any]:
-        """A table's constants alone."""
-        told = ("source", "fitted_on")
-        return {name: value for name, value in self.constants[table].items() if name not in told}
-
     def of(self, figure: str, **columns: str) -> list[Point]:
         """A figure's points, those with these columns alone."""
         wanted = {"figure": figure} | columns
         return [point for point in self.points if wanted.items() <= point._asdict().items()]
+
+
+def values(table: dict[str, Any]) -> dict[str, Any]:
+    """Its constants alone."""
+    return {name: value for name, value in table.items() if name not in ("source", "fitted_on")}
 
 
 def fitted_on(constants: Constants) -> set[str]:

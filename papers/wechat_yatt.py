@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from matplotlib.figure import Figure
 
-from papers.tables import Constants, Paper, Row, command
+from papers.tables import Constants, Paper, Row, command, values
 from scheduling.costs import Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
 from simulation.costs import Moves
@@ -46,12 +46,8 @@ DISPATCHES = 5  # of a sample's media: generation, judging, reference, old log-p
 def engine_of(constants: Constants, model: Model, tp: int):
     assumed, fitted = constants["assumed"], constants["engine"]
     rates = {name: fitted[name] for name in ("kv", "layer_s", "sequence_s")}
-    device = device_of(constants)
+    device = Device(**values(constants["h20"]))
     return decode_of(model, device, tp, weights=assumed["weights"], prefill=assumed["prefill"], **rates)
-
-
-def device_of(constants: Constants) -> Device:
-    return Device(**{name: value for name, value in constants["h20"].items() if name != "source"})
 
 
 def simulate(
@@ -61,7 +57,7 @@ def simulate(
     assumed, (model, tp) = constants["assumed"], JUDGES[judge]
     decode = {"rollout": engine_of(constants, POLICY, 1), "genrm": engine_of(constants, model, tp)}
     moves = dict.fromkeys(decode, Moves(swap_s / 2, swap_s / 2))
-    actor = passes_of(POLICY, device_of(constants), 1, mfu=assumed["mfu"], update=0.5)
+    actor = passes_of(POLICY, Device(**values(constants["h20"])), 1, mfu=assumed["mfu"], update=0.5)
     cluster = Cluster(decode, actor, moves=moves, grain=GRAIN, meeting_s=MEETING_S)
     lengths = Lengths(*assumed["answer"]), Lengths(*assumed["critique"])
     work = Workload(assumed["prompt"], *lengths, keep)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BYTES = 2  # of a parameter, and of a number in the KV cache: bfloat16
+BF16_BYTES = 2  # of a parameter, and of a number in the KV cache
 
 
 class Device(NamedTuple):
@@ -35,7 +35,7 @@ class Model(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        return BYTES * self.params
+        return BF16_BYTES * self.params
 
     @property
     def flops(self) -> float:
@@ -45,11 +45,11 @@ class Model(NamedTuple):
     @property
     def kv_bytes(self) -> float:
         """Of one token: keys and values of all layers."""
-        return BYTES * 2 * self.layers * self.kv_width
+        return BF16_BYTES * 2 * self.layers * self.kv_width
 
     def reduced_bytes(self, tp: int) -> float:
         """Through a rank's link, of one token forward: two all-reduces a layer, in rings of tp ranks."""
-        return 2 * self.layers * 2 * (tp - 1) / tp * BYTES * self.hidden
+        return 2 * self.layers * 2 * (tp - 1) / tp * BF16_BYTES * self.hidden
 
 
 FULL = 16  # sequences from which an engine doesn't read prompts between any two decode steps

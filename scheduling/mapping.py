@@ -14,7 +14,7 @@ from functools import cache
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
-from scheduling.costs import BYTES, Decode, Device, Model, Passes, decode_of, passes_of
+from scheduling.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
 
 STAGES = ("generation", "preparation", "training")
 LEARNERS = ("actor", "critic")  # ends of the roles that are trained; all others only read
@@ -79,7 +79,7 @@ class Mapping(NamedTuple):
 def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
     """An update reduces float32 gradients and gathers the weights between copies."""
     pp, tp, dp, _ = sizes
-    sent = (4 + BYTES) * model.params / (pp * tp) * (dp - 1) / dp
+    sent = (4 + BF16_BYTES) * model.params / (pp * tp) * (dp - 1) / dp
     update = speeds.update_s + sent / speeds.band(pp * tp * dp)
     return passes_of(model, speeds.device, pp * tp, speeds.mfu_of(model), tp, stages=pp, update=update)
 
@@ -124,7 +124,7 @@ def choices_of(
         if rest or model.layers % pp or model.cuts % tp or dp > task.sequences:
             continue
         # weights; of a learner gradients, and the optimizer's states, which its copies share
-        own = held + model.params / (pp * tp) * (BYTES + learns * (4 + 12 / dp))
+        own = held + model.params / (pp * tp) * (BF16_BYTES + learns * (4 + 12 / dp))
         reading, learning = passes_s(model, Sizes(pp, tp, dp), task, speeds)
         if role != "actor" and own <= speeds.device.memory:
             yield Choice(own, (0.0, reading, learns * learning), {role: Sizes(pp, tp, dp)})

@@ -31,7 +31,7 @@ from scheduling.pipeline import (
 )
 
 ROOT = Path(__file__).parent.parent
-TABLE3 = Path(__file__).parent / "rlhfuse_table3.json"
+TABLE3 = Path(__file__).parent.parent / "papers" / "published" / "rlhfuse_table3.json"
 INSTANCES = read_instances(str(TABLE3))
 PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_text())}
 
