@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "recipes", "cpu")
+ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "recipes", "cpu", "images")
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 OUTSIDE = sorted(path for room in ("simulation", "papers") for path in (ROOT / room).rglob("*.py"))
@@ -22,7 +22,7 @@ LAYERS = (  # each may import what stands below it, and its own line
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},
     {"engines", "scheduling"},
-    {"runtime", "config", "sample", "cpu"},
+    {"runtime", "config", "sample", "cpu", "images"},
 )
 FLOOR = {name: len(LAYERS) - number for number, names in enumerate(LAYERS) for name in names}
 MEGATRON, SGLANG = {"training", "actor", "critic", "cpu"}, {"cpu"}

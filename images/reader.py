@@ -1,0 +1,94 @@
+"""Images as they were read, and what a model makes of them; a bad one is refused before an engine sees it."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from images.tokens import Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file's bytes, which engines are sent and trainers decode; the samples of a group share one."""
+
+    data: bytes
+    shape: Shape  # of its features
+
+    @property
+    def features(self) -> int:
+        return prod(self.shape)
+
+
+class ImageReader:
+    """What a model's directory says of images: their tokens, their size, how pixels are made."""
+
+    def __init__(self, model_dir: str):
+        """ValueError if the directory has no processor for images."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        config = json.loads((Path(model_dir) / "config.json").read_text())
+        self.image_token: int = config["image_token_id"]
+        # an answer ends at one of these: behind it, engine and trainer would look for an image
+        named = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        self.stop_tokens = tuple(config[name] for name in named)
+        try:  # Pillow's, which engines take, too: torchvision's makes other pixels
+            self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_dir, local_files_only=True)
+        except OSError as error:
+            raise ValueError(f"{model_dir}: no image processor: {str(error).splitlines()[0]}") from None
+
+    def read(self, data: bytes, where: str) -> Image:
+        """ValueError that says `where` unless it is a still image, whole, of a size that can be taken."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        width, height = decoded(data, where).size
+        of = self._processor
+        side = of.patch_size * of.merge_size  # pixels of what becomes one feature
+        try:
+            sides = smart_resize(height, width, side, of.size["shortest_edge"], of.size["longest_edge"])
+        except ValueError as error:  # one side is 200 times the other
+            raise ValueError(f"{where}: {error}") from None
+        return Image(data, (1, sides[0] // side, sides[1] // side))
+
+    def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
+        """Of all: [patches, numbers of a patch], and [images, 3]: frames, rows and columns of patches."""
+        found = self._processor([decoded(image.data, "an image") for image in images], return_tensors="pt")
+        return found["pixel_values"], found["image_grid_thw"]
+
+
+def reader_of(model_dir: str) -> ImageReader | None:
+    """None of a model that reads text alone."""
+    family = json.loads((Path(model_dir) / "config.json").read_text()).get("model_type")
+    return ImageReader(model_dir) if family in VISION_FAMILIES else None
+
+
+def decoded(data: bytes, where: str) -> Any:
+    """The whole image in RGB. ValueError as in `ImageReader.read`."""
+    from PIL import Image as pillow
+    from PIL import ImageSequence
+
+    damaged = (OSError, SyntaxError, ValueError, EOFError)  # what Pillow's decoders raise
+    too_large = (pillow.DecompressionBombWarning, pillow.DecompressionBombError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pillow.DecompressionBombWarning)
+        try:
+            image = pillow.open(io.BytesIO(data))
+            frames = len(list(islice(ImageSequence.Iterator(image), 2)))
+            image.seek(0)
+            image = image.convert("RGB")
+        except (*damaged, *too_large) as error:
+            raise ValueError(f"{where}: not an image that can be read: {error}") from None
+    if frames > 1:
+        raise ValueError(f"{where}: it moves, and videos are not supported")
+    return image
