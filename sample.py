@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from images.tokens import Image
 
 Key = tuple[int, int]  # prompt_id and index of a sample
 
@@ -20,7 +24,7 @@ class Sample:
     prompt: list[int]
     question: str = ""  # what the judge is shown
     answer_key: str | None = None
-    media: list = field(default_factory=list)  # images; travel with the sample, point to point
+    media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
     greedy: bool = False  # generated greedily, as a baseline for the others of its group, and not trained on
     # rollout.py
     response: list[int] = field(default_factory=list)

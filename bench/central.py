@@ -221,7 +221,7 @@ class CountedPrompts(Prompts):
     def group(self, prompt_id):
         group = super().group(prompt_id)
         for sample in group:
-            sample.media = [Image()]
+            sample.media = (Image(),)
         self._tally.hold(group)
         return group
 

@@ -5,30 +5,16 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from dataclasses import dataclass
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from images.tokens import Shape
+from images.tokens import Image
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
-
-
-@dataclass(frozen=True)
-class Image:
-    """A file's bytes, which engines are sent and trainers decode; the samples of a group share one."""
-
-    data: bytes
-    shape: Shape  # of its features
-
-    @property
-    def features(self) -> int:
-        return prod(self.shape)
 
 
 class ImageReader:
@@ -59,7 +45,7 @@ class ImageReader:
             sides = smart_resize(height, width, side, of.size["shortest_edge"], of.size["longest_edge"])
         except ValueError as error:  # one side is 200 times the other
             raise ValueError(f"{where}: {error}") from None
-        return Image(data, (1, sides[0] // side, sides[1] // side))
+        return Image(data, (1, sides[0] // side, sides[1] // side), self.image_token)
 
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Of all: [patches, numbers of a patch], and [images, 3]: frames, rows and columns of patches."""

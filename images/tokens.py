@@ -1,4 +1,4 @@
-"""Image tokens, as Qwen-VL writes them: a prompt has one for each feature of its images.
+"""An image and its tokens, as Qwen-VL writes them: a prompt has one for each of an image's features.
 
 An engine is sent one token for each image and expands it by itself; trainers, lengths and balance see all.
 """
@@ -6,38 +6,50 @@ An engine is sent one token for each image and expands it by itself; trainers, l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
-
-Shape = tuple[int, int, int]  # of a image's features: frames, rows, columns
-
-
-def expand(tokens: list[int], image_token: int, counts: Sequence[int]) -> list[int]:
-    """One image token a image -> as many as it has features. ValueError unless each image has its one."""
-    if (found := tokens.count(image_token)) != len(counts):
-        raise ValueError(f"{found} placeholders for {len(counts)} images")
-    left = iter(counts)
-    return [token for each in tokens for token in ([each] * next(left) if each == image_token else [each])]
+from math import prod
 
 
-def collapse(tokens: list[int], image_token: int, counts: Sequence[int]) -> list[int]:
+@dataclass(frozen=True)
+class Image:
+    """A file's bytes, which engines are sent and trainers decode; the samples of a group share one."""
+
+    data: bytes
+    shape: tuple[int, int, int]  # of its features: frames, rows, columns
+    token: int  # that stands for one of them
+
+    @property
+    def features(self) -> int:
+        return prod(self.shape)
+
+
+def expand(tokens: list[int], image_token: int, images: Sequence[Image]) -> list[int]:
+    """One image token for each image -> one for each feature. ValueError unless there is one for each."""
+    if (found := tokens.count(image_token)) != len(images):
+        raise ValueError(f"{found} placeholders for {len(images)} images")
+    left = iter(images)
+    runs = ([each] * next(left).features if each == image_token else [each] for each in tokens)
+    return [token for run in runs for token in run]
+
+
+def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:
     """The inverse of `expand`."""
-    collapsed, at, left = [], 0, iter(counts)
-    while at < len(tokens):
-        collapsed.append(tokens[at])
-        at += next(left) if tokens[at] == image_token else 1
+    collapsed, at = list(tokens), -1
+    for image in images:
+        at = collapsed.index(image.token, at + 1)
+        del collapsed[at + 1 : at + image.features]
     return collapsed
 
 
-def positions(
-    tokens: Sequence[int], image_token: int, shapes: Sequence[Shape]
-) -> Iterator[tuple[int, int, int]]:
+def positions(tokens: Sequence[int], images: Sequence[Image]) -> Iterator[tuple[int, int, int]]:
     """Frame, row and column of each token of an expanded sequence, as Qwen-VL's rotary embedding counts.
 
     Text counts on in all three; an image spans its shape from where it starts, and what follows starts behind
     its longest side (Qwen2-VL, 2409.12191, section 2.1).
     """
-    start, at, left = 0, 0, iter(shapes)
+    start, at, left = 0, 0, iter(images)
     while at < len(tokens):
-        shape = next(left) if tokens[at] == image_token else (1, 1, 1)
+        shape = next(left).shape if images and tokens[at] == images[0].token else (1, 1, 1)
         yield from ((start + f, start + r, start + c) for f, r, c in product(*map(range, shape)))
-        start, at = start + max(shape), at + shape[0] * shape[1] * shape[2]
+        start, at = start + max(shape), at + prod(shape)

@@ -1,0 +1,107 @@
+"""Tiny random models that see, as Hugging Face directories, and pictures for them."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PAD, BOS, EOS, START, END, IMAGE, VIDEO = range(len(SPECIAL))
+ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
+VOCAB = 64
+CLASSES = {
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+}
+TEXT = dict(
+    vocab_size=VOCAB, hidden_size=96, intermediate_size=288, num_attention_heads=4, num_key_value_heads=2,
+    rms_norm_eps=1e-6, max_position_embeddings=1024, tie_word_embeddings=True,
+    bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+)  # fmt: skip
+ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4])
+TOWER = dict(
+    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, temporal_patch_size=2, spatial_merge_size=2,
+    out_hidden_size=96, in_channels=3,
+)  # fmt: skip
+FAMILY = {  # of the text model, of the tower
+    "qwen3_vl": (
+        dict(head_dim=24, rope_parameters=ROPE | dict(mrope_interleaved=True)),
+        dict(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0]),
+    ),
+    "qwen2_5_vl": (
+        dict(rope_parameters=ROPE),
+        dict(patch_size=14, window_size=112, fullatt_block_indexes=[1], tokens_per_second=2),
+    ),
+}
+
+
+def make_vision_model(path: Path, family: str, layers: int = 4, seed: int = 0, tied: bool = True) -> str:
+    """A directory with weights, tokenizer and image processor (up to 16 features an image)."""
+    torch.manual_seed(seed)
+    text, tower = FAMILY[family]
+    config_class, model_class = CLASSES[family]
+    named = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
+    config = config_class(
+        text_config=TEXT | text | dict(num_hidden_layers=layers, tie_word_embeddings=tied),
+        vision_config=TOWER | tower, tie_word_embeddings=tied, vision_end_token_id=END, **named,
+    )  # fmt: skip
+    model = model_class(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            elif parameter.ndim == 1:  # of norms
+                parameter.normal_(1, 0.1)
+            else:
+                parameter.normal_(0, 0.02 if "patch_embed" in name else 0.05)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS, PAD
+    model.save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+    side = 2 * tower["patch_size"]
+    size = dict(shortest_edge=side * side, longest_edge=side * side * 16)
+    processor = dict(
+        image_processor_type="Qwen2VLImageProcessor", patch_size=tower["patch_size"], temporal_patch_size=2,
+        merge_size=2, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        processor_class=config_class.__name__.replace("Config", "Processor"),
+    )  # fmt: skip
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    video = processor | dict(video_processor_type="Qwen2VLVideoProcessor")
+    (path / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return str(path)
+
+
+def character_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocab = {piece: i for i, piece in enumerate((*SPECIAL, *ALPHABET))}
+    vocab |= {f"<unused{i}>": i for i in range(len(vocab), VOCAB)}
+    characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    begin = [("<bos>", BOS)]
+    characters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
+    characters.add_special_tokens(list(SPECIAL[3:]))
+    named = dict(image_token=SPECIAL[IMAGE], video_token=SPECIAL[VIDEO])
+    named |= dict(vision_bos_token=SPECIAL[START], vision_eos_token=SPECIAL[END])
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=False))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, padding_side="left", extra_special_tokens=named, **names
+    )
+
+
+def encoded_picture(width: int, height: int, seed: int = 0, kind: str = "PNG", **options) -> bytes:
+    """Noise, as a file's bytes."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
