@@ -83,7 +83,7 @@ def replace_triton():
 
 
 def replace_torchvision():
-    """torchvision: the wheel is linked to CUDA and breaks transformers. Videos need it, images have Pillow."""
+    """torchvision: the wheel is linked to CUDA and breaks transformers. Videos need it, images don't."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.processing_utils import ProcessorMixin
@@ -232,9 +232,11 @@ def main():
     sys.argv.append(f"--api-key={key}")
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.multimodal.processors import base_processor
     from sglang.srt.utils import kill_process_tree
 
     drop_websockets(http_server.app)
+    base_processor.BaseMultimodalProcessor.gpu_image_decode = False  # a GPU reads other pixels from a JPEG
     if not torch.cuda.is_available():
         fork_children()
         server_args.add_deterministic_attention_backend_choices(["torch_native"])

@@ -67,8 +67,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
         flags["max-total-tokens"] = max(KV_TOKENS, context)
     if sees(model_dir):
-        # pixels by Pillow, as the trainer's; with that cache the tokens that came are used, where SGLang's
-        # way for Qwen2.5-VL would be their text, tokenized again, of which a continued answer dies
+        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
+        # and tokens of that, and fails where a text spells out the image token; with it, it takes them as is
         flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
     return [text for flag, value in flags.items() for text in (f"--{flag}", str(value)) if text != "None"]
 

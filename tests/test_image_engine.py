@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image as pillow
 from safetensors.torch import load_file
-from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
+from vision_models import ALPHABET, CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 from config import Config
 from engines import server
@@ -22,7 +22,8 @@ from images.tokens import Image, expand
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
 START_S = 300.0  # for a server to come up
-BEGIN, TEXT = [1], [10, 11, 12, 18]
+BEGIN = [1]
+TEXT = [10, 11, 63, 7 + ALPHABET.index("|"), 7 + ALPHABET.index(">"), 18]  # spells out the image token
 PLACE = [START, IMAGE, END]
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
@@ -53,13 +54,15 @@ def all_seeing(run, tmp_path_factory):
 
 
 def seeing_of(home, family):
-    """Of an image of up to 64 features, 256 patches."""
+    """Of an image of up to 64 features, 256 patches, and with a token by which a text may be like another."""
     directories = [make_vision_model(home / str(seed), family, layers=2, seed=seed) for seed in (0, 1)]
     for directory in directories:
         path = Path(directory, "preprocessor_config.json")
         processor = json.loads(path.read_text())
         processor["size"]["longest_edge"] *= 4
         path.write_text(json.dumps(processor))
+        path = Path(directory, "tokenizer.json")
+        path.write_text(path.read_text().replace("<unused63>", "<|image_pad"))
     log = home / "engine.log"
     engine = Engine.launch("rollout", 0, free_port(), directories[0], CONFIG, log, "a key")
     models = [CLASSES[family][1].from_pretrained(directory).eval() for directory in directories]
@@ -128,14 +131,14 @@ def error_of(seeing, request, answer, model=0):
 
 
 def picture(mode, kind="PNG", rotated=False):
-    """A file of this mode, whose alpha channel or palette entries are noise, too."""
+    """A file of this mode, of noise, also in its alpha channel."""
     noise = pillow.open(io.BytesIO(encoded_picture(96, 64, seed=9)))
     image = noise.quantize(16) if mode == "P" else noise.convert(mode)
     options = {}
     if mode == "RGBA":
         image.putalpha(noise.getchannel(0))
     if mode == "P":
-        options["transparency"] = bytes(range(0, 256, 16))
+        options["transparency"] = 3
     if rotated:
         options["exif"] = pillow.Exif()
         options["exif"][0x0112] = 6  # to be turned by 90 degrees
@@ -241,15 +244,18 @@ def test_a_groups_image_is_sent_once():
     body = prompts_of(group)
     assert body["input_ids"] == [[1, IMAGE, 9]] * 8
     assert len(json.dumps(body)) < 1_400_000
-    mixed = prompts_of([group[0], group[0]._replace(images=(other,)), group[0]._replace(prompt=[7], images=())])
-    assert [len(urls) for urls in mixed["image_data"]] == [1, 1, 1] and mixed["image_data"][2] == [None]
-    assert "image_data" not in prompts_of([group[0]._replace(prompt=[7], images=())])
+    seen, text = body["image_data"], group[0]._replace(prompt=[7], images=())
+    both = group[0]._replace(prompt=prompt * 2, images=(other, image))
+    mixed = prompts_of([group[0], text, both])
+    assert mixed["image_data"] == [[seen], [None], ["data:;base64,AAAAAAAAAAAAAA==", seen]]
+    assert mixed["input_ids"] == [[1, IMAGE, 9], [7], [1, IMAGE, 9] * 2]
+    assert "image_data" not in prompts_of([text])
 
 
-@pytest.mark.parametrize("family, cached", [("qwen3_vl", "0"), ("qwen2_5_vl", "0"), ("qwen3", None)])
-def test_only_an_engine_that_sees_is_told_of_images(tmp_path, family, cached):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "max_position_embeddings": 64}))
+@pytest.mark.parametrize("family, sees", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen3", False)])
+def test_only_an_engine_that_sees_is_told_of_images(tmp_path, family, sees):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "text_config": {"max_position_embeddings": 64}}))
     environments = [server.image_environment(role, tmp_path) for role in ("rollout", "genrm")]
-    assert environments == [{"SGLANG_VLM_CACHE_SIZE_MB": cached} if cached else {}, {}]
+    assert environments == [{"SGLANG_VLM_CACHE_SIZE_MB": "0"} if sees else {}, {}]
     flags = server.server_flags("rollout", 0, 30000, str(tmp_path), CONFIG)
-    assert ("--image-processor-backend" in flags) == ("--mm-preprocess-cache-size-mb" in flags) == bool(cached)
+    assert ("--image-processor-backend" in flags, "--mm-preprocess-cache-size-mb" in flags) == (sees, sees)
