@@ -108,12 +108,13 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
 
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
+    if config.max_model_len:
+        return config.max_model_len
     found = model_config(model_dir)
     found = found.get("text_config", found)  # of a model that sees
-    length = config.max_model_len or found.get("max_position_embeddings")
-    if not length:
+    if "max_position_embeddings" not in found:
         raise ValueError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
-    return length
+    return found["max_position_embeddings"]
 
 
 def model_config(model_dir: str | Path) -> dict[str, Any]:
