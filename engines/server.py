@@ -79,8 +79,9 @@ def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
 
 
 def sees(model_dir: str | Path) -> bool:
-    """Whether it reads images."""
-    return model_config(model_dir).get("model_type") in VISION_FAMILIES
+    """Whether it reads images; no, if it isn't there yet (a dry run of the demo)."""
+    path = Path(model_dir, "config.json")
+    return path.is_file() and model_config(model_dir).get("model_type") in VISION_FAMILIES
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
@@ -108,10 +109,11 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
 
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
+    if config.max_model_len:
+        return config.max_model_len
     found = model_config(model_dir)
-    found = found.get("text_config", found)  # of a model that sees
-    length = config.max_model_len or found.get("max_position_embeddings")
-    if not length:
+    length = found.get("text_config", found).get("max_position_embeddings")  # a part's, if the model sees
+    if length is None:
         raise ValueError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
     return length
 
