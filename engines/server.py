@@ -79,8 +79,9 @@ def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
 
 
 def sees(model_dir: str | Path) -> bool:
-    """Whether it reads images."""
-    return model_config(model_dir).get("model_type") in VISION_FAMILIES
+    """Whether it reads images; no, if it isn't there yet (a dry run of the demo)."""
+    path = Path(model_dir, "config.json")
+    return path.is_file() and model_config(model_dir).get("model_type") in VISION_FAMILIES
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
