@@ -14,10 +14,14 @@ LR = 1e-3
 SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64, weight_decay=0.0)
 
 
+def image_config(**changes):
+    return actor_config(**SIZES | changes)
+
+
 def make_actor(model_dir: str, **sizes):
     from actor import Actor
 
-    return Actor(actor_config(**SIZES | sizes), model_dir)
+    return Actor(image_config(**sizes), model_dir)
 
 
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
