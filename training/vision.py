@@ -7,7 +7,9 @@ arXiv 2406.04334).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,11 +38,37 @@ def deep_features(vision: PretrainedConfig | None) -> int:
     return len(vision.to_dict().get("deepstack_visual_indexes", ())) if vision else 0
 
 
+def image_cost(hf: dict) -> Callable[[list[int]], int]:
+    """Of a prompt: multiply-adds of the tower's forward pass over its images, which are runs of image tokens.
+
+    Attention's windows count as full.
+    """
+    from transformers import AutoModel
+
+    vision, image_token = hf["vision"], hf["reader"].image_token
+    with torch.device("meta"):  # no numbers, only shapes
+        tower = AutoModel.from_config(vision)
+    named, facts = dict(tower.named_parameters()), vision.to_dict()
+    sizes = {name: p.numel() for name, p in named.items() if p.ndim > 1 and "pos_embed" not in name}
+    patches = vision.spatial_merge_size**2  # of a feature, which mergers make
+    each = sum(size * (1 if "merger" in name else patches) for name, size in sizes.items())
+    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))  # blocks that see all of an image
+    in_window = (facts.get("window_size", 0) // vision.patch_size) ** 2
+    each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
+    pairs = whole * 2 * vision.hidden_size * patches**2
+
+    def cost(prompt: list[int]) -> int:
+        images = (len(list(run)) for token, run in groupby(prompt) if token == image_token)
+        return sum(each * features + pairs * features**2 for features in images)
+
+    return cost
+
+
 class VisionModel(GPTModel):
     """The first stage of a model that sees. Each tensor-parallel rank has the whole tower."""
 
-    def open_eyes(self, vision: PretrainedConfig, reader: ImageReader) -> None:
-        """Add the tower that config.json describes, with random weights."""
+    def add_tower(self, vision: PretrainedConfig, reader: ImageReader) -> None:
+        """As config.json describes it, with random weights."""
         from transformers import AutoModel
 
         self.reader = reader
@@ -50,6 +78,7 @@ class VisionModel(GPTModel):
             # then a rank goes back from its part of the tokens alone, and Megatron sums what each finds
             parameter.sequence_parallel = self.config.sequence_parallel
         if self.config.recompute_granularity:
+            self.visual.main_input_name = "hidden_states"  # else it looks for embeddings of tokens, and warns
             self.visual.gradient_checkpointing_enable()
         for layer in self.decoder.layers[: deep_features(vision)]:
             layer.register_forward_hook(self._deepen, with_kwargs=True)
@@ -80,8 +109,7 @@ class VisionModel(GPTModel):
 
     def _put(self, hidden: Tensor, features: Tensor, batch: MicroBatch, adds: bool) -> Tensor:
         """Features in the place of the image tokens' hidden states, or added to them."""
-        places = hidden.new_full((batch.tokens.shape[1],), NO_FEATURE, dtype=torch.int64)
-        places = places if batch.places is None else batch.places
+        places = torch.full_like(batch.tokens[0], NO_FEATURE) if batch.places is None else batch.places
         if self.config.sequence_parallel:
             tensor = self.pg_collection.tp
             places = places.chunk(tensor.size())[tensor.rank()]
