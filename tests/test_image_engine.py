@@ -86,7 +86,7 @@ def request_of(seeing, data, seed=0, limit=24):
     images = tuple(seeing.reader.read(file, "here") for file in data)
     prompt = BEGIN + [token for _ in images for token in PLACE + TEXT[:2]] + TEXT
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
-    return Request(expand(prompt, IMAGE, images), sampling, limit, seed, images)
+    return Request(expand(prompt, images), sampling, limit, seed, images)
 
 
 async def ask(engine, *requests):
