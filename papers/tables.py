@@ -151,12 +151,12 @@ def picture_of(rows: list[Row], path: Path) -> None:
 
 def command(
     name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str],
-    picture: Callable[[list[Row], Path], None] = picture_of, measure: Callable[[], None] | None = None,
+    picture: Callable[[list[Row], Path], None] = picture_of, measure: Callable[[bool], None] | None = None,
 ) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
     figures: what makes the rows of each, or raises ValueError for a point that it doesn't know. measure: what
-    --real does first.
+    --real does first; of --quick.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
@@ -167,7 +167,7 @@ def command(
         parser.add_argument("--real", action="store_true", help="measure on this machine first")
     chosen = parser.parse_args(arguments)
     if measure and chosen.real:
-        measure()
+        measure(chosen.quick)
     try:
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
         points = [point for file in files for point in read_points(file)]

@@ -1,10 +1,16 @@
 """WeChat-YATT (arXiv 2508.07970): when partial colocation beats full, and parallel controllers a central one.
 
     python papers/wechat_yatt.py [--figure partial] [--quick] [--write]
+    python papers/wechat_yatt.py --real --figure real [--quick]    measure on this machine first, see below
 
 The paper names no model, length, batch or cluster, so its three percentages are lines on our maps and no
 targets. Ours: 64 H20 devices, a 7B policy, 128 prompts of 8 answers, judges of 7B, 32B and 72B. The engines'
 pace was fitted to throughputs that WeChat-YATT's repository gives for an H20 (figure h20).
+
+--real runs the program itself, on a CPU: 4 ranks, a 16th of the devices and of the prompts. The demo's
+models write a 20th of the tokens, and a token takes a fifth of what 20 do on H20s; a rank plays its part of a
+judge's engine. All takes an hour of an idle machine, --quick five minutes. `real` has what was measured under
+`theirs`, under `ours` the simulation of those 4 ranks. Models of these sizes, on GPUs, it doesn't run.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -23,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from matplotlib.figure import Figure
 
-from papers.tables import Constants, Paper, Row, command, values
-from scheduling.costs import Device, Model, decode_of, passes_of
+from bench.paced import SetUp, command_of, measure, serving_s
+from bench.workloads import YATT_TOKENS, length_of
+from papers.tables import ROOT, Constants, Paper, Row, command, read_constants, values
+from scheduling.costs import Decode, Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
-from simulation.costs import Moves
-from simulation.engine import SimulatedEngine
+from simulation.engine import Moves, SimulatedEngine
 from simulation.meetings import SimulatedWorld
 
 RANKS, GRAIN, MEETING_S = 64, 16, 0.25
@@ -41,6 +48,10 @@ CONTEXTS = {"fastest": 100, "slowest": 2048}  # tokens: at an answer's begin, at
 KEEPS, SWAPS_S, SPLITS = (1.0, 0.7, 0.5), (1, 20), (8, 16, 24, 32, 40)
 PUBLISHED = (-0.241, -0.162)  # partial against full
 DISPATCHES = 5  # of a sample's media: generation, judging, reference, old log-probabilities, training
+FASTER, REAL_STEPS, REAL_SIDES = 5, 3, ("full", "1|3", "2|2")
+REAL = ROOT / "published" / "wechat_yatt_real.csv"
+REAL_CELLS = [(judge, swap_s) for judge in JUDGES for swap_s in (2, 20)]  # our engines need 2 s
+QUICK_CELL = ("32B", 2)
 
 
 def engine_of(constants: Constants, model: Model, tp: int):
@@ -193,7 +204,68 @@ def claims(paper: Paper) -> list[Row]:
     return [paper.row(point, None, "not modelled", f"{point.note}; {reason}") for point in paper.of("claims")]
 
 
-FIGURES = {"claims": claims, "partial": partial, "moving": moving, "central": central, "h20": h20}
+def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:
+    """Of --real. A judge's engine of tp ranks with tp * b sequences is played by tp of ours with b each."""
+    assumed, own, decode = constants["assumed"], read_constants(ROOT / "measured.toml"), {}
+    prompt, answer, critique = assumed["prompt"], assumed["answer"], assumed["critique"]
+    contexts = dict(rollout=prompt + answer[0] / 2, genrm=prompt + answer[0] + critique[0] / 2)
+    for role, (model, tp) in dict(rollout=(POLICY, 1), genrm=JUDGES[judge]).items():
+        engine, slower = engine_of(constants, model, tp), YATT_TOKENS / FASTER
+        fixed = slower * engine.fixed
+        each = slower * tp * (engine.each + contexts[role] * engine.context)
+        read = dict(prefill=slower * tp * engine.prefill, read=fixed + each, apart=own["set_up"]["apart"])
+        decode[role] = Decode(fixed, each, **read)
+    most = answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS
+    return SetUp(decode, max(own["engine"]["swap_s"], swap_s / FASTER), prompt // YATT_TOKENS, most)
+
+
+def command_for(constants: Constants, judge: str, swap_s: float, keeps: Iterable[float]) -> list[str]:
+    """That measures a judge. A prompt that is read takes what one of middling length does."""
+    at, paces = set_up_of(constants, judge, swap_s), []
+    answers = fmean(length_of("yatt 1", prompt, index) for prompt in range(100) for index in range(8))
+    tokens = dict(rollout=at.prompt / 8, genrm=at.prompt + answers)  # a group's prompt is read once
+    for role, decode in at.decode.items():
+        seconds = decode.fixed, decode.each, tokens[role] * decode.prefill
+        paces.append(",".join(f"{1000 * each:.2f}" for each in seconds))
+    more = at.swap_s - set_up_of(constants, judge, 0.0).swap_s
+    names = [f"yatt {keep:g}" for keep in keeps]
+    how = ["--pace", ";".join(paces), "--swap", f"{more:.2f}", "--steps", REAL_STEPS]
+    return command_of(*how, "--sides", *REAL_SIDES, "--workloads", *names)
+
+
+def measure_all(quick: bool) -> None:
+    """Of --real."""
+    cells, keeps = ([QUICK_CELL], KEEPS[:1]) if quick else (REAL_CELLS, KEEPS)
+    constants = read_constants(ROOT / "wechat_yatt.toml")
+
+    def names(number: int, workload: str, side: str) -> tuple[str, str]:
+        judge, swap_s = cells[number]
+        return "real", f"{judge} judge, keep {workload.split()[1]}, swap {swap_s} s, {side}"
+
+    measure([command_for(constants, *cell, keeps) for cell in cells], REAL, names)
+
+
+def real(paper: Paper) -> list[Row]:
+    """Full in seconds, the others by it: as measured, and as the simulation of that set-up says."""
+    rows, full = [], {}
+    for point in paper.of("real"):
+        cell, _, side = point.setting.rpartition(", ")
+        judge, keep, swap = (part.split() for part in cell.split(", "))
+        if paper.quick and (judge[0], int(swap[1]), keep[1]) != (*QUICK_CELL, "1"):
+            continue
+        at = set_up_of(paper.constants, judge[0], float(swap[1]))
+        ours, theirs = serving_s(f"yatt {keep[1]}", side, at, REAL_STEPS), float(point.value)
+        if side == "full":
+            full[cell], unit = (theirs, ours), "s"
+            numbers, note = full[cell], point.note
+        else:
+            numbers, unit = (theirs / full[cell][0], ours / full[cell][1]), "x full"
+            note = f"{point.note}; {theirs:.1f} s, simulated {ours:.1f} s"
+        rows.append(Row("real", point.setting, *numbers, unit, "measured", note))
+    return rows
+
+
+FIGURES = dict(claims=claims, partial=partial, moving=moving, central=central, h20=h20, real=real)
 
 
 def picture(rows: list[Row], path: Path) -> None:
@@ -214,4 +286,4 @@ def picture(rows: list[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:], picture))
+    sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:], picture, measure_all))
