@@ -24,6 +24,7 @@ from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
 from simulation.engine import Moves
 
 RANKS, STEPS = 4, 5  # the first step isn't counted
+MOVING = {"rebalance": ("partial", dict(rollout_ranks=1, rebalance=True)), "auto": ("auto", {})}
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,21 @@ class GivenLengths(Lengths):
 class SetUp(NamedTuple):
     """What paced ranks are. most: tokens of an answer, and of a critique; prompt: its tokens."""
 
-    decode: dict[str, Decode]
-    swap_s: float  # for two roles to change places
+    decode: dict[str, Decode]  # by role
     prompt: int
     most: tuple[int, int]
+    swap_s: float  # that two roles take to change places
+    more_s: float = 0.0  # that they are told to take beside
 
 
 def simulate(name: str, side: str, at: SetUp, steps: int) -> list[StepFacts]:
     """A workload on a measured set-up. side: as bench/modes.py names it."""
-    work, moves = WORKLOADS[name], Moves(at.swap_s / 2, at.swap_s / 2)
-    moved = dict(moves=dict.fromkeys(at.decode, moves), meeting_s=MEETING_INTERVAL_S)
+    work, half_s = WORKLOADS[name], (at.swap_s + at.more_s) / 2
+    moved = dict(moves=dict.fromkeys(at.decode, Moves(half_s, half_s)), meeting_s=MEETING_INTERVAL_S)
     kinds = zip(at.most, (length_of, critique_of), strict=True)
     lengths = (GivenLengths(0, 0, most, name, given) for most, given in kinds)
     mode, _, tail = side.partition(" ")
-    choice = dict(tail=float(tail)) if tail else {}
+    mode, choice = MOVING.get(side, (mode, dict(tail=float(tail)) if tail else {}))
     if "|" in side:
         mode, choice = "partial", dict(rollout_ranks=int(side.partition("|")[0]))
     sizes = dict(prompts_per_step=work.prompts, answers_per_prompt=8, judgements=work.judgements, steps=steps)
@@ -76,25 +78,32 @@ def serving_s(name: str, side: str, at: SetUp, steps=STEPS, first_counted=1) -> 
     return statistics.median(step.seconds["serve"] for step in counted)
 
 
-def command_of(*options: object) -> list[str]:
-    """The command that measures paced ranks."""
-    fixed = ["--ranks", RANKS, "--moving", 0, "--repeats", 1, "--figure", "runs/bench/measured.png"]
+def command_of(at: SetUp, tokens: dict[str, float], *options: object) -> list[str]:
+    """That measures it. tokens: of a prompt that is read, by role."""
+    paces = []
+    for role, decode in at.decode.items():
+        seconds = decode.fixed, decode.each, tokens[role] * decode.prefill
+        paces.append(",".join(f"{1000 * each:.2f}" for each in seconds))
+    fixed = ["--ranks", RANKS, "--repeats", 1, "--figure", "runs/bench/measured.png"]
+    fixed += ["--pace", ";".join(paces), "--swap", f"{at.more_s:.2f}"]
     return [sys.executable, *map(str, ["bench/modes.py", *fixed, *options])]
 
 
 def measure(commands: list[list[str]], path: Path, names: Callable[[int, str, str], tuple[str, str]]) -> None:
     """Keep the medians of what these commands measure; other points of the file stay as they are.
 
-    names: figure and setting of a command's number, a workload and a side.
+    Of a side that moves, the last half counts. names: figure and setting of a command's number, a workload
+    and a side.
     """
     points = {point.name: point for point in read_points(path)} if path.exists() else {}
     for number, line in enumerate(commands):
         subprocess.run(line, cwd=ROOT.parent, check=True)
         seconds = defaultdict(list)
         for row in json.loads((ROOT.parent / "runs" / "bench" / f"modes-{RANKS}.json").read_text()):
-            if row["step"]:
-                seconds[names(number, row["workload"], row["side"])].append(row["metrics"]["time/serve_s"])
-        for (figure, setting), each in seconds.items():
+            seconds[row["workload"], row["side"]].append(row["metrics"]["time/serve_s"])
+        for (workload, side), every in seconds.items():
+            figure, setting = names(number, workload, side)
+            each = every[len(every) // 2 if side in MOVING else 1 :]
             low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
             what = (figure, "nanoYATT", setting, str(RANKS), "serving", "s", f"{middle:.3f}")
             made = f"papers/{path.stem.rpartition('_')[0]}.py --real"

@@ -45,7 +45,6 @@ SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridF
 NO_ROOM = "by our account of memory it doesn't fit"
 OTHER = "another program; no seconds of its stages are published"
 REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
-SEARCH = "seconds of their own program"
 
 
 class Setting(NamedTuple):
@@ -215,7 +214,7 @@ FIGURES = {
     "13": partial(placements, figure="13"),
     "14": transitions,
     "15": generation,
-    "16": partial(not_modelled, figure="16", why=SEARCH),
+    "16": partial(not_modelled, figure="16", why="seconds of their own program"),
     "table 2": table_2,
 }
 

@@ -10,14 +10,14 @@ constant was fitted, on the workload `short` alone; the others are predicted, in
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.paced import SetUp, command_of, measure, serving_s
-from papers.tables import ROOT, Constants, Paper, Row, command
+from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
 from scheduling.costs import Decode
 
 MEASURED = ROOT / "published" / "measured_modes.csv"
@@ -30,23 +30,18 @@ def set_up_of(constants: Constants) -> SetUp:
     own = constants["set_up"]
     decode = Decode(own["fixed"], own["each"], read=own["fixed"] + own["each"], apart=own["apart"])
     roles = dict.fromkeys(("rollout", "genrm"), decode)
-    return SetUp(roles, constants["engine"]["swap_s"], own["prompt"], (200, 32))
+    return SetUp(roles, own["prompt"], (200, 32), constants["engine"]["swap_s"])
 
 
-def figure(name: str) -> Callable[[Paper], list[Row]]:
-    """What makes the rows of a workload."""
-
-    def rows(paper: Paper) -> list[Row]:
-        points = paper.of(name)[:: 2 if paper.quick else 1]
-        own = []
-        for point in points:
-            ours = serving_s(name, point.setting, set_up_of(paper.constants))
-            own.append(paper.row(point, ours)._replace(setting=f"{point.setting}, serving"))
-        right, apart = ordered(own)
-        order = f"in their order, of pairs measured more than {PAIR:.0%} apart"
-        return own + [Row(name, order, None, right, f"of {apart}", "predicted")] * bool(apart)
-
-    return rows
+def rows_of(name: str, paper: Paper) -> list[Row]:
+    """Of a workload."""
+    own = []
+    for point in paper.of(name)[:: 2 if paper.quick else 1]:
+        ours = serving_s(name, point.setting, set_up_of(paper.constants))
+        own.append(paper.row(point, ours)._replace(setting=f"{point.setting}, serving"))
+    right, apart = ordered(own)
+    order = f"in their order, of pairs measured more than {PAIR:.0%} apart"
+    return own + [Row(name, order, None, right, f"of {apart}", "predicted")] * bool(apart)
 
 
 def ordered(rows: list[Row]) -> tuple[int, int]:
@@ -57,11 +52,13 @@ def ordered(rows: list[Row]) -> tuple[int, int]:
 
 
 def measure_modes(quick: bool) -> None:
-    line = command_of("--pace", "20,1", "--sides", *SIDES, "--workloads", *NAMES[: 1 if quick else None])
+    at, names = set_up_of(read_constants(ROOT / "measured.toml")), NAMES[: 1 if quick else None]
+    sides = ["--moving", 0, "--sides", *SIDES, "--workloads", *names]
+    line = command_of(at, dict.fromkeys(at.decode, at.prompt), *sides)
     measure([line], MEASURED, lambda _, workload, side: (workload, side))
 
 
-FIGURES = {name: figure(name) for name in NAMES}
+FIGURES = {name: partial(rows_of, name) for name in NAMES}
 
 if __name__ == "__main__":
     sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:], measure=measure_modes))

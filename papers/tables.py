@@ -61,10 +61,8 @@ class Paper(NamedTuple):
         kind = "fitted" if kind == "predicted" and point.name in fitted_on(self.constants) else kind
         return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note or point.note)
 
-    def of(self, figure: str, **columns: str) -> list[Point]:
-        """A figure's points, those with these columns alone."""
-        wanted = {"figure": figure} | columns
-        return [point for point in self.points if wanted.items() <= point._asdict().items()]
+    def of(self, figure: str) -> list[Point]:
+        return [point for point in self.points if point.figure == figure]
 
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
@@ -155,8 +153,7 @@ def command(
 ) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
-    figures: what makes the rows of each, or raises ValueError for a point that it doesn't know. measure: what
-    --real does first; of --quick.
+    figures: what makes a figure's rows, or raises ValueError for a point. measure: what --real does first.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))

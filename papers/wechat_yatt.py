@@ -7,19 +7,19 @@ The paper names no model, length, batch or cluster, so its three percentages are
 targets. Ours: 64 H20 devices, a 7B policy, 128 prompts of 8 answers, judges of 7B, 32B and 72B. The engines'
 pace was fitted to throughputs that WeChat-YATT's repository gives for an H20 (figure h20).
 
---real runs the program itself, on a CPU: 4 ranks, a 16th of the devices and of the prompts. The demo's
-models write a 20th of the tokens, and a token takes a fifth of what 20 do on H20s; a rank plays its part of a
-judge's engine. All takes an hour of an idle machine, --quick five minutes. `real` has what was measured under
-`theirs`, under `ours` the simulation of those 4 ranks. Models of these sizes, on GPUs, it doesn't run.
+--real runs the program itself on a CPU, on 4 ranks with a 16th of the prompts. The demo's models write a 20th
+of the tokens, each in a fifth of what 20 take on H20s. All takes half an hour, --quick five minutes. Measured
+is `theirs`, `ours` the simulation of those 4 ranks. Models of these sizes, on GPUs, it doesn't run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from operator import truediv
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from matplotlib.figure import Figure
 
-from bench.paced import SetUp, command_of, measure, serving_s
+from bench.paced import MOVING, SetUp, command_of, measure, serving_s
 from bench.workloads import YATT_TOKENS, length_of
 from papers.tables import ROOT, Constants, Paper, Row, command, read_constants, values
 from scheduling.costs import Decode, Device, Model, decode_of, passes_of
@@ -50,8 +50,9 @@ PUBLISHED = (-0.241, -0.162)  # partial against full
 DISPATCHES = 5  # of a sample's media: generation, judging, reference, old log-probabilities, training
 FASTER, REAL_STEPS, REAL_SIDES = 5, 3, ("full", "1|3", "2|2")
 REAL = ROOT / "published" / "wechat_yatt_real.csv"
-REAL_CELLS = [(judge, swap_s) for judge in JUDGES for swap_s in (2, 20)]  # our engines need 2 s
-QUICK_CELL = ("32B", 2)
+REAL_CELLS = (  # judge, swap (our engines take 2 s), keep rates, steps of sides that move; --quick: the first
+    ("32B", 2, (1.0, 0.5), 0), ("32B", 20, (1.0,), 0), ("7B", 2, (1.0,), 16), ("72B", 2, (1.0,), 0),
+)  # fmt: skip
 
 
 def engine_of(constants: Constants, model: Model, tp: int):
@@ -167,9 +168,10 @@ def step_s(constants: Constants, carried: Callable[[float], Any], media: float, 
         await carried(max(1, dispatches - 2) * moved * media)
         return await exchange(self, outgoing, senders)
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(SimulatedEngine, "generate", carry_and_generate))
-        stack.enter_context(mock.patch.object(SimulatedWorld, "exchange", carry_and_exchange))
+    with (
+        mock.patch.object(SimulatedEngine, "generate", carry_and_generate),
+        mock.patch.object(SimulatedWorld, "exchange", carry_and_exchange),
+    ):
         return simulate(constants, "32B", "full", 5)[0].ended_s
 
 
@@ -215,52 +217,46 @@ def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:
         each = slower * tp * (engine.each + contexts[role] * engine.context)
         read = dict(prefill=slower * tp * engine.prefill, read=fixed + each, apart=own["set_up"]["apart"])
         decode[role] = Decode(fixed, each, **read)
-    most = answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS
-    return SetUp(decode, max(own["engine"]["swap_s"], swap_s / FASTER), prompt // YATT_TOKENS, most)
+    most, least_s = (answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS), own["engine"]["swap_s"]
+    return SetUp(decode, prompt // YATT_TOKENS, most, least_s, max(0.0, swap_s / FASTER - least_s))
 
 
-def command_for(constants: Constants, judge: str, swap_s: float, keeps: Iterable[float]) -> list[str]:
+def command_for(constants: Constants, judge: str, swap_s: float, keeps: Sequence, moving: int) -> list[str]:
     """That measures a judge. A prompt that is read takes what one of middling length does."""
-    at, paces = set_up_of(constants, judge, swap_s), []
+    at = set_up_of(constants, judge, swap_s)
     answers = fmean(length_of("yatt 1", prompt, index) for prompt in range(100) for index in range(8))
     tokens = dict(rollout=at.prompt / 8, genrm=at.prompt + answers)  # a group's prompt is read once
-    for role, decode in at.decode.items():
-        seconds = decode.fixed, decode.each, tokens[role] * decode.prefill
-        paces.append(",".join(f"{1000 * each:.2f}" for each in seconds))
-    more = at.swap_s - set_up_of(constants, judge, 0.0).swap_s
-    names = [f"yatt {keep:g}" for keep in keeps]
-    how = ["--pace", ";".join(paces), "--swap", f"{more:.2f}", "--steps", REAL_STEPS]
-    return command_of(*how, "--sides", *REAL_SIDES, "--workloads", *names)
+    sides = ["--steps", REAL_STEPS, "--moving", moving, "--sides", *REAL_SIDES, *MOVING]
+    return command_of(at, tokens, *sides, "--workloads", *(f"yatt {keep:g}" for keep in keeps))
 
 
 def measure_all(quick: bool) -> None:
     """Of --real."""
-    cells, keeps = ([QUICK_CELL], KEEPS[:1]) if quick else (REAL_CELLS, KEEPS)
+    judge, swap_s, keeps, moving = REAL_CELLS[0]
+    cells = [(judge, swap_s, keeps[:1], moving)] if quick else REAL_CELLS
     constants = read_constants(ROOT / "wechat_yatt.toml")
-
-    def names(number: int, workload: str, side: str) -> tuple[str, str]:
-        judge, swap_s = cells[number]
-        return "real", f"{judge} judge, keep {workload.split()[1]}, swap {swap_s} s, {side}"
-
-    measure([command_for(constants, *cell, keeps) for cell in cells], REAL, names)
+    names = [f"{judge} judge, keep {{}}, swap {swap_s} s, {{}}".format for judge, swap_s, *_ in cells]
+    commands = [command_for(constants, *cell) for cell in cells]
+    measure(commands, REAL, lambda number, load, side: ("real", names[number](load.split()[1], side)))
 
 
 def real(paper: Paper) -> list[Row]:
     """Full in seconds, the others by it: as measured, and as the simulation of that set-up says."""
-    rows, full = [], {}
-    for point in paper.of("real"):
+    rows, full, moving = [], {}, max(cell[-1] for cell in REAL_CELLS)
+    for point in paper.of("real")[: len(REAL_SIDES) if paper.quick else None]:
         cell, _, side = point.setting.rpartition(", ")
-        judge, keep, swap = (part.split() for part in cell.split(", "))
-        if paper.quick and (judge[0], int(swap[1]), keep[1]) != (*QUICK_CELL, "1"):
-            continue
-        at = set_up_of(paper.constants, judge[0], float(swap[1]))
-        ours, theirs = serving_s(f"yatt {keep[1]}", side, at, REAL_STEPS), float(point.value)
+        form = re.fullmatch(r"(7B|32B|72B) judge, keep (1|0\.7|0\.5), swap (\d+) s", cell)
+        if not form or (side != "full" and cell not in full):
+            raise ValueError(f"{point.where}: `{point.setting}` isn't as `32B judge, keep 1, swap 2 s, full`")
+        judge, keep, swap_s = form.groups()
+        at = set_up_of(paper.constants, judge, float(swap_s))
+        steps = (moving, moving // 2) if side in MOVING else (REAL_STEPS, 1)
+        seconds = float(point.value), serving_s(f"yatt {keep}", side, at, *steps)
         if side == "full":
-            full[cell], unit = (theirs, ours), "s"
-            numbers, note = full[cell], point.note
+            numbers, unit, full[cell] = seconds, "s", seconds
         else:
-            numbers, unit = (theirs / full[cell][0], ours / full[cell][1]), "x full"
-            note = f"{point.note}; {theirs:.1f} s, simulated {ours:.1f} s"
+            numbers, unit = map(truediv, seconds, full[cell]), "x full"
+        note = f"{point.note}; {seconds[0]:.1f} s, simulated {seconds[1]:.1f} s"
         rows.append(Row("real", point.setting, *numbers, unit, "measured", note))
     return rows
 

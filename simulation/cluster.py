@@ -165,7 +165,7 @@ class Simulation:
         self.cluster, self.network, self.clock = cluster, network or Network(), VirtualClock(longest_s)
         self.config = config_of(mode, workload, cluster, settings)
         self.plans = placement.make_plans(self.config, ranks)
-        self.steps, self.notes, self.cpu_s, self.thinking_s = [], [], 0.0, Counter()
+        self.steps, self.cpu_s, self.thinking_s = [], 0.0, Counter()
         self._author = Author(workload, self.config, cluster.grain)
         leads = {r: sorted({rank for plan in self.plans for rank in plan.leads(r)}) for r in cluster.decode}
         self.engines = {role: [self._engine(role, rank) for rank in ranks] for role, ranks in leads.items()}
@@ -229,9 +229,7 @@ class Simulation:
 
     # ---- what controllers tell it
 
-    def note(self, text: str) -> None:
-        if self.notes[-1:] != [text]:  # all ranks say the same
-            self.notes.append(text)
+    def note(self, text: str) -> None: ...
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict

@@ -31,7 +31,11 @@ class Network:
         return math.log2(len(values)) * self.latency_s
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
-        return total_of_neighbours(total, values)
+        """As World.reduce works it out: pairs of neighbours, then pairs of pairs."""
+        while len(values) > 1:
+            pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
+            values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        return values[0]
 
     def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
         """Of parcels[sender][receiver]."""
@@ -110,11 +114,3 @@ class SimulatedWorld:
     def _received(self, parcel: list) -> list:
         """What another rank sent is this one's own: its samples, not what is in them."""
         return list(map(copy.copy, parcel))
-
-
-def total_of_neighbours(total: Callable[[list], Any], values: list) -> Any:
-    """As World.reduce works it out: pairs of neighbours, then pairs of pairs."""
-    while len(values) > 1:
-        pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
-        values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
-    return values[0]
