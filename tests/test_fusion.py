@@ -2,11 +2,15 @@
 
 import asyncio
 import random
+import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import count, pairwise
+from pathlib import Path
 from statistics import median
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 from fakes import simulate
