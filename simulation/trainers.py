@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.costs import Passes
-from simulation.costs import Moves
-from simulation.engine import LOGPROB
+from simulation.engine import LOGPROB, Moves
 from simulation.meetings import SimulatedWorld
 
 MiniBatches = list[list[list[Sample]]]

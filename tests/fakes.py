@@ -27,7 +27,7 @@ from runtime.background_writer import BackgroundWriter
 from scheduling.balance import flat
 from scheduling.pipeline import SCHEDULES
 from simulation.clock import VirtualClock, end_all
-from simulation.meetings import SimulatedWorld, total_of_neighbours
+from simulation.meetings import Network, SimulatedWorld
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a server that hangs is found out
@@ -42,7 +42,7 @@ class FakeWorld(SimulatedWorld):
 
     async def reduce(self, value, total):
         def pickled_total(values):
-            return pickle.dumps(total_of_neighbours(total, values))
+            return pickle.dumps(Network().reduced(total, values))
 
         return pickle.loads(await self._meet(value, pickled_total))
 
