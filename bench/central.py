@@ -1,7 +1,7 @@
 """Is no controller a bottleneck? What the busiest process of a step comes to, from 64 to 4,096 ranks
 
     python bench/central.py [--quick] [--write]    64 to 256 ranks alone; docs/papers/scale.md and .png, too
-    python bench/central.py --media 1              with so many MB of media a sample
+    python bench/central.py --media 1              with images, so many MB a sample
 
 Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
 model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Three ways:
@@ -11,8 +11,9 @@ model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are
     central      everything goes through one controller (HybridFlow's kind): likewise
 
 The closed forms are kind: a sample comes to the one process once and leaves it once; a coordinator thinks
-of the deal alone. `relayed`: others' facts, in totals that it passes on. `thinks`: CPU of all that it
-decides and merges, and its part of all else that the simulation did.
+of the deal alone. Of ours no image passes from controller to controller. `relayed`: others' facts, in totals
+that it passes on. `thinks`: CPU of all that it decides and merges, and its part of all else that the
+simulation did.
 """
 
 from __future__ import annotations
@@ -84,21 +85,21 @@ class Even(Workload):
 class Counting(Network):
     """By unit. sent: its own facts and samples; relayed: others' facts, in totals that it passes on.
 
-    dealt: bytes of all samples, of those that stay, too. grain: tokens that one of theirs stands for. media:
-    bytes more of a sample. spent: CPU seconds of `counting`, and of merging at the `first` unit, which merges
-    the most, and at `others`.
+    dealt: all samples, those that stay, too, and their bytes. grain: tokens that one of theirs stands for.
+    spent: CPU seconds of `counting`, and of merging at the `first` unit, which merges the most, and at
+    `others`.
     """
 
-    def __init__(self, grain: int, media: float = 0.0):
+    def __init__(self, grain: int):
         super().__init__()
-        self.grain, self.media, self.dealt, self.spent = grain, media, 0, Counter()
+        self.grain, self.dealt, self.spent = grain, (0, 0), Counter()
         self.sent, self.relayed, self.heard = Counter(), Counter(), Counter()
 
     def _bytes(self, value: Any) -> int:
         start = time.process_time()
         if isinstance(value, list) and value and isinstance(value[0], Sample):
             tokens = (5 * len(sample.prompt) + TOKEN_BYTES * len(sample.response) for sample in value)
-            size = (200 + self.media) * len(value) + self.grain * sum(tokens)  # 200: its names and numbers
+            size = 200 * len(value) + self.grain * sum(tokens)  # 200: its names and numbers
         else:
             size = 0 if value is None else len(pickle.dumps(value))
         self.spent["counting"] += time.process_time() - start
@@ -132,7 +133,7 @@ class Counting(Network):
     def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
         for sender, receiver in [(s, r) for s, to in enumerate(parcels) for r in to]:
             size = self._bytes(parcels[sender][receiver])
-            self.dealt += size
+            self.dealt = self.dealt[0] + len(parcels[sender][receiver]), self.dealt[1] + size
             self.sent[sender] += size * (sender != receiver)
             self.heard[receiver] += size * (sender != receiver)
         return super().exchange_s(parcels)
@@ -182,14 +183,15 @@ def cluster_of(unit: int, grain: int, meeting_s: float) -> Cluster:
 
 
 class Scaled(Counted):
-    """media: bytes of a sample."""
+    """media: bytes of a sample's images. Only what goes through one process takes them along."""
 
     def __init__(self, ranks: int, media: float = 0.0, steps: int = 1):
+        self.media = media
         units, cluster = ranks // UNIT, cluster_of(UNIT, GRAIN, 1.0)
         lengths = Alike(600, 1.0, 4096, units), Alike(250, 0.5, 1000, units)
         sizes = dict(prompts_per_step=PROMPTS * units, answers_per_prompt=ANSWERS, steps=steps)
         work = Even(512, *lengths, keep=0.5, units=units)
-        super().__init__("partial", units, work, cluster, Counting(GRAIN, media), **sizes)
+        super().__init__("partial", units, work, cluster, Counting(GRAIN), **sizes)
 
     def ways(self) -> dict[str, Busiest]:
         """A controller works out every decision, merges as unit 0 does, and has its part of the rest."""
@@ -197,7 +199,8 @@ class Scaled(Counted):
         rest = self.cpu_s - decisions - sum(network.spent.values())
         counts = (self.held, network.sent, network.relayed, network.heard, self.requests)
         own = decisions + network.spent["first"] + rest / len(self.controllers)
-        drawn, requests, dealt = sum(self.drawn.values()), sum(self.requests.values()), network.dealt
+        drawn, requests, (count, dealt) = sum(self.drawn.values()), sum(self.requests.values()), network.dealt
+        dealt += count * self.media
         through, puts = drawn * METADATA, drawn + len(self.controllers)
         ours = Busiest(*(max(count.values()) for count in counts), own)
         coordinator = Busiest(drawn, through, 0, through, puts, self.thinking_s["deal"])

@@ -71,7 +71,7 @@ def read_replay(path: Path) -> list[list[Sample]]:
         if not (isinstance(row, dict) and row.keys() == FIELDS and isinstance(row["step"], int)):
             needed = "expected the fields of a Sample and its step, as of --rollout-only"
             raise ValueError(f"--replay {path}:{number}: {needed}")
-        by_step.setdefault(row.pop("step"), []).append(Sample(**row))
+        by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
     if not by_step:
         raise ValueError(f"--replay {path}: the file holds no sample")
     steps = range(min(by_step), max(by_step) + 1)

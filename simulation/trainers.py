@@ -44,6 +44,9 @@ class SimulatedTrainer:
         """Work of a sample, in nanoseconds."""
         return round(1e9 * self.passes.cost(tokens))
 
+    def image_cost(self, prompt: list[int]) -> int:
+        return 0
+
     async def forward(self, mini_batches: MiniBatches) -> None:
         assert self.awake, "asked while asleep"
         await asyncio.sleep(sum(self.passes.forward_s(lengths_of(batch)) for batch in mini_batches))

@@ -336,6 +336,9 @@ class FakeActor(FakeTrainer):
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
+    def image_cost(self, prompt):
+        return 0
+
     async def learn(self, mini_batches):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"

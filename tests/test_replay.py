@@ -51,7 +51,7 @@ def keys(samples):
 
 def without_advantages(samples):
     """By key, the samples as they were before the algorithm came to them."""
-    return {(s.prompt_id, s.index): dataclasses.replace(s, advantages=None) for s in samples}
+    return {(s.prompt_id, s.index): dataclasses.replace(s, advantages=None, media=()) for s in samples}
 
 
 # ---------------------------------------------------------------- serve and judge
