@@ -15,8 +15,9 @@ from typing import NamedTuple
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
 AT_LEAST_1 += ("judgements", "eval_every", "tp", "pp", "cp", "rollout_tp", "genrm_tp", "keep", "samples")
 AT_LEAST_1 += ("max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "batch_size")
-AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "lr_warmup_steps")
-AT_LEAST_0 += ("weight_decay", "max_model_len", "save_every", "save_hf_every")
+AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay", "max_model_len")
+AT_LEAST_0 += ("save_every", "save_hf_every")
+HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
@@ -66,7 +67,6 @@ class Config:
     # ---- evaluation
     judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each; reads answers
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
-    eval_prompts: int = 200  # rows of --data that are held out, at most a tenth
     # ---- training
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
@@ -103,8 +103,7 @@ class Config:
     weight_decay: float = 0.0  # AdamW
     dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
     # ---- pass@k
-    samples: int = 8  # answers to each prompt, beside a greedy one
-    pass_at: tuple[int, ...] = (1, 4, 8)  # the k of pass@k, at most `samples`
+    samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... up to this
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -154,8 +153,6 @@ class Config:
         longest, room = max(context, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
         fits = self.command != "rl" or longest <= room
         yield fits, f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens"
-        needed = f"--pass-at {as_text(self.pass_at)}: each k from 1 to --samples {self.samples} is needed"
-        yield all(1 <= k <= self.samples for k in self.pass_at), needed
 
     def _parts(self) -> Iterator[tuple[bool, str]]:
         """Whether settings, models, data and rewards go together; what to say if not."""

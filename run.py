@@ -30,7 +30,7 @@ import rewards
 from algorithms import algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, replay
-from config import Config, parse_config, printable
+from config import HELD_OUT, Config, parse_config, printable
 from controller import Controller
 from engines import server
 from engines.engine import Sampling
@@ -221,7 +221,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say)
-        source = data.Shuffled(rows, config.seed, config.eval_prompts)
+        source = data.Shuffled(rows, config.seed, HELD_OUT)
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
     prompts = data.Prompts(source, config.answers_per_prompt, config.continues_answers, algorithm.greedy)
     inputs = {"prompts": prompts, "rewards": rewards.build(config, judge_tokenizers, decode)}

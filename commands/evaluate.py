@@ -84,7 +84,7 @@ async def run(config: Config) -> str:
         asked = {"question": problem.question, "answer": problem.answer_key}
         rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right})
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
-    for k in config.pass_at:
+    for k in (2**n for n in range(config.samples.bit_length())):
         passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)
         figures[f"eval/pass@{k}"] = fmean(passed)
     facts = figures | {"prompts": len(problems), "config": dataclasses.asdict(config)}
