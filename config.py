@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
 AT_LEAST_1 += ("judgements", "eval_every", "tp", "pp", "cp", "rollout_tp", "genrm_tp", "keep", "samples")
@@ -40,7 +40,6 @@ class Config:
     model: str = ""  # Hugging Face directory of the policy; default: the demo's, made on first use
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
-    trust_remote_code: bool = False  # run Python code that a model's directory brings along
     # ---- the loop
     mode: str = "partial"  # who holds the devices when: full | partial | fused | auto
     algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then settings of its own: kl_coef=0.01
@@ -104,6 +103,8 @@ class Config:
     dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
     # ---- pass@k
     samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... up to this
+
+    trust_remote_code: ClassVar[bool] = False  # whatever a model's directory brings along: it never runs
 
     @property
     def judge_models(self) -> tuple[str, ...]:

@@ -214,8 +214,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
 
     model.read_hf_config(config.model)
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
-    load = partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
-    tokenizer, judge_tokenizers = load(config.model), [load(path) for path in config.judge_models]
+    tokenizer, *judge_tokenizers = map(data.load_tokenizer, (config.model, *config.judge_models))
     encode, decode = (partial(function, tokenizer) for function in (data.encode, data.decode))
     source = Addition(config.seed, encode)
     if config.data:

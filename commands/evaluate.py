@@ -71,7 +71,7 @@ async def ask(
 
 async def run(config: Config) -> str:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
-    tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
+    tokenizer = data.load_tokenizer(config.model)
     problems = read_problems(config, partial(data.encode, tokenizer))
     answer_of = formats_of(config)[0].answer_of
     sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))

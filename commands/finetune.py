@@ -207,7 +207,7 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
 def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
     name, path = config.command, Path(config.data or out / "data.jsonl")
-    tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
+    tokenizer = data.load_tokenizer(config.model)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
     held_out = [examples[number] for number in sorted(order.held_out)]

@@ -90,7 +90,7 @@ def test_sglang_takes_every_flag(models, monkeypatch):
             for mode in ("partial", "full"):
                 for role in ("rollout", "genrm"):
                     where = ["--preset", preset, "--device", device, "--dtype", dtype, "--mode", mode]
-                    where += ["--rollout-tp", "2", "--trust-remote-code"] if device == "cuda" else []
+                    where += ["--rollout-tp", "2"] if device == "cuda" else []
                     for deterministic in ("--deterministic", "--no-deterministic"):
                         config = parse_config([*where, deterministic])
                         asked.append(server_flags(role, 1, 30002, models["7B"], config))
