@@ -68,13 +68,11 @@ def of_steps(records: Records, first: int, last: int) -> Records:
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """ValueError when `out` is no run, or has no span of these steps."""
+    """What a run left of these steps. ValueError when `out` is no run."""
     if not (out / "config.json").is_file():
         raise ValueError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     records = of_steps(read(out / "spans"), first, last)
-    if not records.spans:
-        raise ValueError(f"{out} has no steps {first} to {last}")
     title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
     return Picture(title, records, config["max_running_requests"])
 
@@ -159,7 +157,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        make_figure(read_run(given.run, *given.steps)).savefig(given.figure)
+        picture = read_run(given.run, *given.steps)
+        if not picture.records.spans:
+            raise ValueError("{} has no steps {} to {}".format(given.run, *given.steps))
+        make_figure(picture).savefig(given.figure)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {given.figure}")
