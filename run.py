@@ -3,7 +3,6 @@
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
     torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
@@ -31,7 +30,7 @@ import rewards
 from algorithms import algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, replay
-from config import Config, parse_config, printable
+from config import HELD_OUT, Config, parse_config, printable
 from controller import Controller
 from engines import server
 from engines.engine import Sampling
@@ -71,14 +70,11 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
-    maps, arguments = "--map" in arguments, [each for each in arguments if each != "--map"]  # no setting
     config, ranks = parse_config(arguments, __doc__), int(os.environ.get("WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if config.dry_run:
-        dry_run.dry_run(config, plans, ranks or 2, maps)
+        dry_run.dry_run(config, plans, ranks or 2)
         return ""
-    if maps:
-        raise ValueError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
     choose_device(config)
     if config.command == "eval":
         if ranks > 1:
@@ -219,15 +215,14 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
 
     model.read_hf_config(config.model)
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
-    load = partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
-    tokenizer, reader = load(config.model), reader_of(config.model)
-    judges, readers = ([of(path) for path in config.judge_models] for of in (load, reader_of))
+    tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
+    reader, *readers = map(reader_of, (config.model, *config.judge_models))
     encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
     source = Addition(config.seed, encode)
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)
-        source = data.Shuffled(rows, config.seed, config.eval_prompts)
+        source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader)
     sampling, has_images = Sampling(config.temperature, config.max_new_tokens, stop), reader is not None
     kept = (config.continues_answers, algorithm.greedy, has_images)
