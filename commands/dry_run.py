@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
 import sys
+import textwrap
 from importlib.metadata import distributions
+from math import prod
 from pathlib import Path
 
 import psutil
 
-from commands.memory import PROCESS, memory
-from config import Config, as_text
+from commands.memory import BYTES, PROCESS, memory, read_model
+from config import Config, as_text, dashed
 from placement import Plan
 from reporting.describe import describe
 from runtime import rendezvous
 
+END = "nothing was started"
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
@@ -31,9 +35,12 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     model.check_sizes(hf, config)
     if config.critic:
         model.check_critic(config)
-    lines = [describe(config, plans, ranks), *device_map(config, plans, ranks), *memory(config, plans, ranks)]
+    lines = device_map(config, plans, ranks) + ([] if config.train_only else resharding(config, ranks))
+    lines += memory(config, plans, ranks)
+    text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
+    settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
-        print(*lines, "nothing was started", sep="\n", flush=True)
+        print(describe(config, plans, ranks), "  all settings:", *settings, *lines, END, sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
@@ -45,6 +52,27 @@ def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         for offset, role in enumerate(("rollout", "genrm")):
             if any(rank in plan.leads(role) for plan in plans):
                 lines[-1] += f"; {role} on port {config.port + 2 * rank + offset}"
+    return lines
+
+
+def resharding(config: Config, ranks: int) -> list[str]:
+    """What three systems move from training to engines of --rollout-tp ranks, and HybridFlow's groups."""
+    from training.resharding import Layout
+
+    sizes = config.pp, config.tp, ranks // (config.pp * config.tp)
+    way = f"pp-tp-dp {'-'.join(map(str, sizes))} to engines of {config.rollout_tp}"
+    if config.tp % config.rollout_tp:
+        return [f"  HybridFlow can't reshard {way}: --rollout-tp doesn't divide --tp"]
+    layout, shapes = Layout(*sizes, config.rollout_tp), read_model(config.model, config)[0]
+    lines = [f"  MB of a rank, {way}, by HybridFlow's table 2 (a push receives as HybridFlow-V):"]
+    for system, cost in layout.costs().items():
+        size = BYTES[config.dtype] * sum(map(prod, shapes.values())) / 1e6
+        numbers = (f"{part * size:.1f}" for part in cost)
+        lines.append("    {}: receives {}, holds at most {}, of it redundant {}".format(system, *numbers))
+    indents = dict(initial_indent=4 * " ", subsequent_indent=6 * " ")
+    for kind, groups in zip(("tensor", "micro-data"), layout.groups(), strict=True):
+        each = " ".join(str(group).replace(" ", "") for group in groups)
+        lines += textwrap.wrap(f"{kind}-parallel groups: {each}", 106, **indents)
     return lines
 
 
