@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
+    torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
     torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
@@ -70,11 +71,14 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
+    maps, arguments = "--map" in arguments, [each for each in arguments if each != "--map"]  # no setting
     config, ranks = parse_config(arguments, __doc__), int(os.environ.get("WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if config.dry_run:
-        dry_run.dry_run(config, plans, ranks or 2)
+        dry_run.dry_run(config, plans, ranks or 2, maps)
         return ""
+    if maps:
+        raise ValueError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
     choose_device(config)
     if config.command == "eval":
         if ranks > 1:

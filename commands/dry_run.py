@@ -9,23 +9,28 @@ import shutil
 import sys
 import textwrap
 from importlib.metadata import distributions
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 import psutil
 
+from algorithms import algorithm_of
 from commands.memory import BYTES, PROCESS, memory, read_model
 from config import Config, as_text, dashed
 from placement import Plan
 from reporting.describe import describe
 from runtime import rendezvous
+from scheduling import mapping
+from scheduling.costs import Device, Model
 
+# data sheet; 8 a machine share 8 x 200 Gbit/s of network, and a host that gives each 20 GB/s: assumptions
+A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
 DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
+def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -> None:
     """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
     from recipes.addition.warmstart import model_config
     from training import model
@@ -36,7 +41,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     if config.critic:
         model.check_critic(config)
     lines = device_map(config, plans, ranks) + ([] if config.train_only else resharding(config, ranks))
-    lines += memory(config, plans, ranks)
+    lines += [*memory(config, plans, ranks), *(placements(config, ranks, hf) if maps else [])]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
@@ -74,6 +79,46 @@ def resharding(config: Config, ranks: int) -> list[str]:
         each = " ".join(str(group).replace(" ", "") for group in groups)
         lines += textwrap.wrap(f"{kind}-parallel groups: {each}", 106, **indents)
     return lines
+
+
+def placements(config: Config, ranks: int, hf: dict) -> list[str]:
+    """--map: HybridFlow's search for the run's models, on devices as a data sheet has them."""
+    from torch import cuda
+
+    memory = cuda.get_device_properties(0).total_memory if cuda.is_available() else A100.memory
+    answer, count = config.max_new_tokens, config.prompts_per_step * config.answers_per_prompt
+    prompt = min(answer, config.max_tokens_per_micro_batch - answer)
+    task = mapping.Task(count, prompt, answer, prompt + answer, config.updates_per_step)
+    speeds = mapping.Speeds(A100._replace(memory=memory))
+    found = mapping.search(models_by_role(config, hf), ranks, task, speeds)
+    what = f"{ranks} devices of {memory / 1e9:.0f} GB, as fast as an A100's data sheet says (an assumption)"
+    lines = [f"  HybridFlow's mapping by closed forms, for {what}:"]
+    lines += [f"    a step has {count} sequences of {prompt} + {answer} tokens; judges only read them"]
+    lines += ["    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices"]
+    indents = dict(initial_indent=4 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
+    for each in found:
+        lines += textwrap.wrap(mapping.as_text(each), 106, **indents)
+    run = "here every model trains on all ranks: only a line without | can be run: --mode full"
+    lines.append(f"    {run if found else 'nothing fits'}")
+    for sizes in (each.choices[0].sizes["actor"] for each in found if len(each.choices) == 1):
+        lines[-1] += f" --pp {sizes.pp} --tp {sizes.tp} --rollout-tp {sizes.parts}"
+    return lines
+
+
+def models_by_role(config: Config, hf: dict) -> dict[str, Model]:
+    """What takes part in a step, as closed forms see it; a judge reads, whether it writes or not."""
+    from training.model import SPLIT_BY_TP
+
+    algorithm, models = algorithm_of(config), {}
+    paths = {"actor": config.model} | dict.fromkeys(["reference"] * bool(algorithm.kl_coef), config.model)
+    paths |= {f"{name} critic": config.critic or config.model for name in algorithm.critics}
+    cuts = gcd(*(hf[name] for name in SPLIT_BY_TP))
+    for role, path in (paths | {f"judge {n}": path for n, path in enumerate(config.judge_models, 1)}).items():
+        shapes, _ = read_model(path, config)
+        keys = [shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")]
+        params, hidden = sum(map(prod, shapes.values())), shapes["model.embed_tokens.weight"][1]
+        models[role] = Model(params, len(keys), hidden, keys[0], cuts=cuts * (role in paths))
+    return models
 
 
 def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:

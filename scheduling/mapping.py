@@ -182,5 +182,15 @@ def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -
     return sorted((mapping for mapping in found if mapping), key=lambda mapping: mapping.seconds)
 
 
+def as_text(mapping: Mapping) -> str:
+    """Sizes as pp-tp-dp, the actor's with t_g; a bar parts sets."""
+    stages = " + ".join(f"{name} {s:.3g}" for name, s in zip(STAGES, mapping.stages, strict=True))
+    cuts = [
+        ", ".join(f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items())
+        for choice in mapping.choices
+    ]
+    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(cuts)}"
+
+
 def powers_of_2(most: int) -> list[int]:
     return [1 << n for n in range(most.bit_length())]

@@ -1,6 +1,7 @@
 """What is said before a run: sizes by hand and against the real libraries, and both commands as typed."""
 
 import dataclasses
+import json
 import os
 import re
 import socket
@@ -172,6 +173,33 @@ def test_a_dry_run_starts_nothing(tmp_path, ranks):
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
     assert "lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
     assert not out.exists()
+
+
+def test_a_dry_run_with_a_map():
+    """The best mapping of both placements of a policy and a judge; which can be run, and how."""
+    ran = command("--dry-run", "--map", WORLD_SIZE="4")
+    assert ran.returncode == 0 and not ran.stderr
+    shown = ran.stdout[ran.stdout.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :]
+    assert "(an assumption)" in shown and "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
+    found = re.findall(r"^    ([\d.e-]+) s = generation .*(?:\n        .*)*", shown, re.MULTILINE)
+    assert len(found) == 2 and [*map(float, found)] == sorted(map(float, found))
+    assert shown.count("|") == 3  # one between two sets, two in words
+    assert shown.endswith("--mode full --pp 1 --tp 1 --rollout-tp 1\nnothing was started\n")
+
+
+def test_a_map_has_every_model_of_the_algorithm(tmp_path):
+    """And goes with a dry run alone."""
+    save_model(tmp_path / "model")
+    path = str(tmp_path / "model")
+    safe = dict(judge=(path,), cost_judge=(path,), algorithm=("safe_rlhf", "kl_coef=0.1"))
+    hf = json.loads((tmp_path / "model" / "config.json").read_text())
+    models = dry_run.models_by_role(settings(model=path, **safe), hf)
+    assert [*models] == ["actor", "reference", "reward critic", "cost critic", "judge 1", "judge 2"]
+    actor, judge = models["actor"], models["judge 1"]
+    assert actor._replace(cuts=0) == judge and actor.cuts == 2
+    assert (actor.layers, actor.hidden, actor.kv_width) == (2, 64, 32)
+    ran = command("--map", WORLD_SIZE="4")
+    assert ran.returncode == 2 and "--map belongs to --dry-run" in ran.stderr
 
 
 def test_a_dry_run_without_a_judge(tmp_path):

@@ -178,3 +178,10 @@ def test_less_memory_is_never_faster_and_then_nothing_fits():
         last = best.seconds
     assert mapping.best_of((ROLES,), PPO, 8, TASK, on(memory=30e9)) is None
     assert mapping.search(PPO, 8, TASK, on(memory=20e9)) == []
+
+
+def test_a_mapping_in_words():
+    best = mapping.best_of((("actor",), ("reward",)), dict(actor=LLAMA, reward=LLAMA), 16, TASK, SPEEDS)
+    text = mapping.as_text(best)
+    assert text.startswith(f"{best.seconds:.3g} s = generation {best.stages[0]:.3g} + preparation ")
+    assert text.count("|") == 1 and ": actor " in text and "| reward " in text
