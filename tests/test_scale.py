@@ -135,7 +135,7 @@ def test_bytes_by_hand():
     samples = [Sample(0, i, [1] * 10, response=[2] * 5) for i in range(2)]
     network = Counting(16)
     network.exchange_s([{0: samples, 1: samples}, {}])
-    assert network.dealt == 2 * network.sent[0]
+    assert network.dealt == (4, 2 * network.sent[0])
     assert network.sent == Counter({0: 2 * (200 + 16 * (50 + 5 * TOKEN_BYTES))})
     assert +network.heard == {1: network.sent[0]}
 
