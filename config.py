@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
 AT_LEAST_1 += ("judgements", "eval_every", "tp", "pp", "cp", "rollout_tp", "genrm_tp", "keep", "samples")
@@ -105,7 +105,6 @@ class Config:
     # ---- pass@k
     samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... up to this
 
-    trust_remote_code: ClassVar[bool] = False  # whatever a model's directory brings along: it never runs
 
     @property
     def judge_models(self) -> tuple[str, ...]:

@@ -308,11 +308,11 @@ def is_chat(turns: Any) -> bool:
     )
 
 
-def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Tokenizer:
-    """ValueError naming the directory if none loads from it. Its own code runs only if it is trusted."""
+def load_tokenizer(model_dir: str) -> Tokenizer:
+    """ValueError naming the directory if none loads from it. Code that it brings along never runs."""
     from transformers import AutoTokenizer
 
-    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
         return AutoTokenizer.from_pretrained(model_dir, **options)
     except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json

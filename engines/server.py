@@ -49,8 +49,6 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         "prefill-decode-interval": 8, "prefill-decode-interval-min-bs": 16,
         "skip-server-warmup": None, "sleep-on-idle": None, "log-level": "error",
     }  # fmt: skip
-    if config.trust_remote_code:
-        flags["trust-remote-code"] = None
     if config.deterministic:
         flags["enable-deterministic-inference"] = None
     if tp > 1:  # written for CUDA, not yet run

@@ -17,8 +17,9 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-WHOLE_RUNS = {"test_command", "test_demo", "test_image_run", "test_determinism", "test_faults", "test_machines"}
-AT_THE_END = {"test_security", "test_resume", "test_rollout", "test_image_engine"}  # with engines, too
+WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_faults", "test_machines"}
+# with engines, too
+AT_THE_END = {"test_security", "test_resume", "test_rollout", "test_image_engine", "test_image_run"}
 
 
 class TwoStreams(LoadScopeScheduling):

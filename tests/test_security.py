@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from models import save_model
 from test_command import SMALL, Run
+from transformers import AutoTokenizer
 
 import data
 from config import parse_config, printable
@@ -84,8 +85,7 @@ class Own(PreTrainedTokenizerFast):
 """
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_tokenizers_own_code_runs_only_if_it_is_trusted(tmp_path, monkeypatch, trusted):
+def test_a_tokenizers_own_code_never_runs(tmp_path, monkeypatch):
     """The directory names a class of its own, whose module leaves a mark when it is imported."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     home, mark = save_model(tmp_path / "model"), tmp_path / "mark"
@@ -93,9 +93,11 @@ def test_a_tokenizers_own_code_runs_only_if_it_is_trusted(tmp_path, monkeypatch,
     settings |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
     (home / "tokenizer_config.json").write_text(json.dumps(settings))
     (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(mark)))
-    with suppress(ValueError):  # without trust it may refuse the directory, or take the class that it knows
-        data.load_tokenizer(str(home), trusted)
-    assert mark.exists() == trusted
+    with suppress(ValueError):  # it may refuse the directory, or take the class that it knows
+        data.load_tokenizer(str(home))
+    assert not mark.exists()
+    AutoTokenizer.from_pretrained(home, trust_remote_code=True)  # who trusts it would have run it
+    assert mark.exists()
 
 
 def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
