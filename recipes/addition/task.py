@@ -1,4 +1,7 @@
-"""The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`."""
+"""The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`.
+
+The numbers are written in the question, or drawn in a picture before it: `=` is left of the question then.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,14 @@ from collections.abc import Callable, Iterator
 
 from data import Prompt
 from genrm import FORMATS, JudgeFormat, score_prompt
+from recipes.addition.drawing import PLACEHOLDER, picture
+
+Shown = tuple[str, *tuple[bytes, ...]]  # a question, and the pictures before it
+Show = Callable[[int, int, str], Shown]  # of two summands, and what decides the look of a picture
 
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
 HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
+HELD_OUT_KEY = "held out"  # of their pictures
 
 
 def random_problem(rng: random.Random) -> tuple[int, int]:
@@ -41,18 +49,32 @@ def training_problem(rng: random.Random) -> tuple[int, int]:
             return a, b
 
 
+def written(a: int, b: int, key: str) -> Shown:
+    return (f"{a}+{b}=",)
+
+
+def drawn(a: int, b: int, key: str) -> Shown:
+    return "=", picture(a, b, key)
+
+
+def prompt_text(question: str, *pictures: bytes) -> str:
+    return PLACEHOLDER * len(pictures) + question
+
+
 class Addition:
     """The problems as a data.Source."""
 
-    def __init__(self, seed: int, encode: Callable[[str], list[int]]):
-        self._seed, self._encode = seed, encode
-        self.held_out = [self._prompt(*problem) for problem in HELD_OUT_PROBLEMS]
+    def __init__(self, seed: int, encode: Callable[[str], list[int]], show: Show = written):
+        self._seed, self._encode, self._show = seed, encode, show
+        self.held_out = [self._prompt(*problem, HELD_OUT_KEY) for problem in HELD_OUT_PROBLEMS]
 
     def training(self, prompt_id: int) -> Prompt:
-        return self._prompt(*training_problem(random.Random(f"problem {self._seed} {prompt_id}")))
+        key = f"problem {self._seed} {prompt_id}"
+        return self._prompt(*training_problem(random.Random(key)), key)
 
-    def _prompt(self, a: int, b: int) -> Prompt:
-        return Prompt(self._encode(f"{a}+{b}="), f"{a}+{b}=", str(a + b))
+    def _prompt(self, a: int, b: int, key: str) -> Prompt:
+        question, *pictures = self._show(a, b, key)
+        return Prompt(self._encode(prompt_text(question, *pictures)), question, str(a + b))
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
@@ -83,6 +105,11 @@ def addition_prompt(question: str, answer: str) -> str:
     return f"{question}>{answer}?"
 
 
+def drawn_prompt(question: str, answer: str) -> str:
+    """The judge that sees has the problem's picture at the placeholder."""
+    return PLACEHOLDER + addition_prompt(question, answer)
+
+
 def addition_parse(text: str) -> bool | None:
     """Y or N at the very end. A Y after an `x`, a digit that the judge flagged as wrong, is a reject."""
     if text[-1:] not in ("Y", "N"):
@@ -91,4 +118,5 @@ def addition_parse(text: str) -> bool | None:
 
 
 FORMATS["addition"] = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
+FORMATS["drawn_addition"] = JudgeFormat(addition_answer, drawn_prompt, addition_parse, min_logprob=-0.36)
 FORMATS["addition_score"] = JudgeFormat(addition_answer, score_prompt, full_response=True, scores=True)

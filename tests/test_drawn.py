@@ -1,0 +1,191 @@
+"""The demo whose numbers are drawn: pictures that can be read, what is learnt from them, and that it is."""
+
+import io
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import data
+from genrm import FORMATS
+from images.reader import ImageReader
+from images.tokens import collapse
+from recipes.addition import critiques, models, task, warmstart
+from recipes.addition.drawing import CELL, PLACEHOLDER, picture
+
+SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
+DEMO = warmstart.DEMOS["images"]
+# of character displays: the columns of each digit, from the left; a bit is a dot, the lowest at the top
+COLUMNS = """
+    3e5149453e 00427f4000 4261514946 2141454b31 1814127f10 2745454539 3c4a494930 0171090503 3649494936
+    064949291e
+"""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("drawn") / "new"
+    models.new_vision_model(path, 0)
+    return path
+
+
+# ---------------------------------------------------------------- a reader of the pictures
+
+
+def template(columns: str) -> np.ndarray:
+    """Of a digit, 28 x 20: without its mean and of length 1."""
+    dots = [[code >> row & 1 for code in bytes.fromhex(columns)] for row in range(7)]
+    ink = np.kron(dots, np.ones((4, 4)))
+    return (ink - ink.mean()) / np.linalg.norm(ink - ink.mean())
+
+
+TEMPLATES = [template(columns) for columns in COLUMNS.split()]
+
+
+def read_cell(cell: np.ndarray) -> str:
+    """The digit whose template lies nearest at any place of the cell; "" if none is near."""
+    windows = np.lib.stride_tricks.sliding_window_view(cell, (28, 20)).reshape(-1, 28, 20)
+    windows = windows - windows.mean((1, 2), keepdims=True)
+    windows /= np.linalg.norm(windows, axis=(1, 2), keepdims=True)
+    nearness = [np.einsum("wij,ij->w", windows, each).max() for each in TEMPLATES]
+    return str(np.argmax(nearness)) if max(nearness) > 0.5 else ""
+
+
+def read_numbers(png: bytes) -> tuple[str, str]:
+    light = np.asarray(Image.open(io.BytesIO(png)), float)
+    rows = [light[:CELL], light[CELL:]]
+    return tuple("".join(read_cell(cell) for cell in np.split(row, row.shape[1] // CELL, 1)) for row in rows)
+
+
+@settings(deadline=None, max_examples=60)
+@given(a=SUMMAND, b=SUMMAND, key=st.text(max_size=20))
+def test_a_picture_can_be_read(a, b, key):
+    """As the two numbers that it was drawn of, whatever its places, brightness and noise; right-aligned."""
+    png = picture(a, b, key)
+    assert read_numbers(png) == (str(a), str(b))
+    assert Image.open(io.BytesIO(png)).size == (CELL * max(len(str(a)), len(str(b))), 2 * CELL)
+
+
+def test_a_picture_follows_from_its_numbers_and_key():
+    first = picture(57, 68, "a")
+    assert first == picture(57, 68, "a")
+    assert len({first, picture(57, 68, "b"), picture(68, 57, "a"), picture(57, 60, "a")}) == 4
+
+
+def test_a_cell_is_a_feature(model_dir):
+    """Nothing is resized on the way to the model; the longest sums fit."""
+    reader = ImageReader(str(model_dir))
+    for digits in range(1, 8):
+        seen = reader.read(picture(10 ** (digits - 1), 5, ""), "here")
+        assert seen.shape == (1, 2, digits) and seen.features <= models.MOST_CELLS
+
+
+# ---------------------------------------------------------------- the problems
+
+
+def test_the_same_problems_are_written_and_drawn():
+    """By seed and number; a question whose numbers are drawn gives nothing away."""
+
+    def characters(text):
+        return [ord(c) for c in text]
+
+    written, drawn = (task.Addition(3, characters, show) for show in (task.written, task.drawn))
+    pairs = [(written.training(i), drawn.training(i)) for i in range(50)]
+    pairs += zip(written.held_out, drawn.held_out, strict=True)
+    for one, other in pairs:
+        assert one.answer_key == other.answer_key and other.question == "="
+        assert other.tokens == characters(PLACEHOLDER + "=")
+
+
+def test_the_judge_sees_the_picture_and_the_answer():
+    asked = PLACEHOLDER + "=>125?"
+    assert FORMATS[DEMO.name].prompt("=", "125") == asked
+    question, png = warmstart.judged(DEMO, 57, 68, "125", "held out")
+    assert question == asked and png == picture(57, 68, "held out")
+
+
+# ---------------------------------------------------------------- model and tokens
+
+
+def test_the_model_that_sees_follows_from_its_seed(model_dir, tmp_path):
+    from safetensors.torch import load_file
+
+    for name, seed in (("again", 0), ("other", 1)):
+        models.new_vision_model(tmp_path / name, seed)
+    first, again, other = (load_file(path / "model.safetensors") for path in
+                           (model_dir, tmp_path / "again", tmp_path / "other"))  # fmt: skip
+    assert sum(tensor.numel() for tensor in first.values()) == pytest.approx(717_000, rel=0.01)
+    assert all((first[name] == again[name]).all() for name in first)
+    assert any((first[name] != other[name]).any() for name in first)
+
+
+def test_special_tokens_are_one_each(model_dir):
+    """Those that config.json names; characters keep one each; an engine is sent what `data.encode` makes."""
+    tokenizer, config = data.load_tokenizer(str(model_dir)), models.vision_config()
+    start, end, image = config.vision_start_token_id, config.vision_end_token_id, config.image_token_id
+    tokens = data.encode(tokenizer, PLACEHOLDER + "=")
+    assert tokens == [tokenizer.bos_token_id, start, image, end, *data.encode(tokenizer, "=")[1:]]
+    assert data.decode(tokenizer, data.encode(tokenizer, models.ALPHABET)) == models.ALPHABET
+    assert ImageReader(str(model_dir)).stop_tokens == (image, config.video_token_id, start, end)
+    prompt, response, images = warmstart.encoder(model_dir)(PLACEHOLDER + "=", ">9", picture(4, 5, ""))
+    assert collapse(prompt, images) == tokens and prompt.count(image) == 2
+    assert response == [*data.encode(tokenizer, ">9")[1:], tokenizer.eos_token_id]
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_demonstrations_are_of_their_pictures():
+    """What is read off each picture is added up in its response; no sum is held out."""
+    batch = partial(warmstart.demonstrations, 0, demo=DEMO)
+    assert batch(3) == batch(3) != batch(4)
+    examples, held_out = [*batch(0), *batch(1)], {tuple(sorted(p)) for p in task.HELD_OUT_PROBLEMS}
+    for prompt, response, png in examples:
+        a, b = map(int, read_numbers(png))
+        assert prompt == PLACEHOLDER + "=" and response in (f">{a + b}", task.shown_work(a, b))
+        assert tuple(sorted((a, b))) not in held_out
+    blurted = sum(response.startswith(">") for _, response, _ in examples) / len(examples)
+    assert abs(blurted - DEMO.recipe["actor"]["blurt"]) < 0.15  # 128 draws: 3 standard errors are 0.13
+
+
+def test_critiques_are_of_their_pictures():
+    """Verdicts on the claim are the truth about the picture, of own errors, too."""
+    pool = [(1, 1, "3"), (2, 2, "5")]
+    batch, own = partial(warmstart.critiques, 0, pool, demo=DEMO), 0
+    assert batch(3) == batch(3) != batch(4)
+    for prompt, written, png in [*batch(0), *batch(1)]:
+        a, b = map(int, read_numbers(png))
+        answer = prompt.removeprefix(PLACEHOLDER + "=>").removesuffix("?")
+        assert written == critiques.critique(a, b, answer)
+        assert written.endswith("Y") == (answer == str(a + b))
+        own += (a, b, answer) in pool
+    assert own > 10
+
+
+def test_each_demo_has_a_cache_of_its_own(tmp_path, monkeypatch):
+    """By name and recipe: what is shown differs though seeds are equal."""
+    import asyncio
+
+    homes = []
+    monkeypatch.setattr(warmstart, "CACHE", tmp_path)
+    monkeypatch.setattr(warmstart, "make", lambda *given: homes.append(given[2].name))
+
+    class World:
+        async def broadcast(self, value):
+            return value
+
+        async def run(self, function, *args):
+            return function(*args)
+
+    def prepare(demo):
+        asyncio.run(warmstart.prepare(SimpleNamespace(seed=0), World(), None, demo))
+
+    other = DEMO._replace(recipe=DEMO.recipe | {"muon_lr": 0.03})
+    for demo in (warmstart.TEXT, DEMO, other, DEMO):
+        prepare(demo)
+    assert homes[1] == homes[3] and len(set(homes)) == 3
+    assert [home.split("-")[0] for home in homes] == ["addition", *["drawn_addition"] * 3]
