@@ -96,7 +96,7 @@ def test_a_layer_waits_for_nothing_and_torch_takes_its_arguments(model, monkeypa
     monkeypatch.setattr(model, "varlen_attn", varlen_attn)
     monkeypatch.setattr(model, "has_varlen", lambda query: True)
     batch = batch_of([3, 5], cp=1, rank=0).to(torch.device("meta"))
-    packing = model.packing_of(batch, torch.ones(DIM // 2, device="meta"), torch.bfloat16)
+    packing = model.packing_of(batch, torch.ones(1, DIM // 2, device="meta"), torch.bfloat16)
     query, key, value = (
         torch.empty(8, heads, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for heads in (HEADS, kv_heads, kv_heads)

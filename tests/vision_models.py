@@ -45,15 +45,17 @@ FAMILY = {  # of the text model, of the tower
 }
 
 
-def make_vision_model(path: Path, family: str, layers: int = 4, seed: int = 0, tied: bool = True) -> str:
-    """A directory with weights, tokenizer and image processor (up to 16 features an image)."""
+def make_vision_model(
+    path: Path, family: str, layers: int = 4, seed: int = 0, tied: bool = True, **changes
+) -> str:
+    """A directory with weights, tokenizer and image processor (up to 16 features). changes: of the tower."""
     torch.manual_seed(seed)
     text, tower = FAMILY[family]
     config_class, model_class = CLASSES[family]
     named = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
     config = config_class(
         text_config=TEXT | text | dict(num_hidden_layers=layers, tie_word_embeddings=tied),
-        vision_config=TOWER | tower, tie_word_embeddings=tied, vision_end_token_id=END, **named,
+        vision_config=TOWER | tower | changes, tie_word_embeddings=tied, vision_end_token_id=END, **named,
     )  # fmt: skip
     model = model_class(config).float()
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -14,10 +15,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 TOP_NAMES = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
+    "embedding.word_embeddings.weight": "embed_tokens.weight",
+    "decoder.final_layernorm.weight": "norm.weight",
 }
+TOWER = "visual."  # of images; whole on every tensor-parallel rank
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -52,12 +53,24 @@ class HFWeights:
         return self.file_of[name].get_tensor(name)
 
 
-def hf_names(name: str) -> list[str]:
+class Family(NamedTuple):
+    """What sets an architecture apart."""
+
+    layers: dict[str, bool]  # in Megatron's words
+    text: str = "model."  # its tensors' names begin so
+    tower: str = ""  # and those of the image tower, if there is one
+
+
+def hf_names(name: str, family: Family) -> list[str]:
     """The Hugging Face tensors that Megatron's parameter `name` is made of: one, or those that it fuses."""
+    if name == "output_layer.weight":
+        return ["lm_head.weight"]
     if name in TOP_NAMES:
-        return [TOP_NAMES[name]]
+        return [family.text + TOP_NAMES[name]]
+    if name.startswith(TOWER):
+        return [family.tower + name.removeprefix(TOWER)]
     layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
-    prefix, kind = f"model.layers.{layer}.", rest.rsplit(".", 1)[1]  # kind: weight or bias
+    prefix, kind = f"{family.text}layers.{layer}.", rest.rsplit(".", 1)[1]  # kind: weight or bias
     if "linear_qkv" in rest:
         return [f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv"]
     if "linear_fc1" in rest:
@@ -81,7 +94,8 @@ def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]
         rest = tensor.shape[1:]
         by_group = tensor.reshape(-1, queries + 2, config.kv_channels, *rest)
         return [x.reshape(-1, *rest) for x in by_group.split([queries, 1, 1], dim=1)]
-    return list(tensor.chunk(2)) if "linear_fc1" in name else [tensor]
+    is_fused = "linear_fc1" in name and not name.startswith(TOWER)
+    return list(tensor.chunk(2)) if is_fused else [tensor]
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -118,7 +132,8 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 def load_weights(model: GPTModel, weights: HFWeights) -> None:
     """Fill the parameters of a chunk."""
     for name, param in global_parameters(model):
-        names = hf_names("embedding.word_embeddings.weight" if is_tied_copy(model, name) else name)
+        own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
+        names = hf_names(own, model.family)
         shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
         if shard.shape != param.shape:
             raise ValueError(f"{weights.where}: {names[0]} does not have the shape that config.json says")

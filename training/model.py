@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -27,14 +25,22 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from config import Config
+from images.reader import ImageReader
 from scheduling.pipeline import schedule_of
 from training import lm_head
+from training.hf_weights import Family
 from training.packing import MicroBatch
+from training.vision import Packing, VisionModel, deep_features
 
-FAMILIES = {  # config.json's model_type -> what sets the architecture apart
-    "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
-    "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
-    "llama": {"add_qkv_bias": False, "qk_layernorm": False},
+QWEN2 = {"add_qkv_bias": True, "qk_layernorm": False}
+QWEN3 = {"add_qkv_bias": False, "qk_layernorm": True}
+LLAMA = {"add_qkv_bias": False, "qk_layernorm": False}
+FAMILIES = {  # by config.json's model_type
+    "qwen2": Family(QWEN2),
+    "qwen3": Family(QWEN3),
+    "llama": Family(LLAMA),
+    "qwen2_5_vl": Family(QWEN2, tower="visual."),
+    "qwen3_vl": Family(QWEN3, "model.language_model.", "model.visual."),
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
@@ -53,17 +59,9 @@ class RMSNorm:
         return norm
 
 
-@dataclass
-class Packing(PackedSeqParams):
-    """What every layer knows of a micro-batch, made once. Megatron's own layers read `qkv_format` alone."""
-
-    batch: MicroBatch | None = None
-    rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
-
-
 def packing_of(batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype) -> Packing:
     """frequencies: `rotary_frequencies`. Megatron's layers would make the table anew, with a wait each."""
-    angles = torch.outer(batch.positions.float(), frequencies)
+    angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
     table = torch.cat((angles, angles), -1)[:, None]
     return Packing("thd", batch=batch, rope=(table.cos().to(dtype), table.sin().to(dtype)))
 
@@ -138,7 +136,11 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
         raise ValueError(f"{where}: config.json is not valid JSON ({error})") from error
     if model_type not in FAMILIES:
         raise ValueError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
-    hf = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
+    whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    hf = whole.get_text_config().to_dict()
+    hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
+    if FAMILIES[model_type].tower:
+        hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
     rope, kind = hf["rope_parameters"], hf["rope_parameters"]["rope_type"]
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
@@ -180,16 +182,25 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass; not yet run on a GPU
         bias_activation_fusion=torch.cuda.is_available(),
         **{f"{name}_fusion": False for name in FUSIONS},  # without Apex and Transformer Engine
-        **FAMILIES[hf["model_type"]],
+        **FAMILIES[hf["model_type"]].layers,
     )  # fmt: skip
 
 
 def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
-    """Megatron's, of the rotary embedding: radians a token, [dim / 2]."""
+    """Of the rotary embedding, radians a token: [axes, dim / 2], 0 where another axis turns the pair.
+
+    Megatron's; with images of frame, row and column (Qwen2-VL, 2409.12191, section 2.1), in sections, which
+    Qwen3-VL deals in turns.
+    """
     rope = hf["rope_parameters"]
     scaling = dict(rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0))
     base = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
-    return RotaryEmbedding(config.kv_channels, **base, **scaling).inv_freq
+    frequencies = RotaryEmbedding(config.kv_channels, **base, **scaling).inv_freq
+    sections, pairs = rope.get("mrope_section", [len(frequencies)]), range(len(frequencies))
+    turns = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    if rope.get("mrope_interleaved"):
+        turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in pairs]
+    return torch.stack([frequencies.where(torch.tensor(turns) == axis, 0) for axis in range(len(sections))])
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
@@ -210,6 +221,9 @@ def check_sizes(hf: dict, config: Config) -> None:
     for name, (setting, size) in sizes.items():
         if hf[name] % size:
             raise ValueError(f"{setting} does not divide {name} = {hf[name]} of --model")
+    deep, layers = deep_features(hf.get("vision")), hf["num_hidden_layers"] // (config.pp * per_rank)
+    if layers < deep:
+        raise ValueError(f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model")
 
 
 def check_critic(config: Config) -> None:
@@ -232,13 +246,17 @@ def build_chunk(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     layers = [layer] * get_num_layers_to_build(config, vp_stage, pp_rank)
-    gpt = GPTModel(
+    sees = stage == 0 and "vision" in hf
+    gpt = (VisionModel if sees else GPTModel)(
         config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
         pre_process=stage == 0, post_process=stage == last, pg_collection=groups, vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         position_embedding_type="none",  # PackedAttention has it
     )  # fmt: skip
+    gpt.family = FAMILIES[hf["model_type"]]
+    if sees:
+        gpt.open_eyes(hf["vision"], hf["reader"])
     if gpt.post_process:
         lm_head.leave_out_logits(gpt)
     return gpt

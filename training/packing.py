@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from images.tokens import Image, positions
 from scheduling.balance import packed_length, round_up
 
-NO_TARGET = -1
+NO_TARGET = NO_FEATURE = -1
 
-Sequence = tuple[list[int], list[int]]  # the tokens of a prompt and of the response to it
+
+class Sequence(NamedTuple):
+    """A prompt's tokens, those of the response to it, and the prompt's images."""
+
+    prompt: list[int]
+    response: list[int]
+    images: tuple[Image, ...] = ()
 
 
 @dataclass
@@ -26,11 +35,13 @@ class MicroBatch:
     tokens: Tensor  # [1, T]
     targets: Tensor  # [T], the token that follows
     slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
-    positions: Tensor  # [T], of each token in its sequence
+    positions: Tensor  # [T], of each token in its sequence; with images [3, T], see images.tokens.positions
     # a piece's queries, and keys up to the last of them, of a sequence; on the host: no layer waits for them
     lengths: list[tuple[int, int]]
     starts: Tensor  # [2, pieces + 1], int32, where each piece's queries start, and its keys
     keys: Tensor  # [sum of pieces' keys], their places in an all-gather over the context-parallel group
+    images: tuple[Image, ...] = ()  # each once, however many sequences show it
+    places: Tensor | None = None  # [T], which of all images' features a token stands for, or NO_FEATURE
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -40,7 +51,7 @@ class MicroBatch:
 def make_micro_batches(
     packed: list[list[Sequence]], cp: int, cp_rank: int, tp_with_sp: int
 ) -> list[MicroBatch]:
-    """Micro-batches of (prompt, response) pairs, whose response tokens are the targets.
+    """Micro-batches of sequences, whose response tokens are the targets.
 
     A sequence is padded to a multiple of 2 * cp (see `pieces`). `tp_with_sp`, the tensor-parallel size under
     sequence parallelism, else 1, must divide the tokens of a micro-batch: its last sequence is padded for
@@ -48,11 +59,11 @@ def make_micro_batches(
     nothing to train on takes part in the passes, too.
     """
     micro_batches, slot = [], 0
-    for sequences in packed:
-        padded = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences] or [1]
+    for sequences in ([Sequence(*each) for each in chosen] for chosen in packed):
+        padded = [packed_length(len(each.prompt) + len(each.response), cp) for each in sequences] or [1]
         padded[-1] += round_up(sum(padded), tp_with_sp * (2 * cp if cp > 1 else 1)) - sum(padded)
         tokens, targets, slots = [], [], []
-        for (prompt, response), length in zip(sequences or [([0], [])], padded, strict=True):
+        for (prompt, response, _), length in zip(sequences or [Sequence([0], [])], padded, strict=True):
             assert prompt, "a sequence needs a prompt token to predict the first response token from"
             sequence = prompt + response
             padding = length - len(sequence) + 1
@@ -61,10 +72,29 @@ def make_micro_batches(
             slots += [NO_TARGET] * (len(prompt) - 1) + list(range(slot, slot + len(response)))
             slots += [NO_TARGET] * padding
             slot += len(response)
-        positions = [position for length in padded for position in range(length)]
-        columns = torch.tensor([tokens, targets, slots, positions])
-        micro_batches.append(_split(columns, padded, cp, cp_rank))
+        counted = [position for length in padded for position in range(length)]
+        batch = _split(torch.tensor([tokens, targets, slots, counted]), padded, cp, cp_rank)
+        micro_batches.append(_with_images(batch, sequences, padded, cp, cp_rank))
     return micro_batches
+
+
+def _with_images(
+    batch: MicroBatch, sequences: list[Sequence], lengths: list[int], cp: int, cp_rank: int
+) -> MicroBatch:
+    """The same, and what a context-parallel rank has to know of images."""
+    images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
+    if not images:
+        return batch
+    ends = accumulate(image.features for image in images)
+    features = {image: range(end - image.features, end) for image, end in zip(images, ends, strict=True)}
+    axes, places, mine = [], [], zigzag(lengths, cp, cp_rank)
+    for (prompt, _, shown), length in zip(sequences, lengths, strict=True):
+        tokens = (prompt + [NO_TARGET] * length)[:length]  # whatever a response has in it is text
+        axes += positions(tokens, shown)
+        left, markers = chain(*(features[image] for image in shown)), {image.token for image in shown}
+        places += [next(left) if token in markers else NO_FEATURE for token in tokens]
+    columns = torch.tensor([*zip(*axes, strict=True), places])[:, mine]
+    return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))
 
 
 def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:

@@ -112,7 +112,7 @@ class Gathering:
                 if stages.size() > 1:
                     dist.broadcast(part, group=stages, group_src=source)
                     self.received += 0 if own else part.nbytes
-                yield from zip(hf_names(name), unfuse(name, part, config), strict=True)
+                yield from zip(hf_names(name, chunk.family), unfuse(name, part, config), strict=True)
 
     def _part(self, name: str, param: torch.nn.Parameter) -> Tensor:
         """Of one of this stage's parameters (collective: `near`)."""

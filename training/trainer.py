@@ -247,7 +247,7 @@ class Trainer:
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
         """This rank's own micro-batches, where ranks need not do equal work. ValueError as balance.pack."""
-        lengths = [packed_length(len(prompt) + len(answer), self.config.cp) for prompt, answer in sequences]
+        lengths = [packed_length(len(prompt) + len(r), self.config.cp) for prompt, r, *_ in sequences]
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
     def _passes(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> list[Stats]:
@@ -350,7 +350,7 @@ def _with_sums(output_loss: OutputLoss, batch: MicroBatch, output: Output) -> Lo
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
-    return [[(sample.prompt, sample.response) for sample in samples] for samples in micro_batches]
+    return [[Sequence(s.prompt, s.response, s.media) for s in samples] for samples in micro_batches]
 
 
 def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
