@@ -25,7 +25,7 @@ from actor import Actor, cross_entropy_loss
 from bench.tables import print_table, spread
 from config import Config
 from critic import Critic, returns_loss
-from recipes.addition import warmstart
+from recipes.addition import models
 from scheduling.pipeline import SCHEDULES, evaluate
 from training import executor
 
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help="ms: forward, backward")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        warmstart.SHAPE["num_hidden_layers"] = 2 * given.ranks
-        warmstart.new_model(Path(folder, "model"), seed=0)
+        models.SHAPE["num_hidden_layers"] = 2 * given.ranks
+        models.new_model(Path(folder, "model"), seed=0)
         mp.start_processes(rank_main, (given, folder), nprocs=given.ranks, start_method="fork")
 
 

@@ -24,10 +24,11 @@ from genrm import FORMATS
 from images.reader import ImageReader
 from images.tokens import collapse
 from recipes.addition import critiques, models, task, warmstart
+from recipes.addition.demos import demo_of
 from recipes.addition.drawing import CELL, PLACEHOLDER, picture
 
 SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
-DEMO = warmstart.DEMOS["images"]
+DEMO = demo_of(SimpleNamespace(preset="images"))
 # of character displays: the columns of each digit, from the left; a bit is a dot, the lowest at the top
 COLUMNS = """
     3e5149453e 00427f4000 4261514946 2141454b31 1814127f10 2745454539 3c4a494930 0171090503 3649494936
@@ -38,7 +39,7 @@ COLUMNS = """
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("drawn") / "new"
-    models.new_vision_model(path, 0)
+    models.new_model(path, 0, models.vision_model)
     return path
 
 
@@ -122,7 +123,7 @@ def test_the_judge_sees_the_picture_and_the_answer():
 
 def test_the_model_that_sees_follows_from_its_seed(model_dir, tmp_path):
     for name, seed in (("again", 0), ("other", 1)):
-        models.new_vision_model(tmp_path / name, seed)
+        models.new_model(tmp_path / name, seed, models.vision_model)
     first, again, other = (load_file(path / "model.safetensors") for path in
                            (model_dir, tmp_path / "again", tmp_path / "other"))  # fmt: skip
     assert sum(tensor.numel() for tensor in first.values()) == pytest.approx(717_000, rel=0.01)
@@ -132,7 +133,7 @@ def test_the_model_that_sees_follows_from_its_seed(model_dir, tmp_path):
 
 def test_special_tokens_are_one_each(model_dir):
     """Those that config.json names; characters keep one each; an engine is sent what `data.encode` makes."""
-    tokenizer, config = data.load_tokenizer(str(model_dir)), models.vision_config()
+    tokenizer, config = data.load_tokenizer(str(model_dir)), models.vision_model().config
     start, end, image = config.vision_start_token_id, config.vision_end_token_id, config.image_token_id
     tokens = data.encode(tokenizer, PLACEHOLDER + "=")
     assert tokens == [tokenizer.bos_token_id, start, image, end, *data.encode(tokenizer, "=")[1:]]
@@ -186,13 +187,14 @@ def test_each_demo_has_a_cache_of_its_own(tmp_path, monkeypatch):
         async def run(self, function, *args):
             return function(*args)
 
-    def prepare(demo):
-        asyncio.run(warmstart.prepare(SimpleNamespace(seed=0), World(), None, demo))
+    def prepare(preset):
+        asyncio.run(warmstart.prepare(SimpleNamespace(seed=0, preset=preset), World(), None))
 
-    other = DEMO._replace(recipe=DEMO.recipe | {"muon_lr": 0.03})
-    for demo in (warmstart.TEXT, DEMO, other, DEMO):
-        prepare(demo)
-    assert homes[1] == homes[3] and len(set(homes)) == 3
+    for preset in ("tiny", "images", "images"):
+        prepare(preset)
+    monkeypatch.setitem(DEMO.recipe, "muon_lr", 0.03)
+    prepare("images")
+    assert homes[1] == homes[2] and len(set(homes)) == 3
     assert [home.split("-")[0] for home in homes] == ["addition", *["drawn_addition"] * 3]
 
 

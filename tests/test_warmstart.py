@@ -20,7 +20,7 @@ CONFIG = parse_config([])
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "new"
-    warmstart.new_model(path, 0)
+    models.new_model(path, 0)
     return str(path)
 
 
@@ -210,8 +210,8 @@ def test_the_model_follows_from_the_seed(model_dir, tmp_path):
     """366k parameters in a plain Hugging Face directory; the same seed gives the same bytes."""
     from safetensors.torch import load_file
 
-    warmstart.new_model(tmp_path / "again", 0)
-    warmstart.new_model(tmp_path / "other", 1)
+    models.new_model(tmp_path / "again", 0)
+    models.new_model(tmp_path / "other", 1)
     first, again, other = (
         load_file(f"{path}/model.safetensors") for path in (model_dir, tmp_path / "again", tmp_path / "other")
     )
@@ -268,7 +268,7 @@ def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
             return function(*args)
 
     def prepare(seed):
-        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed), World(), None))
+        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed, preset="tiny"), World(), None))
 
     actor, judge = prepare(0)
     assert (

@@ -5,7 +5,6 @@ find. The judge starts from it and learns to recompute every column and to compa
 Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed digit off
 the claim), extra or lost digits, slipped carries, wrong answers of the actor itself. Both are cached by seed
 and recipe, once the judge passes the gate on held-out problems: few false accepts and few false rejects.
-A demo is a row of `DEMOS`: its numbers are written, or drawn for models that see.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,8 @@ from images.reader import reader_of
 from images.tokens import expand
 from recipes.addition import task
 from recipes.addition.critiques import corrupted, critique
-from recipes.addition.models import SHAPE, TOWER, VOCAB, new_model, new_vision_model
+from recipes.addition.demos import RECIPE, WRITTEN, Demo, demo_of
+from recipes.addition.models import new_model
 from recipes.addition.task import prompt_text, shown_work, training_problem
 from reporting.progress import Progress
 from runtime.world import World
@@ -43,31 +42,13 @@ Example = tuple[str, str, *tuple[bytes, ...]]  # a prompt's text, the response t
 Batches = Callable[[int], list[Example]]  # of a step; the same on every rank
 Problem = tuple[int, int, str]  # two summands, and an answer
 
-RECIPE = dict(version=2, vocab=VOCAB, shape=SHAPE, adam_lr=2e-3, muon_lr=0.02)
-RECIPE["actor"] = dict(steps=250, batch=128, blurt=0.6)  # blurt: part that only say the answer
-# right and corrupted answers; the rest are the actor's own errors on `pool` problems
-RECIPE["judge"] = dict(steps=500, batch=64, right=0.5, corrupted=0.3, pool=1024)
-DRAWN = RECIPE | dict(version=1, tower=TOWER, actor=dict(steps=220, batch=64, blurt=0.6))
-DRAWN["judge"] = dict(steps=300, batch=64, right=0.5, corrupted=0.3, pool=512)
 CACHE = Path.home() / ".cache" / "nanoyatt"
 GATE = 0.03  # false accepts among wrong answers, and false rejects among right ones, at most
 
 
-class Demo(NamedTuple):
-    """What differs between the demos."""
-
-    name: str  # of its cache, and of its judge's format
-    show: task.Show
-    new_model: Callable[[Path, int], None]  # at a path, from a seed
-    recipe: dict
-
-
-TEXT = Demo("addition", task.written, new_model, RECIPE)
-DEMOS = {"tiny": TEXT, "images": Demo("drawn_addition", task.drawn, new_vision_model, DRAWN)}  # by --preset
-
-
-async def prepare(config: Config, world: World, progress: Progress, demo: Demo = TEXT) -> tuple[Path, Path]:
+async def prepare(config: Config, world: World, progress: Progress) -> tuple[Path, Path]:
     """The demo's actor and judge, made if they aren't cached (collective). ValueError if the gate fails."""
+    demo = demo_of(config)
     recipe = hashlib.sha256(json.dumps(demo.recipe, sort_keys=True).encode()).hexdigest()[:8]
     home = CACHE / f"{demo.name}-{recipe}-seed{config.seed}"
     if not await world.broadcast((home / "judge" / "gate.json").is_file()):
@@ -81,7 +62,7 @@ def make(config: Config, world: World, home: Path, progress: Progress, demo: Dem
     new, actor, judge = (work / name for name in ("new", "actor", "judge"))
     if world.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
-        demo.new_model(new, config.seed)
+        new_model(new, config.seed, demo.build)
     dist.barrier()
     learned = partial(demonstrations, config.seed, demo=demo)
     train(config, world, new, actor, learned, demo.recipe["actor"]["steps"], progress)
@@ -149,7 +130,7 @@ class MuonActor(Actor):
         return float(norm)
 
 
-def demonstrations(seed: int, step: int, demo: Demo = TEXT) -> list[Example]:
+def demonstrations(seed: int, step: int, demo: Demo = WRITTEN) -> list[Example]:
     """Of problems, with the work shown or the answer blurted out."""
     key, recipe, examples = f"demonstrations {seed} {step}", demo.recipe["actor"], []
     rng = random.Random(key)
@@ -175,7 +156,7 @@ def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
     return rows
 
 
-def critiques(seed: int, pool: list[Problem], step: int, demo: Demo = TEXT) -> list[Example]:
+def critiques(seed: int, pool: list[Problem], step: int, demo: Demo = WRITTEN) -> list[Example]:
     """Of answers that are right, corrupted, or from `pool`, the actor's own errors."""
     key, recipe, examples = f"critiques {seed} {step}", demo.recipe["judge"], []
     rng = random.Random(key)
