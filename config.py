@@ -78,6 +78,7 @@ class Config:
     sp: bool = False  # sequence parallelism beside tp
     schedule: str = "1f1b"  # order of pipeline passes: 1f1b | interleaved | fused, critics beside the actor
     recompute: bool = False  # keep the inputs of each layer alone, and compute the rest again going back
+    freeze_vision: bool = False  # of a model that sees, train the language model alone
     # ---- reinforcement learning
     updates_per_step: int = 1  # optimizer updates on one batch of samples
     critic: str = ""  # Hugging Face directory of the value model; default: the policy's with a head of zeros

@@ -10,19 +10,22 @@ from sample import Key
 
 
 def plan_batch(
-    tokens: dict[Key, int], cost: Callable[[int], int], config: Config, dp_size: int
-) -> list[list[list[list[Key]]]]:
+    tokens: dict[Key, int], cost: Callable[[int], int], config: Config, dp_size: int,
+    image_costs: dict[int, int] | None = None,
+) -> list[list[list[list[Key]]]]:  # fmt: skip
     """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], the samples' keys.
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. The mini-batches are dealt
-    one by one in the order of the keys, so that the answers of a group spread over all of them. Of each every
-    rank gets the same number of micro-batches, as pipelines need it, which come close in work; some are empty
-    if there are fewer samples. ValueError if a sample alone is over the token budget.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by prompt_id:
+    the work on a prompt's images, which every answer counts in full, though those in one micro-batch share
+    it. The mini-batches are dealt one by one in the order of the keys, so that the answers of a group spread
+    over all of them. Of each every rank gets the same number of micro-batches, as pipelines need it, which
+    come close in work; some are empty if there are fewer samples. ValueError if a sample alone is over the
+    token budget.
     """
-    keys, plan = sorted(tokens), [[] for _ in range(dp_size)]
+    keys, plan, seeing = sorted(tokens), [[] for _ in range(dp_size)], image_costs or {}
     for mini_batch in (keys[first :: config.updates_per_step] for first in range(config.updates_per_step)):
         lengths = [packed_length(tokens[key], config.cp) for key in mini_batch]
-        costs = [cost(tokens[key]) for key in mini_batch]
+        costs = [cost(tokens[key]) + seeing.get(key[0], 0) for key in mini_batch]
         micro_batches = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         work = [sum(costs[sample] for sample in chosen) for chosen in micro_batches]
         for rank, numbers in enumerate(karmarkar_karp(work, dp_size)):

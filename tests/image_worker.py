@@ -14,10 +14,14 @@ LR = 1e-3
 SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64, weight_decay=0.0)
 
 
+def image_config(**changes):
+    return actor_config(**SIZES | changes)
+
+
 def make_actor(model_dir: str, **sizes):
     from actor import Actor
 
-    return Actor(actor_config(**SIZES | sizes), model_dir)
+    return Actor(image_config(**sizes), model_dir)
 
 
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
@@ -31,40 +35,59 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
     return stats["loss"] / stats["divisor"], stats["grad_norm"]
 
 
-def train(model_dir: str, layout: dict, reference: dict, path: str) -> dict:
-    """Three steps of a layout; `saves`: a checkpoint behind them, and the losses that follow it."""
-    saves = layout.get("saves", False)
-    actor = make_actor(model_dir, **{name: size for name, size in layout.items() if name != "saves"})
-    samples = reference["samples"]
+def train(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dict:
+    """Three steps under one layout, a checkpoint in `path`, and two more steps."""
+    actor = make_actor(model_dir, **sizes)
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]
     weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
-    result = {"steps": steps, "weights": weights}
-    if saves:
-        Path(path).mkdir(exist_ok=True)
-        write, complete = actor.snapshot(Path(path))
-        written = [None] * dist.get_world_size()
-        dist.all_gather_object(written, write())
-        if dist.get_rank() == 0:
-            complete(written)
-        dist.barrier()
-        result |= {"saved": path, "next": [step(actor, samples) for _ in range(2)]}
+    save(actor, Path(path))
+    after = [step(actor, samples) for _ in range(2)]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rows)
     actor.close()
-    return result | {"logprobs": {number: row for rows in everyone for number, row in rows.items()}}
+    logprobs = {number: row for rows in everyone for number, row in rows.items()}
+    return {"logprobs": logprobs, "steps": steps, "weights": weights, "after": after}
+
+
+def save(actor, folder: Path) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    write, complete = actor.snapshot(folder)
+    written = [None] * dist.get_world_size()
+    dist.all_gather_object(written, write())
+    if dist.get_rank() == 0:
+        complete(written)
+    dist.barrier()
+
+
+def resume(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dict:
+    """Two steps from a checkpoint on."""
+    actor = make_actor(model_dir, **sizes)
+    actor.restore(Path(path))
+    after = [step(actor, samples) for _ in range(2)]
+    actor.close()
+    return {"after": after}
 
 
 def work(case: dict, size: int, path: str) -> dict:
-    """Results by name, of the layouts of `size` ranks; those that go on from a checkpoint come last."""
+    """Results by name, of the layouts of `size` ranks; of some from the checkpoint of another."""
     results = {}
-    for name, (family, ranks, layout) in case["layouts"].items():
+    for name, (family, ranks, sizes, source) in case["layouts"].items():
         if ranks == size:
-            reference = case["references"][family]
-            results[name] = train(case["model_dirs"][family], layout, reference, f"{path}.{name}")
+            model_dir, samples = case["model_dirs"][family], case["samples"][family]
+            how = resume if source else train
+            results[name] = how(model_dir, sizes, samples, f"{path}.{source or name}")
     return results
 
 
 if __name__ == "__main__":
-    main(work, sizes=(2, 4))
+    # each rank would take seconds to import them
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: F401
+    from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: F401
+
+    import actor  # noqa: F401
+
+    main(work, sizes=(4, 2, 1))

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import ctypes
 import json
+import math
 import os
 import pickle
 import random
@@ -20,6 +21,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -631,21 +633,22 @@ def flip(path: Path, at: int, bits: int) -> None:
 
 
 @settings(deadline=None)
-@given(columns=st.integers(1, 7), start=st.integers(0, 40), length=st.integers(0, 40))
-def test_a_stretch_of_a_matrix_is_up_to_three_rectangles(columns, start, length):
+@given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=5), ends=st.tuples(*[st.floats(0, 1)] * 2))
+def test_a_stretch_of_a_tensor_is_a_few_boxes(shape, ends):
     """Which are the stretch, element for element and in order; one by hand: a tail, a row, a head."""
     from training import sharded_checkpoint
 
-    found = list(sharded_checkpoint.rectangles(start, start + length, columns))
-    elements = [
-        (row + r) * columns + column + c
-        for row, column, rows, wide in found
-        for r in range(rows)
-        for c in range(wide)
-    ]
-    assert elements == list(range(start, start + length)) and len(found) <= 3
-    assert all(column + wide <= columns for _, column, _, wide in found)
-    assert list(sharded_checkpoint.rectangles(2, 8, 3)) == [(0, 2, 1, 1), (1, 0, 1, 3), (2, 0, 1, 2)]
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    start, end = sorted(int(part * numbers.numel()) for part in ends)
+    found = list(sharded_checkpoint.boxes(start, end, tuple(shape)))
+    elements = []
+    for where, sizes in found:
+        box = numbers[tuple(slice(at, at + size) for at, size in zip(where, sizes, strict=True))]
+        assert box.shape == sizes
+        elements += box.flatten().tolist()
+    assert elements == list(range(start, end)) and len(found) < 2 * len(shape)
+    by_hand = [((0, 2), (1, 1)), ((1, 0), (1, 3)), ((2, 0), (1, 2))]
+    assert list(sharded_checkpoint.boxes(2, 8, (3, 3))) == by_hand
 
 
 class Evil:

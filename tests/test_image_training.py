@@ -1,27 +1,47 @@
 """Training on images against plain transformers + torch AdamW, under every kind of parallelism."""
 
+import gc
 import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from image_worker import LR
-from transformers import AutoModelForImageTextToText
+import torch.distributed as dist
+from image_worker import LR, image_config, save, step
+from parallel_worker import balanced, set_constants
+from safetensors.torch import load_file
+from test_actor import make_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel, AutoModelForImageTextToText
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
+from workers import run_worker
 
+from actor import Actor, Reference
+from critic import Critic
 from images.reader import ImageReader
+from images.tokens import Image
 from sample import Sample
+from training.model import check_critic, check_sizes, packing_of, read_hf_config, rotary_frequencies
+from training.packing import Sequence, make_micro_batches
+from training.vision import image_cost
 
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
-EVERY = {
-    "dp2": (2, {}),
-    "tp2": (2, {"tp": 2, "saves": True}),
-    "tp2_sp": (2, {"tp": 2, "sp": True}),
-    "pp2": (2, {"pp": 2}),
-    "cp2": (2, {"cp": 2}),
-    "tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True}),
+EVERY = {  # name -> ranks, sizes, the layout from whose checkpoint it goes on
+    "dp2": (2, {}, None),
+    "tp2": (2, {"tp": 2}, None),
+    "tp2_sp": (2, {"tp": 2, "sp": True, "recompute": True}, None),
+    "pp2": (2, {"pp": 2}, None),
+    "cp2": (2, {"cp": 2}, None),
+    "tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True}, None),
 }
+RESUMED = {"dp2_of_tp2": (2, {}), "pp2_of_tp2": (2, {"pp": 2}), "dp1_of_tp2": (1, {})}
 LAYOUTS = {f"{family}_{name}": (family, *layout) for family in FAMILIES for name, layout in EVERY.items()}
+LAYOUTS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"}, None)}
+LAYOUTS |= {f"{f}_{name}": (f, *row, f"{f}_tp2") for f in FAMILIES for name, row in RESUMED.items()}
+TRAINED = [name for name, layout in LAYOUTS.items() if layout[-1] is None]
 
 
 def make_samples(reader: ImageReader) -> list[Sample]:
@@ -44,13 +64,16 @@ def make_samples(reader: ImageReader) -> list[Sample]:
     return samples
 
 
-def plain_logprobs(model, reader: ImageReader, sample: Sample) -> torch.Tensor:
+def inputs_of(reader: ImageReader, sample: Sample) -> dict:
     ids, seen = torch.tensor([sample.prompt + sample.response]), {}
     if sample.media:
         pixels, grids = reader.pixels(list(sample.media))
         seen = dict(pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int())
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **seen).logits[0]
-    rows = logits[len(sample.prompt) - 1 : -1].log_softmax(-1)
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | seen
+
+
+def plain_logprobs(model, reader: ImageReader, sample: Sample) -> torch.Tensor:
+    rows = model(**inputs_of(reader, sample)).logits[0, len(sample.prompt) - 1 : -1].log_softmax(-1)
     return rows[range(len(sample.response)), sample.response]
 
 
@@ -71,18 +94,253 @@ def plain_reference(model_dir: str) -> dict:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
         steps.append((loss.item(), norm.item()))
-    model.save_pretrained(f"{model_dir}/trained")
-    return {"samples": samples, "logprobs": logprobs, "steps": steps}
+    model.save_pretrained(f"{model_dir}/trained")  # which gives tensors their names in a directory
+    known = {"model_dirs": model_dir, "samples": samples, "logprobs": logprobs, "steps": steps}
+    return known | {"weights": tensors_of(f"{model_dir}/trained"), "before": tensors_of(model_dir)}
+
+
+def tensors_of(path: str) -> dict[str, torch.Tensor]:
+    return load_file(f"{path}/model.safetensors")
 
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory) -> dict:
+    """By family: the model directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
     deep = {"qwen3_vl": dict(deepstack_visual_indexes=[0, 1])}
     model_dirs = {
         family: make_vision_model(path / family, family, **deep.get(family, {})) for family in FAMILIES
     }
-    return {
-        "model_dirs": model_dirs,
-        "references": {family: plain_reference(path) for family, path in model_dirs.items()},
-    }
+    return {family: plain_reference(directory) for family, directory in model_dirs.items()}
+
+
+@pytest.fixture(scope="session")
+def results(references, tmp_path_factory) -> dict:
+    """Of every layout, in processes that are gone afterwards."""
+    path = tmp_path_factory.mktemp("layouts")
+    case = {name: {f: r[name] for f, r in references.items()} for name in ("model_dirs", "samples")}
+    torch.save(case | {"layouts": LAYOUTS}, path / "case.pt")
+    run_worker("image_worker.py", path / "case.pt", path / "result")
+    found = (torch.load(f"{path / 'result'}.{size}", weights_only=False) for size in (4, 2, 1))
+    return {name: result for each in found for name, result in each.items()}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_layout_trains_as_transformers(name, references, results):
+    reference, result = references[LAYOUTS[name][0]], results[name]
+    for number, row in enumerate(reference["logprobs"]):
+        assert result["logprobs"][number] == pytest.approx(row, rel=0, abs=1e-5)
+    losses, norms = zip(*result["steps"], strict=True)
+    true_losses, true_norms = zip(*reference["steps"], strict=True)
+    assert losses == pytest.approx(true_losses, rel=0, abs=1e-5)
+    assert norms == pytest.approx(true_norms, rel=0, abs=1e-4)
+    assert result["weights"].keys() == reference["weights"].keys()
+    moved = dict.fromkeys((True, False), 0.0)  # by part: whether it is the tower's
+    for name, weight in reference["weights"].items():
+        assert torch.allclose(result["weights"][name], weight, rtol=0, atol=1e-4), name
+        far = (weight - reference["before"][name]).abs().max().item()
+        moved["visual." in name] = max(moved["visual." in name], far)
+    assert min(moved.values()) > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - set(TRAINED)))
+def test_a_checkpoint_goes_on_under_another_layout(name, results):
+    losses, norms = zip(*results[name]["after"], strict=True)
+    true_losses, true_norms = zip(*results[LAYOUTS[name][-1]]["after"], strict=True)
+    assert losses == pytest.approx(true_losses, rel=0, abs=1e-6)
+    assert norms == pytest.approx(true_norms, rel=0, abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------- one rank, in this process
+
+
+@pytest.fixture
+def make_trainer():
+    """Builds a trainer of a single rank, after taking the one before it down."""
+    trainers = []
+
+    def take_down() -> None:
+        while trainers:
+            trainers.pop().close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+    def make(kind: type, model_dir: str, **changes):
+        take_down()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        trainers.append(kind(image_config(**changes), model_dir))
+        return trainers[0]
+
+    set_constants()
+    yield make
+    take_down()
+
+
+def tower_and_text(actor) -> tuple[dict, dict]:
+    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    tower = {name: weights.pop(name) for name in list(weights) if "visual." in name}
+    return tower, weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_alone_leave_the_tower_as_it_was(family, references, make_trainer):
+    """Its parameters have gradients, which are zeros: DDP waits for all of them."""
+    actor, texts = make_trainer(Actor, references[family]["model_dirs"]), references[family]["samples"][2::5]
+    assert all(not sample.media for sample in texts)
+    tower, text = tower_and_text(actor)
+    for sample, row in zip(texts, actor.logprobs(texts), strict=True):
+        true = references[family]["logprobs"][sample.prompt_id]
+        assert row == pytest.approx(true, rel=0, abs=1e-5)
+    step(actor, texts)
+    now, moved = tower_and_text(actor)
+    assert all(torch.equal(now[name], tower[name]) for name in tower)
+    assert not any(torch.equal(moved[name], text[name]) for name in text)
+
+
+def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(references, make_trainer, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    reference, results = references["qwen3_vl"], []
+    for naps in (False, True):
+        actor = make_trainer(Actor, reference["model_dirs"], freeze_vision=True)
+        before = tower_and_text(actor)
+        if naps:
+            monkeypatch.setattr(actor, "device", torch.device("cuda"))
+            actor.sleep()
+            assert all(p.untyped_storage().size() == 0 for p in actor.parameters())
+            actor.wake()
+            monkeypatch.setattr(actor, "device", torch.device("cpu"))
+        loss, norm = step(actor, reference["samples"])
+        assert loss == pytest.approx(reference["steps"][0][0], abs=1e-5)
+        assert norm < reference["steps"][0][1] - 0.05  # without the tower's part
+        results.append(tower_and_text(actor))
+        assert all(torch.equal(results[-1][0][name], weight) for name, weight in before[0].items())
+        assert not any(torch.equal(results[-1][1][name], weight) for name, weight in before[1].items())
+    assert all(torch.equal(results[0][1][name], weight) for name, weight in results[1][1].items())
+    save(actor, tmp_path / "saved")
+    other = make_trainer(Actor, reference["model_dirs"], freeze_vision=True)
+    other.restore(tmp_path / "saved")
+    assert all(torch.equal(weight, results[1][1][name]) for name, weight in tower_and_text(other)[1].items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16(family, references, make_trainer):
+    """Rotary frequencies stay in float32: rounded ones are off by up to 0.4 %."""
+    reference = references[family]
+    actor = make_trainer(Actor, reference["model_dirs"], dtype="bfloat16")
+    assert actor.chunks[0].visual.rotary_pos_emb.inv_freq.dtype == torch.float32
+    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
+    for row, true in zip(actor.logprobs(reference["samples"]), reference["logprobs"], strict=True):
+        assert row == pytest.approx(true, rel=0, abs=0.1)
+    loss, _ = step(actor, reference["samples"])
+    assert loss == pytest.approx(reference["steps"][0][0], abs=0.02)
+
+
+def test_an_update_with_a_reference(references, make_trainer):
+    """Images reach every pass: the reference's log-probabilities stay those of the start."""
+    model_dir, samples, true_logprobs = [*references["qwen3_vl"].values()][:3]
+    samples = [replace(sample, advantages=[1.0] * len(sample.response)) for sample in samples]
+    actor = make_trainer(Actor, model_dir, kl_coef=0.1)
+    reference = Reference(actor)
+    for _ in range(2):
+        reference.compute_ref_logprobs([[samples]])
+        for sample, row, true in zip(samples, actor.logprobs(samples), true_logprobs, strict=True):
+            assert sample.reference_logprobs == pytest.approx(true, rel=0, abs=1e-5)
+            sample.logprobs, sample.versions = row, [actor.version] * len(row)
+        metrics = actor.update(balanced(samples, actor))
+        assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/skipped"] == 0
+    assert metrics["train/reference_kl"] > 1e-4
+
+
+def test_a_critic_sees(references, make_trainer):
+    model_dir, samples = references["qwen3_vl"]["model_dirs"], references["qwen3_vl"]["samples"]
+    critic = make_trainer(Critic, model_dir)
+    head = torch.randn(96)
+    with torch.no_grad():
+        critic.chunks[0].output_layer.weight.copy_(head)
+    critic.compute_values([[samples]])
+    model, reader = AutoModelForImageTextToText.from_pretrained(model_dir).model, ImageReader(model_dir)
+    for sample in samples:
+        with torch.no_grad():
+            hidden = model(**inputs_of(reader, sample)).last_hidden_state[0, len(sample.prompt) - 1 : -1]
+        assert sample.values["reward"] == pytest.approx((hidden @ head).tolist(), rel=0, abs=1e-4)
+
+
+@pytest.mark.parametrize("family, tied", [("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen3_vl", True)])
+def test_a_directory_goes_in_and_out_bit_for_bit(family, tied, make_trainer, tmp_path):
+    model_dir = make_vision_model(tmp_path / "model", family, layers=2, tied=tied)
+    make_trainer(Actor, model_dir).export(tmp_path / "out")
+    before, after = tensors_of(model_dir), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert ImageReader(str(tmp_path / "out")).image_token == IMAGE
+
+
+# --------------------------------------------------------------------------------------------- pure functions
+
+
+def test_an_image_is_seen_once_and_its_tokens_know_their_features():
+    first, second = Image(b"a", (1, 2, 2), IMAGE), Image(b"b", (1, 1, 2), IMAGE)
+    shown = [7, *[IMAGE] * 4, 8]
+    sequences = [
+        Sequence(shown, [9, IMAGE], (first,)),  # an answer's image token is text
+        Sequence([7, IMAGE, IMAGE, *shown], [9], (second, Image(b"a", (1, 2, 2), IMAGE))),
+        Sequence([7, 8], [9]),
+    ]
+    (batch,) = make_micro_batches([sequences], cp=1, cp_rank=0, tp_with_sp=1)
+    assert batch.images == (first, second)
+    assert batch.places.tolist() == [-1, 0, 1, 2, 3, -1, -1, -1, 4, 5, -1, 0, 1, 2, 3, -1, -1, -1]
+    assert batch.positions.T.tolist() == [
+        [0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [1, 2, 2], [3, 3, 3], [4, 4, 4],
+        [0, 0, 0], [1, 1, 1], [1, 1, 2], [3, 3, 3], [4, 4, 4], [4, 4, 5], [4, 5, 4], [4, 5, 5], [6, 6, 6],
+        [0, 0, 0], [1, 1, 1],
+    ]  # fmt: skip
+    whole, halves = make_micro_batches([sequences], 1, 0, 4)[0], []
+    for rank in range(2):
+        (half,) = make_micro_batches([sequences], 2, rank, 1)
+        assert half.images == batch.images
+        halves += zip(half.tokens[0].tolist(), half.places.tolist(), strict=True)
+    seen = list(zip(whole.tokens[0].tolist(), whole.places.tolist(), strict=True))
+    assert sorted(pair for pair in halves if pair[1] >= 0) == sorted(pair for pair in seen if pair[1] >= 0)
+    (text,) = make_micro_batches([sequences[2:]], 1, 0, 1)
+    assert text.images == () and text.places is None and text.positions.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_axis_turns_a_pair_is_transformers(family, references):
+    hf = read_hf_config(references[family]["model_dirs"])
+    frequencies = rotary_frequencies(hf, SimpleNamespace(kv_channels=24))
+    positions = torch.randint(0, 50, (3, 1, 9))
+    model = AutoModelForImageTextToText.from_pretrained(references[family]["model_dirs"]).model.language_model
+    cosines, sines = model.rotary_emb(torch.zeros(1), positions)
+    packing = packing_of(SimpleNamespace(positions=positions[:, 0]), frequencies, torch.float32)
+    for ours, theirs in zip(packing.rope, (cosines, sines), strict=True):
+        assert torch.equal(ours[:, 0], theirs[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references):
+    """torch's flop counter on transformers' tower: 2 a multiply-add."""
+    hf = read_hf_config(references[family]["model_dirs"])
+    tower = AutoModel.from_config(hf["vision"], attn_implementation="eager")
+    cost, numbers = image_cost(hf["vision"]), 3 * 2 * hf["vision"].patch_size ** 2
+    for rows, columns in [(4, 4), (4, 8)] if family == "qwen2_5_vl" else [(1, 1), (3, 5)]:  # whole windows
+        patches = 4 * rows * columns
+        with FlopCounterMode(display=False) as counter:
+            tower(torch.zeros(patches, numbers), grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]))
+        assert counter.get_total_flops() == 2 * cost([Image(b"", (1, rows, columns), IMAGE)])
+    assert cost([Image(b"", (1, 2, 2), IMAGE)] * 2) == 2 * cost([Image(b"", (1, 2, 2), IMAGE)])
+
+
+def test_what_cannot_be_trained_is_refused_in_a_line(references, tmp_path):
+    hf = read_hf_config(references["qwen3_vl"]["model_dirs"])
+    check_sizes(hf, image_config(pp=2))
+    for sizes, stages in (({"pp": 4}, "--pp 4"), ({"pp": 2, "schedule": "interleaved"}, "--pp 2 x 2 stages")):
+        with pytest.raises(ValueError, match=f"{stages}.* leaves 1 .* a stage: images enter the first 2"):
+            check_sizes(hf, image_config(**sizes))
+    blind = make_model(tmp_path / "critic", "qwen3", tied=True)
+    with pytest.raises(ValueError, match="it sees no images, and --model does"):
+        check_critic(image_config(model=references["qwen3_vl"]["model_dirs"], critic=blind, rule=("x",)))
+    (Path(blind) / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
+    with pytest.raises(ValueError, match=r"'qwen3_vl_moe' is not supported, only qwen2, .*, qwen3_vl"):
+        read_hf_config(blind)

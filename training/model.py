@@ -228,9 +228,11 @@ def check_sizes(hf: dict, config: Config) -> None:
 
 def check_critic(config: Config) -> None:
     """ValueError if --critic, the value model, can't read the actor's tokens or the sizes don't fit."""
-    hf, needed = read_hf_config(config.critic, "--critic"), read_hf_config(config.model)["vocab_size"]
-    if (has := hf["vocab_size"]) < needed:
+    hf, actor = read_hf_config(config.critic, "--critic"), read_hf_config(config.model)
+    if (has := hf["vocab_size"]) < (needed := actor["vocab_size"]):
         raise ValueError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
+    if "vision" in actor and "vision" not in hf:
+        raise ValueError(f"--critic {config.critic}: it sees no images, and --model does")
     check_sizes(hf, config)
 
 

@@ -11,6 +11,8 @@ import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from math import prod
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from training.trainer import Trainer
 
-Rectangles = dict[MetadataIndex, tuple[torch.Size, Tensor]]  # place -> (shape of the full tensor, rectangle)
+Boxes = dict[MetadataIndex, tuple[torch.Size, Tensor]]  # place -> (shape of the full tensor, box)
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # Megatron-Core 0.16.1's default is broken
 BACKEND = ("torch_dist", 1)  # name and version of the format
 ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
@@ -79,15 +81,15 @@ class Writer(FileSystemWriter):
 
 
 class Planner(mcore.MCoreSavePlanner):
-    """Megatron's own, and rectangles of other tensors."""
+    """Megatron's own, and boxes of other tensors."""
 
-    def __init__(self, rectangles: Rectangles):
+    def __init__(self, boxes: Boxes):
         super().__init__(flatten_state_dict=False, dedup_replicated_tensors=False)
-        self.rectangles = rectangles
+        self.boxes = boxes
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        for place, (shape, part) in self.rectangles.items():
+        for place, (shape, part) in self.boxes.items():
             chunk = ChunkStorageMetadata(place.offset, part.size())
             facts = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), shape)
             items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=facts))
@@ -96,7 +98,7 @@ class Planner(mcore.MCoreSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex):
-        return self.rectangles[index][1] if index in self.rectangles else super().lookup_object(index)
+        return self.boxes[index][1] if index in self.boxes else super().lookup_object(index)
 
 
 class PlanOnly(mcore.TorchDistSaveShardedStrategy):
@@ -106,9 +108,9 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
     takes exit code 1 for success, and writes on rank 0 between collectives.
     """
 
-    def __init__(self, rectangles: Rectangles):
+    def __init__(self, boxes: Boxes):
         super().__init__(*BACKEND)
-        self.planner = Planner(rectangles)
+        self.planner = Planner(boxes)
 
     def async_save(self, sharded_state_dict, checkpoint_dir) -> AsyncRequest:
         main = self.keep_only_main_replica
@@ -128,7 +130,7 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Calla
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
     """
     model = state_of(trainer)
-    common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_rectangles(trainer, model))
+    common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_boxes(trainer, model))
     state = {"version": trainer.version, "measured": trainer.measured, "model": model}
     state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
@@ -153,11 +155,11 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Calla
     return write, complete
 
 
-def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
+def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
     """This rank's part of the optimizer's state, where it lies, by Megatron's names of `fully_reshardable`.
 
     Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall.
-    A rank holds a stretch of a flattened matrix: up to three rectangles of it. Readers take any rectangles.
+    A rank holds a stretch of a flattened tensor, which is some boxes of it. Readers take any.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
     # the last of replica_id is the data-parallel rank
@@ -173,8 +175,8 @@ def optimizer_rectangles(trainer: Trainer, model_state: dict) -> Rectangles:
                 for chunk, where in cut(part, first, stretches[shard.data]):
                     for name in ("param", "exp_avg", "exp_avg_sq"):
                         index = MetadataIndex(f"optimizer.state.{name}.{part.key}", chunk.offsets)
-                        rectangle = held[name].detach()[where].view(chunk.sizes)
-                        found[index] = (torch.Size(part.global_shape), rectangle.to("cpu"))  # itself on CPU
+                        box = held[name].detach()[where].view(chunk.sizes)
+                        found[index] = (torch.Size(part.global_shape), box.to("cpu"))  # itself on CPU
     return found
 
 
@@ -186,31 +188,34 @@ def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
 
 
 def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[ChunkStorageMetadata, slice]]:
-    """The rectangles of `part` in a stretch of its flattened parameter, in which it begins at `first`.
+    """The boxes of `part` in a stretch of its flattened parameter, in which it begins at `first`.
 
     Yields (where it is in the full tensor, where it is in the stretch).
     """
-    axes, ahead = len(part.local_shape), part.prepend_axis_num
-    assert axes <= 2, f"{part.key} has more than two axes"
-    columns = part.local_shape[1] if axes == 2 else 1
-    start, end = max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel())
-    for row, column, rows, width in rectangles(start, end, columns):
-        inner = zip(part.global_offset[ahead:], (row, column)[:axes], strict=True)
-        offsets = torch.Size([*part.global_offset[:ahead], *(outer + own for outer, own in inner)])
-        sizes = torch.Size((1,) * ahead + (rows, width)[:axes])
-        at = first + row * columns + column - stretch.start
-        yield ChunkStorageMetadata(offsets, sizes), slice(at, at + rows * width)
+    ahead = part.prepend_axis_num
+    start, stop = max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel())
+    at = first + start - stretch.start
+    for inner, sizes in boxes(start, stop, part.local_shape):
+        offsets = torch.Size([*part.global_offset[:ahead], *map(add, part.global_offset[ahead:], inner)])
+        place, end = ChunkStorageMetadata(offsets, torch.Size((1,) * ahead + sizes)), at + prod(sizes)
+        yield place, slice(at, end)
+        at = end
 
 
-def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """The stretch [start, end) of a flattened matrix as up to three (row, column, rows, columns)."""
+def boxes(start: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The stretch [start, end) of a flattened tensor as (where, sizes), in order: of a matrix up to three."""
+    below = prod(shape[1:])
     while start < end:
-        row, column = divmod(start, columns)
-        rest = end - start
-        is_part = column > 0 or rest < columns  # of a row
-        rows, width = (1, min(columns - column, rest)) if is_part else (rest // columns, columns)
-        yield row, column, rows, width
-        start += rows * width
+        row, column = divmod(start, below)
+        whole = 0 if column else (end - start) // below  # rows
+        if whole:
+            stop = start + whole * below
+            yield (row, *[0] * (len(shape) - 1)), (whole, *shape[1:])
+        else:
+            stop = min(end, (row + 1) * below)
+            inner = boxes(column, column + stop - start, shape[1:])
+            yield from (((row, *where), (1, *sizes)) for where, sizes in inner)
+        start = stop
 
 
 class OnlyDescriptions(pickle.Unpickler):

@@ -31,7 +31,7 @@ from torch import Tensor
 from config import Config
 from sample import Sample
 from scheduling.balance import flat, pack, packed_length
-from training import hf_weights, sharded_checkpoint
+from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
 from training.executor import Phase, Update, Work, join_pipeline, run, together
 from training.lm_head import LMOutput
@@ -60,7 +60,8 @@ class Trainer:
 
     The part is a chunk of the layers, or several: chunk c of the n-th of pp ranks is stage c * pp + n.
     `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_head` marks the
-    rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence.
+    rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence,
+    `image_cost(images)` that on its images.
     """
 
     title = "model"
@@ -79,6 +80,7 @@ class Trainer:
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.cost = partial(models.forward_cost, hf)
+        self.image_cost = vision.image_cost(hf["vision"]) if "vision" in hf else lambda images: 0
         self.awake, self.version = True, 0
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
         self.pipeline, self.reverse = join_pipeline(), reverse
@@ -103,6 +105,8 @@ class Trainer:
         return gpt
 
     def _wrapped(self, gpt: GPTModel) -> DistributedDataParallel:
+        for name, parameter in gpt.named_parameters():
+            parameter.requires_grad_(not (self.config.freeze_vision and name.startswith(hf_weights.TOWER)))
         flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
         settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=self.overlaps)
         inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
@@ -160,6 +164,7 @@ class Trainer:
     def _state_tensors(self) -> Iterator[Tensor]:
         """Weights, and the optimizer's own copies and moments of them, but not its counts of steps."""
         yield from (buffer.param_data for ddp in self.ddps for buffer in ddp.buffers)
+        yield from (parameter for parameter in self.parameters() if not parameter.requires_grad)
         for adam in (part.optimizer for part in self.optimizer.chained_optimizers):
             yield from (parameter for group in adam.param_groups for parameter in group["params"])
             yield from (x for state in adam.state.values() for x in state.values() if x.ndim)

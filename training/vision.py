@@ -7,6 +7,7 @@ arXiv 2406.04334).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,23 @@ def deep_features(vision: PretrainedConfig | None) -> int:
     return len(vision.to_dict().get("deepstack_visual_indexes", ())) if vision else 0
 
 
+def image_cost(vision: PretrainedConfig) -> Callable[[Iterable[Image]], int]:
+    """Of a forward pass of the tower over images: multiply-adds. Windows of its attention count as full."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):  # no numbers, only shapes
+        tower = AutoModel.from_config(vision)
+    named, facts = dict(tower.named_parameters()), vision.to_dict()
+    sizes = {name: p.numel() for name, p in named.items() if p.ndim > 1 and "pos_embed" not in name}
+    patches = vision.spatial_merge_size**2  # of a feature, which mergers make
+    each = sum(size * (1 if "merger" in name else patches) for name, size in sizes.items())
+    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))  # blocks that see all of an image
+    in_window = (facts.get("window_size", 0) // vision.patch_size) ** 2
+    each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
+    pairs = whole * 2 * vision.hidden_size * patches**2
+    return lambda images: sum(each * image.features + pairs * image.features**2 for image in images)
+
+
 class VisionModel(GPTModel):
     """The first stage of a model that sees. Each tensor-parallel rank has the whole tower."""
 
@@ -50,6 +68,7 @@ class VisionModel(GPTModel):
             # then a rank goes back from its part of the tokens alone, and Megatron sums what each finds
             parameter.sequence_parallel = self.config.sequence_parallel
         if self.config.recompute_granularity:
+            self.visual.main_input_name = "hidden_states"  # else it looks for embeddings of tokens, and warns
             self.visual.gradient_checkpointing_enable()
         for layer in self.decoder.layers[: deep_features(vision)]:
             layer.register_forward_hook(self._deepen, with_kwargs=True)
