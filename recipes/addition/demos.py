@@ -34,4 +34,5 @@ DRAWN = Demo("drawn_addition", task.drawn, vision_model, DRAWN_RECIPE)
 
 
 def demo_of(config: Config) -> Demo:
+    """Of the preset; a --model of one's own is asked the written problems, too."""
     return {"images": DRAWN}.get(config.preset, WRITTEN)

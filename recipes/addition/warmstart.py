@@ -184,11 +184,9 @@ def encoder(model_dir: Path) -> Callable[..., Sequence]:
     tokenizer, reader = data.load_tokenizer(str(model_dir)), reader_of(str(model_dir))
 
     def encode(prompt: str, response: str, *pictures: bytes) -> Sequence:
-        tokens, response = data.encode_pair(tokenizer, prompt, response)
-        if not reader:
-            return Sequence(tokens, response)
+        asked, answer = data.encode_pair(tokenizer, prompt, response)
         images = tuple(reader.read(picture, "a drawing") for picture in pictures)
-        return Sequence(expand(tokens, reader.image_token, images), response, images)
+        return Sequence(expand(asked, reader.image_token, images) if images else asked, answer, images)
 
     return encode
 
