@@ -16,7 +16,7 @@ import rollout
 from algorithms import Algorithm
 from checkpoint import Checkpoints
 from config import Config
-from data import Prompts
+from data import Prompt, Prompts
 from engines.engine import Sampling
 from placement import Placement
 from reporting.metrics import Report
@@ -128,7 +128,7 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
 
     Each works out the whole plan from gathered lengths. Samples then move point to point, never through one
-    rank; of a model-parallel group the first gets them and passes them on.
+    rank; of a model-parallel group the first gets them and passes them on. Images are read here, not moved.
     """
     if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
         algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
@@ -149,6 +149,7 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
         outgoing = dict.fromkeys(members, share) if c.world.rank == first else {}
         incoming = await c.world.exchange(outgoing, {first})
     found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
+    c.prompts.attach_images(list(found.values()))
     return [[[found[key] for key in micro] for micro in mini_batch] for mini_batch in plan[actor.dp_rank]]
 
 
@@ -238,8 +239,8 @@ async def evaluate(c: Controller, step: int) -> None:
     share = list(enumerate(held_out))[actor.dp_rank :: actor.dp_size] if actor.is_head else []
     mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key) for i, p in share]
     with c.timeline.span("evaluate"):
-        for sample in mine:
-            tasks.start(sample.prompt_id, answer_greedily(c, sample, tasks))
+        for sample, (_, prompt) in zip(mine, share, strict=True):
+            tasks.start(sample.prompt_id, answer_greedily(c, sample, prompt, tasks))
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
@@ -250,6 +251,8 @@ async def evaluate(c: Controller, step: int) -> None:
     c.report.accuracy(step, sum(n for n, _ in counts) / sum(n for _, n in counts), c.timeline.now())
 
 
-async def answer_greedily(c: Controller, sample: Sample, tasks: rollout.Tasks) -> None:
+async def answer_greedily(c: Controller, sample: Sample, prompt: Prompt, tasks: rollout.Tasks) -> None:
+    sample.media = prompt.images()
     async for _, answer in rollout.ask(c, c.greedy, [sample], tasks):
         sample.response, sample.finish = sample.response + answer.tokens, answer.finish
+    sample.media = ()

@@ -7,11 +7,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from images.reader import IMAGE, ImageReader, check_places, image_file
+from images.tokens import Image, expand
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -27,6 +29,8 @@ class Prompt:
     tokens: list[int]
     question: str  # what the judge reads
     answer_key: str | None  # for the accuracy and for rules; no judge sees it
+    # reads them: a prompt doesn't hold their bytes
+    images: Callable[[], tuple[Image, ...]] = field(default=tuple, compare=False)
 
 
 class Source(Protocol):
@@ -40,9 +44,11 @@ class Source(Protocol):
 class Prompts:
     """A cursor over a source and its requeued prompts, equal on all ranks; `groups` stay where they are."""
 
-    def __init__(self, source: Source, answers: int, keeps_groups: bool = False, has_greedy: bool = False):
+    def __init__(
+        self, source: Source, answers: int, keeps_groups=False, has_greedy=False, has_images=False
+    ):  # fmt: skip
         """answers: of a group, one more with has_greedy. keeps_groups: of requeued prompts."""
-        self.source, self.held_out = source, source.held_out
+        self.source, self.held_out, self._has_images = source, source.held_out, has_images
         self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
         self.cursor = 0  # next prompt_id that was never drawn
         self.requeued: list[int] = []  # drawn, but not used
@@ -70,11 +76,23 @@ class Prompts:
 
     def group(self, prompt_id: int) -> list[Sample]:
         """The group of a prompt: as far as it was generated, or empty samples."""
-        if prompt_id in self.groups:
-            return self.groups.pop(prompt_id)
-        prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key)
-        return [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
+        group = self.groups.pop(prompt_id, None)
+        if group is None:
+            prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
+            of_prompt = (prompt.tokens, prompt.question, prompt.answer_key)
+            group = [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
+        self.attach_images(group)
+        return group
+
+    def attach_images(self, samples: list[Sample]) -> None:
+        """Read the images of samples, which came without: none passes from controller to controller.
+
+        Whoever needs them reads them by prompt_id: every machine has the files, as it has the texts.
+        """
+        prompt_ids = {sample.prompt_id for sample in samples} if self._has_images else ()
+        read = {prompt_id: self.source.training(prompt_id).images() for prompt_id in prompt_ids}
+        for sample in samples:
+            sample.media = read.get(sample.prompt_id, ())
 
     def requeue(self, prompt_ids: list[int], groups: list[list[Sample]]) -> None:
         """Prompts that weren't used come first in the next step; `groups` are this controller's of them."""
@@ -121,37 +139,73 @@ def _shuffled(count: int, seed: str) -> list[int]:
     return order
 
 
+class PromptRow(NamedTuple):
+    line: int
+    prompt: Text
+    answer: Any
+    images: Callable[[], list]  # paths and bytes, as `image_file` takes them
+
+
 class PromptFile(Sequence[Prompt]):
     """The prompts of a file, each encoded when it is drawn: the tokens of all could fill the memory.
 
-    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`.
+    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`, `images`.
     """
 
     def __init__(
-        self, path: Path, encode: Callable[[Text], list[int]], max_tokens: int, skip_long: bool = False,
-        say: Callable[[str], None] = print,
+        self, path: Path, encode: Callable[..., list[int]], max_tokens: int, skip_long: bool = False,
+        say: Callable[[str], None] = print, reader: ImageReader | None = None,
     ):  # fmt: skip
-        """max_tokens: room in the context. skip_long: leave out longer ones. ValueError: file and line."""
-        self._path, self._encode, self._max_tokens = path, encode, max_tokens
+        """encode: `encode_prompt` of a model. max_tokens: room in the context. ValueError: file and line.
+
+        skip_long: leave out longer ones. reader: of a model that sees.
+        """
+        self._path, self._encode, self._max_tokens, self._reader = path, encode, max_tokens, reader
         self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
-        rows = [(line, prompt_of(row, f"{path}:{line}"), row.get("answer")) for line, row in read_rows(path)]
-        longer = {line: size for line, prompt, _ in rows if (size := self._most_tokens(prompt)) > max_tokens}
+        rows = [self._row(line, row) for line, row in read_rows(path)]
+        longer = {row.line: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
         if longer and not skip_long:
             raise self._too_long(*min(longer.items()))
-        self._rows = [row for row in rows if row[0] not in longer]
+        self._rows = [row for row in rows if row.line not in longer]
         if not self._rows:
             raise ValueError(f"--data {path}: no prompt has at most {max_tokens} tokens")
         if longer:
             say(f"--skip-long: {len(longer)} of {len(rows)} prompts in {path} have over {max_tokens} tokens")
 
-    def _most_tokens(self, prompt: Text) -> int:
+    def _row(self, line: int, row: dict) -> PromptRow:
+        """ValueError for all that shows before its images are read."""
+        where, images = f"{self._path}:{line}", row.get("images") or []
+        if images and self._reader is None:
+            raise ValueError(f"{where}: it has images, and --model reads text alone")
+        if row.get("videos"):
+            raise ValueError(f"{where}: videos are not supported")
+        prompt = prompt_of(row, where)
+        if not callable(images):  # of JSON
+            files = [image_file(item, self._path.parent, where) for item in images]
+            if self._reader:
+                check_places(str(prompt).count(IMAGE), files, where)
+            images = partial(list, files)
+        return PromptRow(line, prompt, row.get("answer"), images)
+
+    def _images(self, row: PromptRow) -> tuple[Image, ...]:
+        where, folder = f"{self._path}:{row.line}", self._path.parent
+        return tuple(self._reader.read(image_file(item, folder, where), where) for item in row.images())
+
+    def _tokens(self, row: PromptRow) -> list[int]:
+        if self._reader is None:
+            return self._encode(row.prompt)
+        return self._encode(row.prompt, self._images(row), f"{self._path}:{row.line}")
+
+    def _most_tokens(self, row: PromptRow) -> int:
         """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
-        roles = () if isinstance(prompt, str) else tuple(turn["role"] for turn in prompt)
+        roles = () if isinstance(row.prompt, str) else tuple(turn["role"] for turn in row.prompt)
         if roles not in self._added:
             turns = [{"role": role, "content": "x"} for role in roles]
             self._added[roles] = len(self._encode(turns or "x"))
-        most = len(repr(prompt).encode()) + self._added[roles]
-        return most if most <= self._max_tokens else len(self._encode(prompt))
+        text = repr(row.prompt)
+        seen = text.count(IMAGE) * self._reader.most_features if self._reader else 0
+        most = len(text.encode()) + self._added[roles] + seen
+        return most if most <= self._max_tokens else len(self._tokens(row))
 
     def _too_long(self, line: int, tokens: int) -> ValueError:
         room = f"--max-model-len less --max-new-tokens leaves room for {self._max_tokens}"
@@ -162,22 +216,41 @@ class PromptFile(Sequence[Prompt]):
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Prompt:
-        line, prompt, answer = self._rows[number]
-        tokens = self._encode(prompt)
+        row = self._rows[number]
+        tokens, key = self._tokens(row), None if row.answer is None else str(row.answer).strip()
         if len(tokens) > self._max_tokens:  # `_most_tokens` thought too little of a template or normaliser
-            raise self._too_long(line, len(tokens))
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            raise self._too_long(row.line, len(tokens))
+        turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
-        return Prompt(tokens, question, None if answer is None else str(answer).strip())
+        return Prompt(tokens, question, key, partial(self._images, row))
 
 
 def prompt_of(row: dict, where: str) -> Text:
-    """Of a row of `PromptFile`. ValueError that says `where` if it has none."""
+    """Of a row of `PromptFile`, with IMAGE for parts that are images. ValueError that says `where`."""
     prompt = row.get("messages") or row.get("prompt")
+    if isinstance(prompt, list):
+        prompt = [with_text(turn, where) for turn in prompt]
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
         turns = "a list of {role, content}, both text"
         raise ValueError(f"{where}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
     return prompt
+
+
+def with_text(turn: Any, where: str) -> Any:
+    """A turn of a chat whose content may be a list of parts, of type text or image, as one of text."""
+    if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
+        return turn
+    content = ""
+    for part in turn["content"]:
+        match {name: value for name, value in part.items() if value is not None}:  # Parquet has all names
+            case {"type": "text", "text": str(text)}:
+                content += text
+            case {"type": "image", **others} if not others:
+                content += IMAGE
+            case other:
+                needed = "only {type: text, text} and {type: image}, whose file stands in the row's `images`"
+                raise ValueError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
+    return turn | {"content": content}
 
 
 def read_rows(path: Path) -> list[tuple[int, dict]]:
@@ -193,14 +266,24 @@ def read_rows(path: Path) -> list[tuple[int, dict]]:
 
 
 def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
-    import pyarrow
+    import pyarrow.parquet
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        return list(enumerate(Dataset.from_parquet(str(path), keep_in_memory=True), 1))
+        has_images = "images" in pyarrow.parquet.read_schema(path).names  # maybe more than the memory holds
+        table = Dataset.from_parquet(str(path), keep_in_memory=not has_images)
     except (pyarrow.ArrowException, DatasetGenerationError):
         raise ValueError(f"--data {path}: not a Parquet file that can be read") from None
+    if not has_images:
+        return list(enumerate(table, 1))
+    images = table.select_columns("images").with_format("arrow")  # as they are stored: not decoded
+
+    def read(number: int) -> list:
+        return images[number]["images"][0].as_py() or []
+
+    texts = table.remove_columns("images")
+    return [(number + 1, row | {"images": partial(read, number)}) for number, row in enumerate(texts)]
 
 
 def _json_rows(path: Path) -> list[tuple[int, dict]]:
@@ -247,14 +330,29 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
     return text
 
 
-def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text,
+    images: Sequence[Image] = (), where: str = "--data",
+) -> list[int]:  # fmt: skip
+    """As `encode`; if the model sees, with its image tokens for each IMAGE. ValueError if too few or many."""
+    if reader is None:
+        return encode(tokenizer, prompt)
+    tokens = encode(tokenizer, prompt, image="".join(tokenizer.convert_ids_to_tokens(reader.placeholder)))
+    check_places(tokens.count(reader.image_token), images, where)
+    return expand(tokens, images)
+
+
+def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image: str = IMAGE) -> list[int]:
     """Token ids of text or chat turns; is_complete: the last is an answer. ValueError without a template."""
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+        return tokenizer(prompt.replace(IMAGE, image))["input_ids"]
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
-    plain = partial(break_special_tokens, tokenizer)  # the template alone makes special tokens
+    # the template alone makes special tokens, and IMAGE, which Qwen's templates write as is done here
+    def plain(text: str) -> str:
+        return break_special_tokens(tokenizer, text).replace(IMAGE, image)
+
     turns = [{name: plain(x) if isinstance(x, str) else x for name, x in turn.items()} for turn in prompt]
     settings = {"add_generation_prompt": not is_complete, "return_dict": True}
     return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
@@ -285,8 +383,10 @@ def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def stop_tokens(model_dir: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end of sequence and those of generation_config.json."""
+def stop_tokens(
+    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None
+) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's end of sequence, generation_config.json's, an image's."""
     from transformers import GenerationConfig
 
     named = None
@@ -295,4 +395,4 @@ def stop_tokens(model_dir: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     stop = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
     if not stop:
         raise ValueError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
-    return tuple(sorted(stop))
+    return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))

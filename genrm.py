@@ -19,6 +19,8 @@ from config import Config, as_text
 from engines.engine import Answer, Sampling, seed_of
 from engines.pool import Pool
 from engines.server import context_length
+from images.reader import IMAGE, ImageReader
+from images.tokens import Image
 
 JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
@@ -134,10 +136,12 @@ class Judgement(NamedTuple):
 class Judge:
     """One judge model with its own tokenizer. Number m is served by the genrm engines whose `model` is m."""
 
-    def __init__(self, config: Config, number: int, tokenizer: data.Tokenizer):
+    def __init__(
+        self, config: Config, number: int, tokenizer: data.Tokenizer, reader: ImageReader | None = None
+    ):  # fmt: skip
         model_dir, self.format = config.judge_models[number], formats_of(config)[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
-        stop = data.stop_tokens(model_dir, tokenizer)
+        stop, self.reader = data.stop_tokens(model_dir, tokenizer, reader), reader
         self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
         self.signal = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
         self.judgements = 1 if self.format.scores else config.judgements
@@ -146,21 +150,23 @@ class Judge:
         self.failed = self.parsed = 0  # since the run's start: pairs without a verdict, and verdicts
         self.latencies: list[float] = []  # seconds of each critique in this step
 
-    async def ask(self, question: str, answer: str | None, pool: Pool) -> Judgement:
-        """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read."""
+    async def ask(
+        self, question: str, answer: str | None, pool: Pool, images: tuple[Image, ...] = ()
+    ) -> Judgement:
+        """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
+
+        images: the prompt's, for a judge that sees; to others the question has IMAGE in their places.
+        """
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
-        # a special token that they spell out is text: it can't end the turn
-        plain = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
-        encode = data.encode_exchange if self.format.scores else data.encode
-        prompt = encode(self.tokenizer, self.format.prompt(*plain))
+        prompt, images = self._prompt(question, answer, images)
         if len(prompt) > self.max_prompt_tokens:
             self.failed += 1
             return Judgement(f"not asked: {len(prompt)} tokens, of at most {self.max_prompt_tokens}", None)
         texts, verdicts, missing = [], [], list(range(self.judgements))
         for attempt in range(1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES):  # greedy repeats
             seeds = [seed_of(self.seed, question, answer, self.number, which, attempt) for which in missing]
-            found = [self._read(reply) for reply in await self._replies(prompt, seeds, pool)]
+            found = [self._read(reply) for reply in await self._replies(prompt, seeds, pool, images)]
             texts += [text for text, _ in found]
             verdicts += [verdict for _, verdict in found if verdict is not None]
             missing = [which for which, (_, verdict) in zip(missing, found, strict=True) if verdict is None]
@@ -170,10 +176,23 @@ class Judge:
         self.failed += not verdicts
         return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
 
-    async def _replies(self, prompt: list[int], seeds: list[int], pool: Pool) -> list[Answer]:
+    def _prompt(self, question: str, answer: str, images: tuple[Image, ...]) -> tuple[list[int], tuple]:
+        """Tokens, and the images in them."""
+        # a special token that they spell out is text: it can't end the turn
+        question, answer = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
+        if self.format.scores:
+            return data.encode_exchange(self.tokenizer, self.format.prompt(question, answer)), ()
+        if not (self.reader and images):
+            return data.encode(self.tokenizer, self.format.prompt(question, answer)), ()
+        shown = self.format.prompt(question, answer.replace(IMAGE, "< image>"))  # no place that it made up
+        return data.encode_prompt(self.tokenizer, self.reader, shown, images), images
+
+    async def _replies(
+        self, prompt: list[int], seeds: list[int], pool: Pool, images: tuple[Image, ...]
+    ) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""
-        replies, prompts = [], [prompt] * len(seeds)
-        async for reply in pool.generate(prompts, self.sampling, seeds=seeds, model=self.number):
+        replies, how = [], dict(seeds=seeds, model=self.number, images=[images] * len(seeds))
+        async for reply in pool.generate([prompt] * len(seeds), self.sampling, **how):
             self.latencies.append(reply.end - reply.sent)
             replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)

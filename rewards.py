@@ -30,6 +30,7 @@ from sample import Sample
 
 if TYPE_CHECKING:
     from data import Tokenizer
+    from images.reader import ImageReader
 
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
@@ -172,7 +173,9 @@ class Rewards:
         asks = {}
         for judge in self.judges:
             pair = (sample.question, judge.format.shown(text, sample.finish))
-            asks[judge, *pair] = partial(judge.ask, *pair, pool)
+            # by their digests: the tasks of a step outlive its images
+            key = (judge, *pair, *(image.digest for image in sample.media))
+            asks[key] = partial(judge.ask, *pair, pool, sample.media)
         for rule in self.rules:
             asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
         asked = self._tasks
@@ -197,8 +200,11 @@ class Rewards:
             judge.parsed = sum(state["parsed"][number] for state in states)
 
 
-def build(config: Config, judge_tokenizers: list[Tokenizer], decode: Decode) -> Rewards:
-    """ValueError as from `load` and `formats_of`."""
-    judges = [Judge(config, number, tokenizer) for number, tokenizer in enumerate(judge_tokenizers)]
+def build(
+    config: Config, tokenizers: list[Tokenizer], decode: Decode, readers: Sequence[ImageReader | None] = ()
+) -> Rewards:
+    """tokenizers, readers: of the judges; default: none sees. ValueError as from `load` and `formats_of`."""
+    reads = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
+    judges = [Judge(config, number, *each) for number, each in enumerate(reads)]
     rules = [load("reward", spec) for spec in config.rule] + [load("cost", spec) for spec in config.cost_rule]
     return Rewards(config, judges, rules, decode)

@@ -130,6 +130,8 @@ async def collect(c: Controller) -> RolloutBatch:
     with c.timeline.span("serve"):
         await MODES[c.placement.plan.mode](step)
         await cut_off(c, step.tasks)
+    for sample in flat([step.groups.values()]):
+        sample.media = ()  # they stay here: whoever trains on it, or takes it up again, reads them anew
     if c.stopping:
         c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
         return step.batch
@@ -199,6 +201,7 @@ async def ask(
             limits=[sampling.max_new_tokens - len(sample.response) for sample in unfinished],
             seeds=[seed_of(c.config.seed, *sample.key) for sample in unfinished],
             greedy=[sample.greedy for sample in unfinished],
+            images=[sample.media for sample in unfinished],
         )
         async for answer in answers:
             yield unfinished[answer.index], answer

@@ -37,6 +37,7 @@ from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
+from images.reader import reader_of
 from placement import Placement, Plan, judge_of, make_plans
 from recipes.addition.task import Addition
 from reporting.describe import describe, run_metadata
@@ -219,16 +220,19 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     model.read_hf_config(config.model)
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
     load = partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
-    tokenizer, judge_tokenizers = load(config.model), [load(path) for path in config.judge_models]
-    encode, decode = (partial(function, tokenizer) for function in (data.encode, data.decode))
+    tokenizer, reader = load(config.model), reader_of(config.model)
+    judges, readers = ([of(path) for path in config.judge_models] for of in (load, reader_of))
+    encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
     source = Addition(config.seed, encode)
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
-        rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say)
+        rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, config.eval_prompts)
-    sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
-    prompts = data.Prompts(source, config.answers_per_prompt, config.continues_answers, algorithm.greedy)
-    inputs = {"prompts": prompts, "rewards": rewards.build(config, judge_tokenizers, decode)}
+    stop = data.stop_tokens(config.model, tokenizer, reader)
+    sampling, has_images = Sampling(config.temperature, config.max_new_tokens, stop), reader is not None
+    kept = (config.continues_answers, algorithm.greedy, has_images)
+    prompts = data.Prompts(source, config.answers_per_prompt, *kept)
+    inputs = {"prompts": prompts, "rewards": rewards.build(config, judges, decode, readers)}
     inputs |= {"sampling": sampling, "greedy": dataclasses.replace(sampling, temperature=0.0)}
     if config.rollout_only:
         inputs["learn"] = replay.record

@@ -107,7 +107,7 @@ class GivenRewards(rewards.Rewards):
 def with_given_lengths(generate: Callable, load: Load) -> Callable:
     """The rollout pool's `generate`, but for how many tokens each answer gets."""
 
-    async def generate_given(prompts, sampling, *, limits, seeds, greedy=(), model=0):
+    async def generate_given(prompts, sampling, *, limits, seeds, greedy=(), images=(), model=0):
         counts = zip(seeds, limits, strict=True)
         lengths = [load.tokens_left(seed, sampling.max_new_tokens - limit) for seed, limit in counts]
         exactly = dataclasses.replace(sampling, ignore_eos=True)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -19,6 +20,7 @@ from engines.fleet import Fleet, ServerSpec
 from engines.pool import Pool
 from engines.server import context_length
 from genrm import formats_of
+from images.reader import ImageReader, reader_of
 from recipes.addition.task import Addition
 from reporting.timeline import Timeline
 from runtime import rendezvous
@@ -29,18 +31,20 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
-def read_problems(config: Config, encode: partial) -> list[data.Prompt]:
+def read_problems(
+    config: Config, encode: Callable[..., list[int]], reader: ImageReader | None = None
+) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. ValueError if there are none."""
     if not config.data:
         return Addition(config.seed, encode).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long)
+    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise ValueError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
 
 
-async def generate(config: Config, prompts: list[list[int]], sampling: Sampling) -> list[list[Answer]]:
+async def generate(config: Config, prompts: list[data.Prompt], sampling: Sampling) -> list[list[Answer]]:
     """For each prompt `samples` sampled answers and a greedy one, the last, by an engine started for it."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     world = rendezvous.join(config)
@@ -60,24 +64,28 @@ async def generate(config: Config, prompts: list[list[int]], sampling: Sampling)
 
 
 async def ask(
-    number: int, prompt: list[int], pool: Pool, sampling: Sampling, config: Config, at_once: asyncio.Semaphore
-) -> list[Answer]:
+    number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config,
+    at_once: asyncio.Semaphore,
+) -> list[Answer]:  # fmt: skip
     greedy = [False] * config.samples + [True]
     seeds = [seed_of(config.seed, "eval", number, index) for index in range(len(greedy))]
     async with at_once:
-        found = [a async for a in pool.generate([prompt] * len(seeds), sampling, seeds=seeds, greedy=greedy)]
+        how = dict(seeds=seeds, greedy=greedy, images=[prompt.images()] * len(seeds))
+        found = [a async for a in pool.generate([prompt.tokens] * len(seeds), sampling, **how)]
     return sorted(found, key=lambda answer: answer.index)
 
 
 async def run(config: Config) -> str:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
     tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
-    problems = read_problems(config, partial(data.encode, tokenizer))
+    reader = reader_of(config.model)
+    problems = read_problems(config, partial(data.encode_prompt, tokenizer, reader), reader)
     answer_of = formats_of(config)[0].answer_of
-    sampling = Sampling(config.temperature, config.max_new_tokens, data.stop_tokens(config.model, tokenizer))
+    stop = data.stop_tokens(config.model, tokenizer, reader)
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     archive(Path(config.out), print)
     out, rows = make_out(config), []
-    answers = await generate(config, [problem.tokens for problem in problems], sampling)
+    answers = await generate(config, problems, sampling)
     for problem, row in zip(problems, answers, strict=True):
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
         right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]

@@ -26,7 +26,7 @@ FIELDS = {"step", *(field.name for field in dataclasses.fields(Sample))}
 async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
     samples = flat(mini_batches) if c.placement.actor.is_head else []
-    rows = [{"step": c.state.step} | dataclasses.asdict(sample) for sample in samples]
+    rows = [{"step": c.state.step} | vars(sample) | {"media": []} for sample in samples]  # read anew
     with Path(c.config.out, "replay.jsonl").open("ab", buffering=0) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())  # one write: no mixed lines
     return {}

@@ -16,7 +16,7 @@ def at_least_four_rows(multiply):
 
     def padded(x, *args, **kwargs):
         rows = x.shape[0]
-        if rows >= LEAST_ROWS:
+        if rows >= LEAST_ROWS or x.ndim > 2:  # [1, patches, width] of an image, which has four at least
             return multiply(x, *args, **kwargs)
         return multiply(torch.nn.functional.pad(x, (0, 0, 0, LEAST_ROWS - rows)), *args, **kwargs)[:rows]
 
@@ -129,6 +129,17 @@ def batched_attention():
     return BatchedAttention
 
 
+def image_by_image(tower):
+    """`tower(self, patches, grids)` of one image at a time: its attention sums over all that share a call."""
+
+    def each(self, x, grid_thw):
+        grids = torch.as_tensor(grid_thw)  # [images, 3]: frames, rows, columns of patches
+        images = zip(x.split(grids.prod(-1).tolist()), grids.split(1), strict=True)
+        return torch.cat([tower(self, patches, grid) for patches, grid in images])
+
+    return each
+
+
 def repair_sampling():
     """In the process that owns the model: a greedy request would change the tokens of those beside it."""
     from sglang.srt.layers.sampler import Sampler
@@ -160,3 +171,7 @@ def install():
         lambda hidden: head(self, hidden, *args, **kwargs)
     )(hidden)
     attention_registry.register_attention_backend("torch_native")(batched_attention())
+    from sglang.srt.models import qwen2_5_vl, qwen3_vl
+
+    for tower in (qwen2_5_vl.Qwen2_5_VisionTransformer, qwen3_vl.Qwen3VLMoeVisionModel):
+        tower.forward = image_by_image(tower.forward)

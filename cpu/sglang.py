@@ -11,6 +11,7 @@ started it. Run it as a module: as a script, `cpu/` heads sys.path and `import s
 """
 
 import ctypes
+import importlib
 import importlib.machinery
 import importlib.util
 import multiprocessing
@@ -82,16 +83,29 @@ def replace_triton():
 
 
 def replace_torchvision():
-    """torchvision: the wheel is linked to CUDA and breaks transformers. Only image models need it."""
+    """torchvision: the wheel is linked to CUDA and breaks transformers. Videos need it, images don't."""
     if importlib.util.find_spec("torchvision") is not None:
         return
-    import transformers
+    from transformers.processing_utils import ProcessorMixin
     from transformers.utils import import_utils
 
-    register = staticmethod(lambda *args, **kwargs: None)
-    transformers.AutoImageProcessor = type("AutoImageProcessor", (), {"register": register})
     assert not import_utils.is_torchvision_available()  # cached: transformers must not see the stand-in
+    # by `from ... import` transformers would give a dummy of it
+    videos = importlib.import_module("transformers.models.auto.video_processing_auto")
+    videos.AutoVideoProcessor.from_pretrained = lambda *args, **kwargs: None
+    check = ProcessorMixin.check_argument_for_proper_class  # a processor may be without one for videos
+    ProcessorMixin.check_argument_for_proper_class = lambda self, name, part: part and check(self, name, part)
     sys.meta_path.append(StandInFinder("torchvision"))
+
+
+NAMED_KERNELS = (  # by models at their import, on which those that see depend
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_gdn_gating_cpu",
+)
 
 
 def replace_sgl_kernel():
@@ -110,6 +124,7 @@ def replace_sgl_kernel():
     module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu
     module.__getattr__ = unavailable_kernel
     sys.modules["sgl_kernel"] = module
+    vars(torch.ops.sgl_kernel).update({name: unavailable_kernel(name) for name in NAMED_KERNELS})
 
 
 def unavailable_kernel(name):
@@ -217,9 +232,11 @@ def main():
     sys.argv.append(f"--api-key={key}")
     from sglang.srt import server_args
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.multimodal.processors import base_processor
     from sglang.srt.utils import kill_process_tree
 
     drop_websockets(http_server.app)
+    base_processor.BaseMultimodalProcessor.gpu_image_decode = False  # a GPU reads other pixels from a JPEG
     if not torch.cuda.is_available():
         fork_children()
         server_args.add_deterministic_attention_backend_choices(["torch_native"])

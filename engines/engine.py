@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import sys
+from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import aiohttp
 
 from config import Config
 from engines import server
+from images.tokens import Image, collapse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,10 +44,11 @@ class Sampling:
 class Request(NamedTuple):
     """One answer that is asked for. With --deterministic, prompt and seed alone say what is written."""
 
-    prompt: list[int]
+    prompt: list[int]  # with a token for each feature of its images
     sampling: Sampling
     limit: int  # the most new tokens
     seed: int | None = None  # 63 bits
+    images: tuple[Image, ...] = ()
 
     def after(self, tokens: list[int]) -> Request:
         """What is left to ask for once these came; as a token's noise is by its place, the same will come."""
@@ -109,7 +112,8 @@ class Engine:
         engine._tp, engine._shapes = vars(config)[f"{role}_tp"], server.checkpoint_shapes(model_dir)
         flags = [*server.server_flags(role, rank, port, model_dir, config), *cls.flags]
         command = [sys.executable, "-m", cls.module, *flags]
-        engine._process = server.ServerProcess(command, key, log, config.device)
+        environment = server.image_environment(role, model_dir)
+        engine._process = server.ServerProcess(command, key, log, config.device, environment)
         engine._process.start()
         return engine
 
@@ -225,8 +229,7 @@ class Engine:
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
         params = [asdict(r.sampling) | {"max_new_tokens": r.limit, "sampling_seed": r.seed} for r in requests]
-        body = {"input_ids": [request.prompt for request in requests], "sampling_params": params}
-        body |= {"return_logprob": True, "stream": True}
+        body = prompts_of(requests) | {"sampling_params": params, "return_logprob": True, "stream": True}
         async with self._open("POST", "/generate", body) as response:
             async for event in server.server_sent_events(response):
                 self._events += 1
@@ -277,6 +280,18 @@ class Engine:
     async def _move(self, path: str, **body: Any) -> None:
         async with self._open("POST", path, body, self._move_s):  # of a large model that takes a while
             pass
+
+
+def prompts_of(requests: list[Request]) -> dict[str, Any]:
+    """What a server reads: one token for each image, and the images. One that all share is sent once."""
+    body: dict[str, Any] = {"input_ids": [collapse(request.prompt, request.images) for request in requests]}
+    # SGLang would open the file of this name if a JPEG's base64, which begins with a slash, came bare
+    urls = {image: f"data:;base64,{b64encode(image.data).decode()}" for r in requests for image in r.images}
+    if urls:
+        each = [[urls[image] for image in request.images] or [None] for request in requests]
+        one = len(each[0]) == 1 and all(found == each[0] for found in each)
+        body["image_data"] = each[0][0] if one else each
+    return body
 
 
 def read_part(event: dict, written: int) -> Answer:

@@ -19,6 +19,7 @@ from scheduling.rebalance import RequestStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from images.tokens import Image
     from reporting.timeline import Timeline
 
 MAX_STALLS = 3  # in a row, of one prompt or group
@@ -87,15 +88,17 @@ class Pool:
 
     async def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, limits: Sequence[int] = (),
-        seeds: Sequence[int] = (), greedy: Sequence[bool] = (), model: int = 0,
+        seeds: Sequence[int] = (), greedy: Sequence[bool] = (), images: Sequence[tuple[Image, ...]] = (),
+        model: int = 0,
     ) -> AsyncIterator[Answer]:  # fmt: skip
         """An answer to each prompt, as they finish, all of one engine while it lives: they share its cache.
 
         limits: the most new tokens of each, default sampling.max_new_tokens. greedy: which are, whatever
-        `sampling` says. If an engine is lost or stalls, another goes on with the tokens so far. What was
-        aborted comes with finish "abort", if anything came of it. ValueError after MAX_STALLS stalls.
+        `sampling` says. images: of each, default none. If an engine is lost or stalls, another goes on with
+        the tokens so far. What was aborted comes with finish "abort", if anything came of it. ValueError
+        after MAX_STALLS stalls.
         """
-        owed = make_requests(prompts, sampling, limits, seeds, greedy)
+        owed = make_requests(prompts, sampling, limits, seeds, greedy, images)
         begun, stalls, aborts = {}, 0, self._aborts
         while owed:
             if self._aborts > aborts:  # while it waited, or what it had asked was lost
@@ -366,9 +369,12 @@ def totals(parts: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
     return result
 
 
-def make_requests(prompts: list, sampling: Sampling, limits: Sequence, seeds: Sequence, greedy: Sequence):
+def make_requests(
+    prompts: list, sampling: Sampling, limits: Sequence, seeds: Sequence, greedy: Sequence, images: Sequence
+) -> dict[int, Request]:
     """Index of the prompt -> what is asked; arguments as of `Pool.generate`."""
     size, greedily = len(prompts), replace(sampling, temperature=0.0)
     rules = [greedily if is_greedy else sampling for is_greedy in greedy or [False] * size]
     limits, seeds = limits or [sampling.max_new_tokens] * size, seeds or [None] * size
-    return dict(enumerate(starmap(Request, zip(prompts, rules, limits, seeds, strict=True))))
+    parts = (prompts, rules, limits, seeds, images or [()] * size)
+    return dict(enumerate(starmap(Request, zip(*parts, strict=True))))

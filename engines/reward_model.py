@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from engines.engine import Answer, Engine, Request
+from engines.engine import Answer, Engine, Request, prompts_of
 
 HEAD, BIAS = "score.weight", "score.bias"
 
@@ -29,8 +29,8 @@ class ScoringEngine(Engine):
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """The numbers of all prompts, in one request. Raises like an Engine's."""
         clock = asyncio.get_running_loop().time
-        sent, body = clock(), {"input_ids": [request.prompt for request in requests]}
-        async with self._open("POST", "/classify", body) as response:
+        sent = clock()
+        async with self._open("POST", "/classify", prompts_of(requests)) as response:
             replies, end = await response.json(), clock()
         self._events += 1
         for index, reply in enumerate(replies):

@@ -16,11 +16,12 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from config import Config
+from images.reader import VISION_FAMILIES
 from runtime.world import live_process
 
 if TYPE_CHECKING:
@@ -65,7 +66,21 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
         flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
         flags["max-total-tokens"] = max(KV_TOKENS, context)
+    if sees(model_dir):
+        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
+        # and tokens of that, and fails where a text spells out the image token; with it, it takes them as is
+        flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
     return [text for flag, value in flags.items() for text in (f"--{flag}", str(value)) if text != "None"]
+
+
+def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
+    """SGLang's cache of image features outlives a push, which may bring another tower. A judge's is right."""
+    return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" and sees(model_dir) else {}
+
+
+def sees(model_dir: str | Path) -> bool:
+    """Whether it reads images."""
+    return model_config(model_dir).get("model_type") in VISION_FAMILIES
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
@@ -93,17 +108,22 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
 
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
+    found = model_config(model_dir)
+    found = found.get("text_config", found)  # of a model that sees
+    length = config.max_model_len or found.get("max_position_embeddings")
+    if not length:
+        raise ValueError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
+    return length
+
+
+def model_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir, "config.json")
-    if config.max_model_len:
-        return config.max_model_len
     if not path.is_file():
         raise ValueError(f"{model_dir}: not a Hugging Face model directory, it has no config.json")
     try:
-        return json.loads(path.read_text())["max_position_embeddings"]
+        return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
-    except KeyError:
-        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len") from None
 
 
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
@@ -132,9 +152,9 @@ def check_port(host: str, port: int, name: str) -> None:
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a .pid file beside that, a private folder."""
 
-    def __init__(self, command: list[str], key: str, log: Path, device: str):
+    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]):
         self._command, self._key, self._log, self._pid_file = command, key, log, log.with_suffix(".pid")
-        self._device = device
+        self._device, self._environment = device, environment
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +164,7 @@ class ServerProcess:
         """What an earlier server said stays in the log."""
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
-        environment = server_environment(self._key, self.folder.name, self._device)
+        environment = server_environment(self._key, self.folder.name, self._device) | self._environment
         how = {"cwd": Path(__file__).parents[1], "env": environment, "start_new_session": True}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from images.tokens import Image
 if TYPE_CHECKING:
     from torch import Tensor
 
+IMAGE = "<image>"  # an image's place in the texts of rows, whatever a model's own tokens are called
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
 
 
@@ -29,23 +32,30 @@ class ImageReader:
         # an answer ends at one of these: behind it, engine and trainer would look for an image
         named = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         self.stop_tokens = tuple(config[name] for name in named)
+        self.placeholder = [config[name] for name in (named[2], named[0], named[3])]  # of an image in a text
         try:  # Pillow's, which engines take, too: torchvision's makes other pixels
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_dir, local_files_only=True)
         except OSError as error:
             raise ValueError(f"{model_dir}: no image processor: {str(error).splitlines()[0]}") from None
+        self._side = self._processor.patch_size * self._processor.merge_size  # pixels; of a feature
 
-    def read(self, data: bytes, where: str) -> Image:
+    @property
+    def most_features(self) -> int:
+        """Of any image: larger ones are scaled down."""
+        return self._processor.size["longest_edge"] // self._side**2
+
+    def read(self, file: bytes | Path, where: str) -> Image:
         """ValueError that says `where` unless it is a still image, whole, of a size that can be taken."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        width, height = decoded(data, where).size
-        of = self._processor
-        side = of.patch_size * of.merge_size  # pixels of what becomes one feature
+        if isinstance(file, Path):
+            file, where = file.read_bytes(), f"{where}: {file}"
+        (width, height), size, side = decoded(file, where).size, self._processor.size, self._side
         try:
-            sides = smart_resize(height, width, side, of.size["shortest_edge"], of.size["longest_edge"])
+            sides = smart_resize(height, width, side, size["shortest_edge"], size["longest_edge"])
         except ValueError as error:  # one side is 200 times the other
             raise ValueError(f"{where}: {error}") from None
-        return Image(data, (1, sides[0] // side, sides[1] // side), self.image_token)
+        return Image(file, (1, sides[0] // side, sides[1] // side), self.image_token)
 
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Of all: [patches, numbers of a patch], and [images, 3]: frames, rows and columns of patches."""
@@ -78,3 +88,24 @@ def decoded(data: bytes, where: str) -> Any:
     if frames > 1:
         raise ValueError(f"{where}: it moves, and videos are not supported")
     return image
+
+
+def image_file(item: Any, folder: Path, where: str) -> bytes | Path:
+    """An item of a row's `images`: bytes, a path, or a dict with either, as `datasets` writes its images.
+
+    Nothing is fetched: ValueError that says `where` for an address, and if there is no such file.
+    """
+    item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
+    if isinstance(item, bytes | Path):
+        return item
+    if not isinstance(item, str) or re.match(r"\w+:", item):
+        raise ValueError(f"{where}: an image is a file's path or its bytes, not {str(item)[:60]!r}")
+    if not (folder / item).is_file():
+        raise ValueError(f"{where}: {folder / item}: no such file")
+    return folder / item
+
+
+def check_places(places: int, images: Sequence, where: str) -> None:
+    """ValueError unless the texts have as many places as there are images."""
+    if places != len(images):
+        raise ValueError(f"{where}: {len(images)} images for {places} places, {IMAGE} or an image part")

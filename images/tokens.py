@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from itertools import product
 from math import prod
 
@@ -23,14 +25,19 @@ class Image:
     def features(self) -> int:
         return prod(self.shape)
 
+    @cached_property
+    def digest(self) -> bytes:
+        return sha256(self.data).digest()
 
-def expand(tokens: list[int], image_token: int, images: Sequence[Image]) -> list[int]:
-    """One image token for each image -> one for each feature. ValueError unless there is one for each."""
-    if (found := tokens.count(image_token)) != len(images):
-        raise ValueError(f"{found} placeholders for {len(images)} images")
-    left = iter(images)
-    runs = ([each] * next(left).features if each == image_token else [each] for each in tokens)
-    return [token for run in runs for token in run]
+
+def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:
+    """One image token for each image -> one for each feature."""
+    expanded, at = list(tokens), -1
+    for image in images:
+        at = expanded.index(image.token, at + 1)
+        expanded[at : at + 1] = [image.token] * image.features
+        at += image.features - 1
+    return expanded
 
 
 def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:

@@ -12,7 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy
+
 from config import Config
+from images.reader import decoded
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime.world import World
@@ -55,6 +58,14 @@ class MetricsWriter:
             file.write(json.dumps(row) + "\n")
         self._board.flush()
 
+    def show(self, title: str, sample: Sample, answer: str, step: int) -> None:
+        """The images of a prompt and one of its answers, in TensorBoard."""
+        for number, image in enumerate(sample.media):
+            pixels = numpy.asarray(decoded(image.data, title))
+            self._board.add_image(f"{title}/{number}", pixels, step, dataformats="HWC")
+        key = f"(answer key: {sample.answer_key}) " if sample.answer_key else ""
+        self._board.add_text(title, f"{key}{answer}", step)
+
     def close(self) -> None:
         self._board.close()
 
@@ -95,7 +106,9 @@ class Report:
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
         }
-        self._write_samples(step, batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP])
+        shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
+        c.prompts.attach_images(shown)
+        self._write_samples(step, shown)
         self._writer.write(step, metrics | self._evaluated)
         self._evaluated, self._ended = {}, now
         self.progress.step(step, metrics)
@@ -130,9 +143,12 @@ class Report:
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
         with (self.out / "samples.jsonl").open("a") as file:
-            for sample in samples:
+            for number, sample in enumerate(samples):
                 row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-                file.write(json.dumps(row | {"response": self.decode(sample.response)}) + "\n")
+                row["response"] = self.decode(sample.response)
+                file.write(json.dumps(row) + "\n")
+                if sample.media:
+                    self._writer.show(f"sample {number}", sample, row["response"], step)
 
 
 class Facts(NamedTuple):

@@ -18,7 +18,7 @@ hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_faults", "test_machines"}
-AT_THE_END = {"test_security", "test_resume", "test_rollout"}  # with engines, too
+AT_THE_END = {"test_security", "test_resume", "test_rollout", "test_image_engine"}  # with engines, too
 
 
 class TwoStreams(LoadScopeScheduling):

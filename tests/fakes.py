@@ -21,6 +21,7 @@ from config import Config
 from data import Prompt, Prompts
 from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.pool import Pool
+from images.tokens import Image
 from reporting.timeline import Timeline
 from runtime.background_writer import BackgroundWriter
 from scheduling.balance import flat
@@ -145,6 +146,10 @@ class FakeEngine:
         assert server.awake, f"a request came to the {self.name} while it slept"
         assert self.role == "genrm" or server.version is not None, "asked before it was pushed weights"
         start, version, aborted = clock(), server.version, asyncio.get_running_loop().create_future()
+        if self.role == "rollout":
+            shown = [[image.data for image in request.images] for request in requests]
+            asked = [to_text(request.prompt).split("+")[0].encode() for request in requests]
+            assert shown == [[number] for number in asked], "not its image"
         server.requests += 1
         server.asked.append((start, version))
         server.seeds += [request.seed for request in requests]
@@ -338,6 +343,7 @@ class FakeActor(FakeTrainer):
                 "written by weights to come"
             )
             assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
+            assert [image.data for image in sample.media] == [b"%d" % sample.prompt_id], "not its image"
         await asyncio.sleep(0.5)
         self.batches.append(samples)
         self.version += 1
@@ -466,15 +472,24 @@ class FakeReport:
         self.steps.append((step, batch, samples, c.timeline.drain().spans))
 
 
+class Picture(Image):
+    """Of the number in a prompt. It stays with the controller that read it."""
+
+    def __reduce__(self):
+        raise AssertionError("an image was sent to another controller")
+
+
 class FakeSource:
-    """Prompt k is the text of k; how often its answers are right depends on k, so that some groups are all
-    right or all wrong.
+    """Prompt k is the text of k and its picture; how often its answers are right depends on k, so that some
+    groups are all right or all wrong.
     """
 
-    held_out = tuple(Prompt([ord(c) for c in f"{i}+0="], f"{i}+0=", str(i)) for i in range(10))
+    def __init__(self):
+        self.held_out = tuple(map(self.training, range(10)))
 
     def training(self, draw):
-        return Prompt([ord(c) for c in f"{draw}+0="], f"{draw}+0=", str(draw))
+        text, picture = f"{draw}+0=", Picture(str(draw).encode(), (1, 1, 1), token=0)
+        return Prompt([ord(c) for c in text], text, str(draw), lambda: (picture,))
 
 
 def write_answer(prompt, index, sampling):
@@ -608,7 +623,7 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
     tokenizers = [FakeTokenizer()] * len(config.judge_models)
-    sampling = Sampling(1.0, config.max_new_tokens)
+    sampling, kept = Sampling(1.0, config.max_new_tokens), (config.continues_answers, algorithm.greedy)
     saving = config.save_every > 0
     checkpoints = Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
     return controller.Controller(
@@ -617,7 +632,7 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
         world=world,
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
         rewards=rewards.build(config, tokenizers, to_text),
-        prompts=Prompts(FakeSource(), config.answers_per_prompt, config.continues_answers, algorithm.greedy),
+        prompts=Prompts(FakeSource(), config.answers_per_prompt, *kept, has_images=True),
         sampling=sampling,
         greedy=replace(sampling, temperature=0.0),
         timeline=timeline,

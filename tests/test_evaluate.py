@@ -48,7 +48,8 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
     given += ["--samples", "5", "--pass-at", "1", "2", "--max-new-tokens", "72"]
     config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
     assert asyncio.run(evaluate.run(config)) == ""
-    assert asked == [data.encode(tokenizers["text"], row["prompt"]) for row in rows[:2]]
+    encoded = [data.encode(tokenizers["text"], row["prompt"]) for row in rows[:2]]
+    assert [prompt.tokens for prompt in asked] == encoded
     found = json.loads((out / "eval.json").read_text())
     of_first = {
         "eval/accuracy": 1,
@@ -67,7 +68,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
 class FakePool:
     """Writes what it was asked for, the latest first."""
 
-    async def generate(self, prompts, sampling, seeds, greedy):
+    async def generate(self, prompts, sampling, seeds, greedy, images):
         for index in reversed(range(len(prompts))):
             yield Answer(index, [*prompts[index], seeds[index], greedy[index]], [], "stop", [])
 
@@ -75,9 +76,10 @@ class FakePool:
 def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
     """In one request, the greedy one last; seeds follow from the run's and from both numbers."""
     config = parse_config(["eval", "--model", "m", "--samples", "3", "--pass-at", "1"])
+    prompt = data.Prompt([5], "", None)
 
     async def ask(number):
-        return await evaluate.ask(number, [5], FakePool(), None, config, asyncio.Semaphore(1))
+        return await evaluate.ask(number, prompt, FakePool(), None, config, asyncio.Semaphore(1))
 
     answers = asyncio.run(ask(4))
     seeds = [seed_of(0, "eval", 4, index) for index in range(4)]

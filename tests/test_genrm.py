@@ -147,7 +147,7 @@ class Pool:
     def __init__(self, *engines, backwards=False):
         self.engines, self.backwards = engines, backwards
 
-    async def generate(self, prompts, sampling, *, limits=(), seeds=(), greedy=(), model=0):
+    async def generate(self, prompts, sampling, *, limits=(), seeds=(), greedy=(), images=(), model=0):
         answers = self.engines[model].generate(prompts, seeds)
         if self.backwards:
             for answer in [answer async for answer in answers][::-1]:

@@ -32,7 +32,7 @@ def image_of(*shape):
 @given(prompts())
 def test_collapse_is_the_inverse_of_expand(prompt):
     collapsed, images = prompt
-    expanded = tokens.expand(collapsed, IMAGE, images)
+    expanded = tokens.expand(collapsed, images)
     assert expanded.count(IMAGE) == sum(image.features for image in images)
     assert tokens.collapse(expanded, images) == collapsed
 
@@ -42,17 +42,11 @@ def test_adjacent_images_stay_apart():
     assert tokens.collapse([IMAGE] * 5, images) == [IMAGE] * 2
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_placeholder_for_each_image(count):
-    with pytest.raises(ValueError, match=f"2 placeholders for {count} images"):
-        tokens.expand([IMAGE, 7, IMAGE], IMAGE, [image_of(1, 1, 1)] * count)
-
-
 @given(prompts())
 def test_positions_are_transformers(prompt):
     collapsed, images = prompt
     apart = [each for token in collapsed for each in ((3, token, 4) if token == IMAGE else (token,))]
-    expanded = tokens.expand(apart or [1], IMAGE, images)  # theirs takes neighbours for one image
+    expanded = tokens.expand(apart or [1], images)  # theirs takes neighbours for one image
     model = Qwen3VLModel.__new__(Qwen3VLModel)
     torch.nn.Module.__init__(model)
     model.config = Qwen3VLConfig(vision_config={"spatial_merge_size": 2}, image_token_id=IMAGE)

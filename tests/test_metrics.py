@@ -6,9 +6,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from vision_models import encoded_picture
 
 from config import Config
 from controller import State
+from images.tokens import Image
 from reporting import timeline as tl
 from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
 from rollout import RolloutBatch
@@ -275,8 +278,13 @@ def report_in(out, world, progress=None):
     return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
 
 
+def with_a_picture(samples):
+    """The first of them sees one."""
+    samples[0].media = (Image(encoded_picture(6, 4), (1, 1, 1), 5),)
+
+
 def test_a_report_writes_rows_samples_and_pictures(tmp_path):
-    """An object a step, two groups' first samples; trace and picture at the end."""
+    """An object a step, two groups' first samples, images beside answers; trace and picture at the end."""
     from fakes import FakeWorld, VirtualClock
 
     (tmp_path / "spans").mkdir()
@@ -285,6 +293,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
     c.state = State(groups_per_kept=1.25, history=history)
+    c.prompts = SimpleNamespace(attach_images=with_a_picture)
     progress = SimpleNamespace(line=lines.append, step=lambda *_: None)
     report = report_in(tmp_path, FakeWorld(0, 1, {}), progress)
     batch = batch_of([group_of(i, 1.0, 0.0, critique="c") for i in range(3)])
@@ -327,6 +336,11 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     ]
     assert [s["prompt_id"] for s in samples] == [0, 1] and all(list(s) == names for s in samples)
     assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (picture,) = board.Images("sample 0/0")
+    assert (picture.width, picture.height, board.Tags()["images"]) == (6, 4, ["sample 0/0"])
+    (text,) = board.Tensors("sample 0/text_summary")
+    assert text.tensor_proto.string_val == [b"(answer key: 5) <b>*"]
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (tmp_path / "timeline.png").stat().st_size > 1000
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1

@@ -46,7 +46,7 @@ class StubJudge:
     def reset(self):
         pass
 
-    async def ask(self, question, answer, pool):
+    async def ask(self, question, answer, pool, images=()):
         return genrm.Judgement(f"says {self.value}", self.value)
 
 
@@ -175,9 +175,9 @@ def test_all_are_asked_at_once():
     """Judges and rules of 2 s each: 2 s."""
 
     class Slow(StubJudge):
-        async def ask(self, question, answer, pool):
+        async def ask(self, question, answer, pool, images=()):
             await asyncio.sleep(2.0)
-            return await super().ask(question, answer, pool)
+            return await super().ask(question, answer, pool, images)
 
     async def slowly(sample):
         await asyncio.sleep(2.0)

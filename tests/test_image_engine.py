@@ -1,0 +1,261 @@
+"""Images through the engine's handle: the real SGLang server of each family against transformers."""
+
+import asyncio
+import io
+import json
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image as pillow
+from safetensors.torch import load_file
+from vision_models import ALPHABET, CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
+
+from config import Config
+from engines import server
+from engines.engine import Engine, Request, Sampling, prompts_of
+from images.reader import ImageReader
+from images.tokens import Image, expand
+
+CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
+START_S = 300.0  # for a server to come up
+BEGIN = [1]
+TEXT = [10, 11, 63, 7 + ALPHABET.index("|"), 7 + ALPHABET.index(">"), 18]  # spells out the image token
+PLACE = [START, IMAGE, END]
+FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def run():
+    """On one event loop: an engine's HTTP session belongs to the loop that made it."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def all_seeing(run, tmp_path_factory):
+    """family -> an engine, with two directories of weights for it; both families start side by side."""
+    home, stack = tmp_path_factory.mktemp("seeing"), AsyncExitStack()
+    found = {family: seeing_of(home / family, family) for family in FAMILIES}
+
+    async def start():
+        for seeing in found.values():
+            stack.push_async_callback(seeing.engine.close)
+        await asyncio.gather(*(seeing.engine.ready(START_S) for seeing in found.values()))
+
+    try:
+        run(start())
+        yield found
+    finally:
+        run(stack.aclose())
+
+
+def seeing_of(home, family):
+    """Of an image of up to 64 features, 256 patches, and with a token by which a text may be like another."""
+    directories = [make_vision_model(home / str(seed), family, layers=2, seed=seed) for seed in (0, 1)]
+    for directory in directories:
+        path = Path(directory, "preprocessor_config.json")
+        processor = json.loads(path.read_text())
+        processor["size"]["longest_edge"] *= 4
+        path.write_text(json.dumps(processor))
+        path = Path(directory, "tokenizer.json")
+        path.write_text(path.read_text().replace("<unused63>", "<|image_pad"))
+    log = home / "engine.log"
+    engine = Engine.launch("rollout", 0, free_port(), directories[0], CONFIG, log, "a key")
+    models = [CLASSES[family][1].from_pretrained(directory).eval() for directory in directories]
+    reader = ImageReader(directories[0])
+    return SimpleNamespace(engine=engine, reader=reader, models=models, directories=directories)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(params=FAMILIES)
+def seeing(request, all_seeing):
+    return all_seeing[request.param]
+
+
+def request_of(seeing, data, seed=0, limit=24):
+    """A prompt of these files, each followed by text."""
+    images = tuple(seeing.reader.read(file, "here") for file in data)
+    prompt = BEGIN + [token for _ in images for token in PLACE + TEXT[:2]] + TEXT
+    sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
+    return Request(expand(prompt, IMAGE, images), sampling, limit, seed, images)
+
+
+async def ask(engine, *requests):
+    """The whole answers, in the order of the requests, of one HTTP request."""
+    answers = {}
+    async for part in engine.generate(list(requests)):
+        before = answers.get(part.index)
+        answers[part.index] = before.extended(part) if before else part
+    return [answers[index] for index in range(len(requests))]
+
+
+def flush(engine):
+    return engine._call("POST", "/flush_cache?timeout=30")
+
+
+def longest(run, seeing, data):
+    """The request of the longest answer among some, and that."""
+    requests = [request_of(seeing, data, seed) for seed in range(16)]
+    answers = run(ask(seeing.engine, *requests))
+    return max(zip(requests, answers, strict=True), key=lambda pair: len(pair[1].tokens))
+
+
+def expected(seeing, request, answer, model=0):
+    """Transformers' log-probabilities of an answer's tokens."""
+    whole = torch.tensor([request.prompt + answer.tokens[:-1]])
+    media = {}
+    if request.images:
+        pixels, grids = seeing.reader.pixels(list(request.images))
+        media = dict(pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(whole == IMAGE).int())
+    with torch.no_grad():
+        logits = seeing.models[model](input_ids=whole, **media).logits[0, len(request.prompt) - 1 :]
+    return logits.log_softmax(-1)[range(len(answer.tokens)), answer.tokens].tolist()
+
+
+def largest_difference(a, b):
+    assert len(a) == len(b) > 0
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def error_of(seeing, request, answer, model=0):
+    return largest_difference(answer.logprobs, expected(seeing, request, answer, model))
+
+
+def picture(mode, kind="PNG", rotated=False):
+    """A file of this mode, of noise, also in its alpha channel."""
+    noise = pillow.open(io.BytesIO(encoded_picture(96, 64, seed=9)))
+    image = noise.quantize(16) if mode == "P" else noise.convert(mode)
+    options = {}
+    if mode == "RGBA":
+        image.putalpha(noise.getchannel(0))
+    if mode == "P":
+        options["transparency"] = 3
+    if rotated:
+        options["exif"] = pillow.Exif()
+        options["exif"][0x0112] = 6  # to be turned by 90 degrees
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [], [ONE], [ONE, OTHER], [OTHER, ONE, OTHER], [picture("RGB", "JPEG")],
+        [picture("RGB", "JPEG", rotated=True)], [picture("RGBA")], [picture("P")], [picture("L")],
+    ],
+    ids=["none", "one", "two", "three", "jpeg", "exif", "alpha", "palette", "grey"],
+)  # fmt: skip
+def test_logprobs_are_transformers(run, seeing, data):
+    """Also of files whose pixels could be read in several ways: engine and trainer read them in the same."""
+    requests = [request_of(seeing, data, seed) for seed in range(8)]
+    answers = run(ask(seeing.engine, *requests))
+    pairs = list(zip(requests, answers, strict=True))
+    assert max(error_of(seeing, *pair) for pair in pairs) < 1e-5
+    assert len({tuple(answer.tokens) for answer in answers}) > 4
+    for request, answer in pairs:
+        ended = answer.tokens[-1] in (*request.sampling.stop_token_ids, 2)
+        assert answer.finish == ("stop" if ended else "length")
+
+
+def test_other_pixels_are_another_answer(run, seeing):
+    """So that agreement isn't vacuous: the picture decides."""
+    request, answer = longest(run, seeing, [ONE])
+    swapped = request._replace(images=request_of(seeing, [encoded_picture(64, 64, seed=3)]).images)
+    assert error_of(seeing, swapped, answer) > 1e-3
+
+
+def test_prompts_with_and_without_images_in_one_request(run, seeing):
+    requests = [request_of(seeing, data, 5) for data in ([], [ONE], [OTHER, ONE], [])]
+    answers = run(ask(seeing.engine, *requests))
+    for request, answer in zip(requests, answers, strict=True):
+        assert error_of(seeing, request, answer) < 1e-5
+        assert run(ask(seeing.engine, request))[0].logprobs == answer.logprobs
+
+
+@pytest.mark.parametrize("cache", ["kept", "flushed"])
+def test_a_continued_answer_is_as_if_it_was_never_cut(run, seeing, cache):
+    request, whole = longest(run, seeing, [ONE, OTHER])
+    assert len(whole.tokens) > 6
+    [begun] = run(ask(seeing.engine, request._replace(limit=5)))
+    if cache == "flushed":
+        run(flush(seeing.engine))
+    [rest] = run(ask(seeing.engine, request.after(begun.tokens)))
+    assert begun.tokens + rest.tokens == whole.tokens
+    assert begun.logprobs + rest.logprobs == whole.logprobs
+    assert error_of(seeing, request, whole) < 1e-5
+    assert (rest.cached_tokens > len(request.prompt)) == (cache == "kept")
+
+
+def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
+    """Alone, in a group, among eight images of more than 192 patches, which share a prefill."""
+    side = 2 * seeing.reader._processor.patch_size
+    files = [encoded_picture((8 - i % 2) * side, 8 * side, seed=100 + i) for i in range(8)]
+    requests = [request_of(seeing, [file], seed) for seed, file in enumerate(files)]
+    assert all(4 * image.features > 192 for request in requests for image in request.images)
+    group = [requests[0]._replace(seed=seed) for seed in range(8)]
+
+    async def ask_anew(*those):
+        await flush(seeing.engine)
+        return [(answer.tokens, answer.logprobs) for answer in await ask(seeing.engine, *those)]
+
+    alone = [run(ask_anew(request))[0] for request in requests]
+    assert run(ask_anew(*group))[0] == alone[0]
+    assert run(ask_anew(*requests)) == alone
+    assert run(ask_anew(*reversed(requests)))[::-1] == alone
+
+
+def test_the_same_image_after_a_push_of_another_tower(run, seeing):
+    """And after sleep. All weights go back in the end."""
+    engine, errors = seeing.engine, []
+
+    async def push(directory, version):
+        await engine.sleep()
+        await engine.wake_weights()
+        await engine.load_weights(load_file(Path(directory, "model.safetensors")).items(), version)
+        await engine.wake_kv_cache()
+
+    request = request_of(seeing, [ONE, OTHER])
+    for version, model in enumerate((0, 1, 0), 1):
+        run(push(seeing.directories[model], version))
+        for _ in range(2):
+            [answer] = run(ask(engine, request))
+            assert answer.versions == [version] * len(answer.tokens)
+            errors.append(error_of(seeing, request, answer, model))
+    assert max(errors) < 1e-5, errors
+
+
+def test_a_groups_image_is_sent_once():
+    image, other = (Image(bytes(size), (1, 2, 2), IMAGE) for size in (1_000_000, 10))
+    prompt = [1, *[IMAGE] * 4, 9]
+    group = [Request(prompt, Sampling(1.0, 9), 9, seed, (image,)) for seed in range(8)]
+    body = prompts_of(group)
+    assert body["input_ids"] == [[1, IMAGE, 9]] * 8
+    assert len(json.dumps(body)) < 1_400_000
+    seen, text = body["image_data"], group[0]._replace(prompt=[7], images=())
+    both = group[0]._replace(prompt=prompt * 2, images=(other, image))
+    mixed = prompts_of([group[0], text, both])
+    assert mixed["image_data"] == [[seen], [None], ["data:;base64,AAAAAAAAAAAAAA==", seen]]
+    assert mixed["input_ids"] == [[1, IMAGE, 9], [7], [1, IMAGE, 9] * 2]
+    assert "image_data" not in prompts_of([text])
+
+
+@pytest.mark.parametrize("family, sees", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen3", False)])
+def test_only_an_engine_that_sees_is_told_of_images(tmp_path, family, sees):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "text_config": {"max_position_embeddings": 64}}))
+    environments = [server.image_environment(role, tmp_path) for role in ("rollout", "genrm")]
+    assert environments == [{"SGLANG_VLM_CACHE_SIZE_MB": "0"} if sees else {}, {}]
+    flags = server.server_flags("rollout", 0, 30000, str(tmp_path), CONFIG)
+    assert ("--image-processor-backend" in flags, "--mm-preprocess-cache-size-mb" in flags) == (sees, sees)
