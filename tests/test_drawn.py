@@ -19,13 +19,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
 import data
-from config import Config
-from genrm import FORMATS
-from images.reader import ImageReader
-from images.tokens import collapse
+from config import Config, parse_config
+from genrm import Judge
+from images.reader import IMAGE, ImageReader
 from recipes.addition import critiques, models, task, warmstart
 from recipes.addition.demos import demo_of
-from recipes.addition.drawing import CELL, PLACEHOLDER, picture
+from recipes.addition.drawing import CELL, picture
 
 SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
 DEMO = demo_of(SimpleNamespace(preset="images"))
@@ -97,25 +96,44 @@ def test_a_cell_is_a_feature(model_dir):
 # ---------------------------------------------------------------- the problems
 
 
-def test_the_same_problems_are_written_and_drawn():
+def test_the_same_problems_are_written_and_drawn(model_dir):
     """By seed and number; a question whose numbers are drawn gives nothing away."""
+    reader = ImageReader(str(model_dir))
 
-    def characters(text):
-        return [ord(c) for c in text]
+    def characters(text, images):
+        return [ord(c) for c in text] + [image.features for image in images]
 
-    written, drawn = (task.Addition(3, characters, show) for show in (task.written, task.drawn))
-    pairs = [(written.training(i), drawn.training(i)) for i in range(50)]
-    pairs += zip(written.held_out, drawn.held_out, strict=True)
-    for one, other in pairs:
-        assert one.answer_key == other.answer_key and other.question == "="
-        assert other.tokens == characters(PLACEHOLDER + "=")
+    written, drawn = (task.Addition(3, characters, each) for each in (None, reader))
+    pairs = [(written.training(i), drawn.training(i)) for i in range(20)]
+    for one, other in [*pairs, *zip(written.held_out[:50], drawn.held_out, strict=False)]:
+        (image,) = other.images()
+        numbers = read_numbers(image.data)
+        assert one.question == "{}+{}=".format(*numbers) and one.images() == ()
+        assert one.answer_key == other.answer_key and other.question == IMAGE + "="
+        assert other.tokens == characters(IMAGE + "=", (image,))
+        assert image.features == 2 * max(map(len, numbers))
 
 
-def test_the_judge_sees_the_picture_and_the_answer():
-    asked = PLACEHOLDER + "=>125?"
-    assert FORMATS[DEMO.name].prompt("=", "125") == asked
-    question, png = warmstart.judged(DEMO, 57, 68, "125", "held out")
-    assert question == asked and png == picture(57, 68, "held out")
+def test_a_picture_is_drawn_again_as_it_was(model_dir):
+    """Whoever needs a prompt's pictures draws them by its number; held-out ones are every seed's."""
+    sources = [task.Addition(seed, lambda *_: [], ImageReader(str(model_dir))) for seed in (3, 3, 4)]
+    first, again, other = ([source.training(i).images() for i in range(5)] for source in sources)
+    assert first == again != other
+    held_out = [[prompt.images() for prompt in source.held_out] for source in sources]
+    assert held_out[0] == held_out[1] == held_out[2]
+
+
+def test_the_judge_sees_the_picture_and_the_answer(model_dir):
+    """What it learns from is what it is asked in the run."""
+    path = str(model_dir)
+    config = parse_config(["--model", path, "--judge", path, "--judge-format", "addition"])
+    tokenizer, reader = data.load_tokenizer(str(model_dir)), ImageReader(str(model_dir))
+    judge = Judge(config, 0, tokenizer, reader)
+    text, png = warmstart.judged(DEMO, 57, 68, "125", "held out")
+    assert text == IMAGE + "=>125?" and png == picture(57, 68, "held out")
+    images = (reader.read(png, "here"),)
+    prompt = warmstart.encoder(model_dir)(text, "Y", png).prompt
+    assert judge._prompt(IMAGE + "=", "125", images) == (prompt, images)
 
 
 # ---------------------------------------------------------------- model and tokens
@@ -132,16 +150,15 @@ def test_the_model_that_sees_follows_from_its_seed(model_dir, tmp_path):
 
 
 def test_special_tokens_are_one_each(model_dir):
-    """Those that config.json names; characters keep one each; an engine is sent what `data.encode` makes."""
+    """Those that config.json names; characters keep one each; an image's are as many as its features."""
     tokenizer, config = data.load_tokenizer(str(model_dir)), models.vision_model().config
     start, end, image = config.vision_start_token_id, config.vision_end_token_id, config.image_token_id
-    tokens = data.encode(tokenizer, PLACEHOLDER + "=")
-    assert tokens == [tokenizer.bos_token_id, start, image, end, *data.encode(tokenizer, "=")[1:]]
     assert data.decode(tokenizer, data.encode(tokenizer, models.ALPHABET)) == models.ALPHABET
     assert ImageReader(str(model_dir)).stop_tokens == (image, config.video_token_id, start, end)
-    prompt, response, images = warmstart.encoder(model_dir)(PLACEHOLDER + "=", ">9", picture(4, 5, ""))
-    assert collapse(prompt, images) == tokens and prompt.count(image) == 2
-    assert response == [*data.encode(tokenizer, ">9")[1:], tokenizer.eos_token_id]
+    prompt, response, (seen,) = warmstart.encoder(model_dir)(IMAGE + "=", ">9", picture(4, 15, ""))
+    (equals,), answer = (data.encode(tokenizer, text)[1:] for text in ("=", ">9"))
+    assert prompt == [tokenizer.bos_token_id, start, *[image] * 4, end, equals]
+    assert response == [*answer, tokenizer.eos_token_id] and seen.data == picture(4, 15, "")
 
 
 # ---------------------------------------------------------------- batches
@@ -154,7 +171,7 @@ def test_demonstrations_are_of_their_pictures():
     examples, held_out = [*batch(0), *batch(1)], {tuple(sorted(p)) for p in task.HELD_OUT_PROBLEMS}
     for prompt, response, png in examples:
         a, b = map(int, read_numbers(png))
-        assert prompt == PLACEHOLDER + "=" and response in (f">{a + b}", task.shown_work(a, b))
+        assert prompt == IMAGE + "=" and response in (f">{a + b}", task.shown_work(a, b))
         assert tuple(sorted((a, b))) not in held_out
     blurted = sum(response.startswith(">") for _, response, _ in examples) / len(examples)
     assert abs(blurted - DEMO.recipe["actor"]["blurt"]) < 0.15  # 128 draws: 3 standard errors are 0.13
@@ -167,7 +184,7 @@ def test_critiques_are_of_their_pictures():
     assert batch(3) == batch(3) != batch(4)
     for prompt, written, png in [*batch(0), *batch(1)]:
         a, b = map(int, read_numbers(png))
-        answer = prompt.removeprefix(PLACEHOLDER + "=>").removesuffix("?")
+        answer = prompt.removeprefix(IMAGE + "=>").removesuffix("?")
         assert written == critiques.critique(a, b, answer)
         assert written.endswith("Y") == (answer == str(a + b))
         own += (a, b, answer) in pool

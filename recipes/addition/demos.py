@@ -23,7 +23,7 @@ DRAWN_RECIPE["judge"] = dict(steps=300, batch=64, right=0.5, corrupted=0.3, pool
 class Demo(NamedTuple):
     """What differs between the demos."""
 
-    name: str  # of its cache, and of its judge's format
+    name: str  # of its cache
     show: task.Show
     build: Callable[[], PreTrainedModel]
     recipe: dict

@@ -9,8 +9,6 @@ import io
 
 import numpy as np
 
-VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # tokens of Qwen-VL
-PLACEHOLDER = VISION[0] + VISION[2] + VISION[1]  # of a picture, in a prompt's text
 CELL, DOT = 32, 4  # pixels of a digit's cell, and of a dot of its glyph
 DOTS = """
     .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from images.reader import VISION_FAMILIES
-from recipes.addition.drawing import CELL, VISION
+from recipes.addition.drawing import CELL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
 VOCAB = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # of a model that sees, too
 SHAPE = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24)
 MERGE, MOST_CELLS = 2, 16  # patches of a feature's side; features of an image

@@ -1,6 +1,6 @@
 """The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`.
 
-The numbers are written in the question, or drawn in a picture before it: `=` is left of the question then.
+For a model that sees the numbers are drawn: the question is `<image>=`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 from data import Prompt
 from genrm import FORMATS, JudgeFormat, score_prompt
-from recipes.addition.drawing import PLACEHOLDER, picture
+from images.reader import IMAGE, ImageReader
+from recipes.addition.drawing import picture
 
-Shown = tuple[str, *tuple[bytes, ...]]  # a question, and the pictures before it
+Shown = tuple[str, *tuple[bytes, ...]]  # a text, and the pictures in it
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides the look of a picture
 
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
@@ -54,18 +55,15 @@ def written(a: int, b: int, key: str) -> Shown:
 
 
 def drawn(a: int, b: int, key: str) -> Shown:
-    return "=", picture(a, b, key)
-
-
-def prompt_text(question: str, *pictures: bytes) -> str:
-    return PLACEHOLDER * len(pictures) + question
+    return f"{IMAGE}=", picture(a, b, key)
 
 
 class Addition:
-    """The problems as a data.Source."""
+    """The problems as a data.Source, drawn if the model has a reader of images."""
 
-    def __init__(self, seed: int, encode: Callable[[str], list[int]], show: Show = written):
-        self._seed, self._encode, self._show = seed, encode, show
+    def __init__(self, seed: int, encode: Callable[..., list[int]], reader: ImageReader | None = None):
+        """encode: of a text and the images in it."""
+        self._seed, self._encode, self._reader = seed, encode, reader
         self.held_out = [self._prompt(*problem, HELD_OUT_KEY) for problem in HELD_OUT_PROBLEMS]
 
     def training(self, prompt_id: int) -> Prompt:
@@ -73,8 +71,9 @@ class Addition:
         return self._prompt(*training_problem(random.Random(key)), key)
 
     def _prompt(self, a: int, b: int, key: str) -> Prompt:
-        question, *pictures = self._show(a, b, key)
-        return Prompt(self._encode(prompt_text(question, *pictures)), question, str(a + b))
+        question, *pictures = (drawn if self._reader else written)(a, b, key)
+        images = tuple(self._reader.read(png, "a drawing") for png in pictures)
+        return Prompt(self._encode(question, images), question, str(a + b), lambda: images)
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
@@ -101,13 +100,11 @@ def addition_answer(text: str) -> str | None:
 
 
 def addition_prompt(question: str, answer: str) -> str:
-    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working."""
+    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working.
+
+    A judge of drawn numbers has the picture, too: `<image>=>125?`.
+    """
     return f"{question}>{answer}?"
-
-
-def drawn_prompt(question: str, answer: str) -> str:
-    """The judge that sees has the problem's picture at the placeholder."""
-    return PLACEHOLDER + addition_prompt(question, answer)
 
 
 def addition_parse(text: str) -> bool | None:
@@ -118,5 +115,4 @@ def addition_parse(text: str) -> bool | None:
 
 
 FORMATS["addition"] = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
-FORMATS["drawn_addition"] = JudgeFormat(addition_answer, drawn_prompt, addition_parse, min_logprob=-0.36)
 FORMATS["addition_score"] = JudgeFormat(addition_answer, score_prompt, full_response=True, scores=True)

@@ -25,14 +25,12 @@ import torch.distributed as dist
 import data
 from actor import Actor, cross_entropy_loss
 from config import Config
-from genrm import FORMATS
 from images.reader import reader_of
-from images.tokens import expand
 from recipes.addition import task
 from recipes.addition.critiques import corrupted, critique
 from recipes.addition.demos import RECIPE, WRITTEN, Demo, demo_of
 from recipes.addition.models import new_model
-from recipes.addition.task import prompt_text, shown_work, training_problem
+from recipes.addition.task import shown_work, training_problem
 from reporting.progress import Progress
 from runtime.world import World
 from training.packing import Sequence
@@ -138,7 +136,7 @@ def demonstrations(seed: int, step: int, demo: Demo = WRITTEN) -> list[Example]:
         a, b = training_problem(rng)
         response = f">{a + b}" if rng.random() < recipe["blurt"] else shown_work(a, b)
         question, *pictures = demo.show(a, b, key)
-        examples.append((prompt_text(question, *pictures), response, *pictures))
+        examples.append((question, response, *pictures))
     return examples
 
 
@@ -176,17 +174,17 @@ def critiques(seed: int, pool: list[Problem], step: int, demo: Demo = WRITTEN) -
 def judged(demo: Demo, a: int, b: int, answer: str, key: str) -> task.Shown:
     """The judge's prompt, and the pictures in it."""
     question, *pictures = demo.show(a, b, key)
-    return FORMATS[demo.name].prompt(question, answer), *pictures
+    return task.addition_prompt(question, answer), *pictures
 
 
 def encoder(model_dir: Path) -> Callable[..., Sequence]:
-    """Of an example, as `model_dir` reads it."""
+    """Of an example, as the model reads it."""
     tokenizer, reader = data.load_tokenizer(str(model_dir)), reader_of(str(model_dir))
 
     def encode(prompt: str, response: str, *pictures: bytes) -> Sequence:
-        asked, answer = data.encode_pair(tokenizer, prompt, response)
-        images = tuple(reader.read(picture, "a drawing") for picture in pictures)
-        return Sequence(expand(asked, reader.image_token, images) if images else asked, answer, images)
+        images = tuple(reader.read(png, "a drawing") for png in pictures)
+        _, answer = data.encode_pair(tokenizer, "", response)
+        return Sequence(data.encode_prompt(tokenizer, reader, prompt, images), answer, images)
 
     return encode
 
@@ -197,21 +195,21 @@ def generate(model_dir: Path, prompts: list[task.Shown], world: World, **samplin
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer, encode = data.load_tokenizer(str(model_dir)), encoder(model_dir)
-    reader, end = reader_of(str(model_dir)), tokenizer.eos_token_id
+    tokenizer, reader = data.load_tokenizer(str(model_dir)), reader_of(str(model_dir))
     kind = AutoModelForImageTextToText if reader else AutoModelForCausalLM
     model = kind.from_pretrained(model_dir, dtype=torch.float32, use_safetensors=True)
+    encode, end = encoder(model_dir), tokenizer.eos_token_id
     mine = [encode(prompt, "", *pictures) for prompt, *pictures in prompts[world.rank :: world.size]]
-    rows = {"input_ids": [each.prompt for each in mine]}
+    rows = {"input_ids": [sequence.prompt for sequence in mine]}
     batch = tokenizer.pad(rows, padding_side="left", return_tensors="pt")
     if reader:
-        seen = reader.pixels([image for each in mine for image in each.images])
+        seen = reader.pixels([image for sequence in mine for image in sequence.images])
         batch |= dict(zip(("pixel_values", "image_grid_thw"), seen, strict=True))
         batch["mm_token_type_ids"] = (batch["input_ids"] == reader.image_token).int()
-        sampling["eos_token_id"] = [end, *reader.stop_tokens]
+    stop = list(data.stop_tokens(str(model_dir), tokenizer, reader))
     torch.manual_seed(world.rank)
     with torch.inference_mode():
-        tokens = model.generate(**batch, **sampling)
+        tokens = model.generate(**batch, eos_token_id=stop, **sampling)
     texts = [None] * world.size
     rows = tokens[:, batch["input_ids"].shape[1] :].tolist()
     answers = [data.decode(tokenizer, row[: row.index(end)] if end in row else []) for row in rows]
@@ -228,7 +226,7 @@ def own_answers(
         for a, b in problems:
             question, *pictures = demo.show(a, b, key)
             start = shown_work(a, b)[0] if is_worked else ""
-            prompts.append((prompt_text(question, *pictures) + start, *pictures))
+            prompts.append((question + start, *pictures))
     texts = generate(actor, prompts, world, max_new_tokens=72, do_sample=True, temperature=1.0, top_k=0)
     answers = zip(problems * 2, map(task.addition_answer, texts), strict=True)
     return [(a, b, answer) for (a, b), answer in answers if answer is not None]
