@@ -74,10 +74,10 @@ def write_processors(path: Path) -> None:
     size = dict(shortest_edge=CELL**2, longest_edge=CELL**2 * MOST_CELLS)  # pixels
     settings = dict(patch_size=CELL // MERGE, merge_size=MERGE, temporal_patch_size=2, size=size)
     settings |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, processor_class="Qwen3VLProcessor")
-    image = settings | dict(image_processor_type="Qwen2VLImageProcessor")
-    video = settings | dict(video_processor_type="Qwen3VLVideoProcessor")
-    (path / "preprocessor_config.json").write_text(json.dumps(image))
-    (path / "video_preprocessor_config.json").write_text(json.dumps(video))
+    settings |= dict(image_processor_type="Qwen2VLImageProcessor")
+    settings |= dict(video_processor_type="Qwen3VLVideoProcessor")
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (path / name).write_text(json.dumps(settings))
 
 
 def character_tokenizer(vision: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
