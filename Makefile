@@ -24,8 +24,9 @@ test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/test_gpu.py $(ARGS)
 
 papers: install
-	set -e; for paper in measured wechat_yatt rlhfuse hybridflow scale; do \
+	set -e; for paper in measured wechat_yatt rlhfuse hybridflow; do \
 	  $(BIN)/python papers/$$paper.py --write; done
+	$(BIN)/python bench/central.py --write
 
 lint: install
 	$(BIN)/ruff check .

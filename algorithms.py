@@ -96,8 +96,7 @@ class LossInputs:
 def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) with ratio = exp(logprob - old_logprob).
 
-    PPO (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476), section 3.1. With clip_dual the
-    loss of a negative A is at most -clip_dual * A: dual-clip PPO (arXiv 1912.09729), equation 5.
+    PPO (arXiv 1707.06347), equation 7; clip-higher: DAPO (arXiv 2503.14476), section 3.1.
     """
     return clip((inputs.logprobs - inputs.old_logprobs).exp(), inputs.advantages, algorithm)
 
@@ -105,12 +104,7 @@ def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tens
 def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
-    loss, is_clipped = unclipped.maximum(clipped), clipped > unclipped
-    if algorithm.clip_dual:
-        most = (-algorithm.clip_dual * advantages).where(advantages < 0, loss.detach())
-        # not `minimum`, which halves the gradients of equals
-        loss, is_clipped = most.where(loss > most, loss), is_clipped | (loss > most)
-    return loss, is_clipped
+    return unclipped.maximum(clipped), clipped > unclipped
 
 
 def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -153,7 +147,6 @@ class Settings:
 
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
-    clip_dual: float = 0.0  # a token of negative advantage A loses at most clip_dual * -A; 0: unbounded
     behavior_weight_cap: float = 2.0  # largest importance weight of a token that older weights wrote
     tis_cap: float = 0.0  # correct for the engine's numbers by importance weights, at most so large; 0: don't
     icepop_bound: float = 0.0  # a token whose weight isn't in [1/this, this] gives no gradient; 0: all do
@@ -259,7 +252,6 @@ def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     least = 2 if a.filters and not a.greedy else 1  # answers that are compared with each other
     for name, (low, high) in LIMITS.items():  # NaN is refused, too
         yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
-    yield not 0 < a.clip_dual <= 1, "clip_dual=0 or more than 1"
     yield not 0 < a.icepop_bound <= 1, "icepop_bound=0 or more than 1"
     yield a.kl_in in ("loss", "reward"), "kl_in=loss or kl_in=reward"
     yield a.kl_estimator in KL_ESTIMATORS, f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"

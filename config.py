@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
 AT_LEAST_1 += ("judgements", "eval_every", "tp", "pp", "cp", "rollout_tp", "genrm_tp", "keep", "samples")
 AT_LEAST_1 += ("max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "batch_size")
-AT_LEAST_0 = ("max_refill_waves", "eval_prompts", "rollout_ranks", "lr_warmup_steps")
-AT_LEAST_0 += ("weight_decay", "max_model_len", "save_every", "save_hf_every")
+AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay", "max_model_len")
+AT_LEAST_0 += ("save_every", "save_hf_every")
+HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
@@ -39,7 +40,6 @@ class Config:
     model: str = ""  # Hugging Face directory of the policy; default: the demo's, made on first use
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
-    trust_remote_code: bool = False  # run Python code that a model's directory brings along
     # ---- the loop
     mode: str = "partial"  # who holds the devices when: full | partial | fused | auto
     algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then settings of its own: kl_coef=0.01
@@ -66,7 +66,6 @@ class Config:
     # ---- evaluation
     judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each; reads answers
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
-    eval_prompts: int = 200  # rows of --data that are held out, at most a tenth
     # ---- training
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
@@ -104,8 +103,9 @@ class Config:
     weight_decay: float = 0.0  # AdamW
     dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
     # ---- pass@k
-    samples: int = 8  # answers to each prompt, beside a greedy one
-    pass_at: tuple[int, ...] = (1, 4, 8)  # the k of pass@k, at most `samples`
+    samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... up to this
+
+    trust_remote_code: ClassVar[bool] = False  # whatever a model's directory brings along: it never runs
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -155,8 +155,6 @@ class Config:
         longest, room = max(context, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
         fits = self.command != "rl" or longest <= room
         yield fits, f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens"
-        needed = f"--pass-at {as_text(self.pass_at)}: each k from 1 to --samples {self.samples} is needed"
-        yield all(1 <= k <= self.samples for k in self.pass_at), needed
 
     def _parts(self) -> Iterator[tuple[bool, str]]:
         """Whether settings, models, data and rewards go together; what to say if not."""

@@ -113,13 +113,14 @@ async def finish(c: Controller) -> int:
 
 def deal(facts: list[tuple], cost: Callable[[int], int], config: Config, dp_size: int) -> tuple:
     """From all facts: plan_batch's plan, who holds and who gets each sample, each group's ranks (pure)."""
-    tokens, holders, groups = {}, {}, [[] for _ in range(dp_size)]
-    for rank, (dp_rank, rows) in enumerate(facts):
+    tokens, holders, images, groups = {}, {}, {}, [[] for _ in range(dp_size)]
+    for rank, (dp_rank, rows, costs) in enumerate(facts):
         groups[dp_rank].append(rank)
+        images |= costs
         for key, length in (((p, i), n) for p, row in rows.items() for i, n in enumerate(row) if n):
             assert key not in tokens, "two controllers hold the same sample"
             tokens[key], holders[key] = length, rank
-    plan = plan_batch(tokens, cost, config, dp_size)
+    plan = plan_batch(tokens, cost, config, dp_size, images)
     receivers = {key: ranks[0] for share, ranks in zip(plan, groups, strict=True) for key in flat(share)}
     return plan, holders, receivers, groups
 
@@ -137,7 +138,8 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     for (prompt_id, index), sample in sorted(mine.items()):
         row = lengths.setdefault(prompt_id, [])
         row += [0] * (index - len(row)) + [len(sample.prompt) + len(sample.response)]
-    facts, outgoing = await c.world.gather((actor.dp_rank, lengths)), {}
+    images = {sample.prompt_id: cost for sample in samples if (cost := actor.image_cost(sample.prompt))}
+    facts, outgoing = await c.world.gather((actor.dp_rank, lengths, images)), {}
     plan, holders, receivers, groups = deal(facts, actor.cost, c.config, actor.dp_size)
     for key, sample in mine.items():
         outgoing.setdefault(receivers[key], []).append(sample)

@@ -31,7 +31,7 @@ import rewards
 from algorithms import algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, replay
-from config import Config, parse_config, printable
+from config import HELD_OUT, Config, parse_config, printable
 from controller import Controller
 from engines import server
 from engines.engine import Sampling
@@ -219,15 +219,14 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
 
     model.read_hf_config(config.model)
     algorithm, context = algorithm_of(config), server.context_length(config.model, config)
-    load = partial(data.load_tokenizer, trust_remote_code=config.trust_remote_code)
-    tokenizer, reader = load(config.model), reader_of(config.model)
-    judges, readers = ([of(path) for path in config.judge_models] for of in (load, reader_of))
+    tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
+    reader, *readers = map(reader_of, (config.model, *config.judge_models))
     encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
     source = Addition(config.seed, encode)
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)
-        source = data.Shuffled(rows, config.seed, config.eval_prompts)
+        source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader)
     sampling, has_images = Sampling(config.temperature, config.max_new_tokens, stop), reader is not None
     kept = (config.continues_answers, algorithm.greedy, has_images)

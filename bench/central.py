@@ -1,344 +1,265 @@
-"""What one controller holds and sends as ranks are added: the parallel controllers, and a central one.
+"""Is no controller a bottleneck? What the busiest process of a step comes to, from 64 to 4,096 ranks
 
-    python bench/central.py                     2, 64 and 1,024 ranks: a table, within two minutes and 2 GB
-    python bench/central.py --ranks 2 16 128
-    python bench/central.py --uneven            chance decides which prompts are informative, so some
-                                                controllers keep more than others
+    python bench/central.py [--quick] [--write]    64 to 256 ranks alone; docs/papers/scale.md and .png, too
+    python bench/central.py --media 1              with images, so many MB a sample
 
-The loop is the real controller.train; engines, trainers and world are the fakes of tests/, many ranks in one
-process on a virtual clock. Work grows with the ranks: a step trains on 2 prompts of 8 answers a rank, and
-every sample carries 1 MB of media.
+Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
+model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Three ways:
 
-`parallel` is controller.exchange: a sample goes straight from the rank that has it to the rank that trains on
-it. `central` is for comparison only: rank 0 receives all samples, deals them and sends each rank its share.
-It takes the place of `exchange` alone; answers are still generated and judged in parallel, so that a
-controller at the centre of everything would hold and send more.
+    ours         nothing goes through one process: counted, of the real controllers in the simulation
+    coordinator  all samples' metadata go through one (DistFlow, siiRL): a closed form over the same counts
+    central      everything goes through one controller (HybridFlow's kind): likewise
 
-Columns, of the busiest controller and, but for the first, a step:
-    samples   the most it held at once: what it drew, and what it received to train on
-    dealt     MB of samples that it gives to ranks, those to itself among them
-    sent      MB of them that leave
-    received  MB of samples that come in
-    gathers   gathers and reductions, some of them meetings while serving; in a run, every 0.05 s
-    facts     kB of lengths, prompt numbers and rewards that it puts into them, all of a step together
-    heard     kB that it receives of them from others: grows with the ranks
-    CPU       ms, the mean over controllers, of the whole process: with fakes and counting, without the deal
-    deal      ms of one balance.plan_batch. Every parallel controller works it out alike; the simulation once,
-              and shares the result.
-Requests to engines are not counted: one for each group and judgement, whatever the number of ranks.
+The closed forms are kind: a sample comes to the one process once and leaves it once; a coordinator thinks
+of the deal alone. Of ours no image passes from controller to controller. `relayed`: others' facts, in totals
+that it passes on. `thinks`: CPU of all that it decides and merges, and its part of all else that the
+simulation did.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import pickle
+import random
 import sys
 import time
-import weakref
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from math import log
 from pathlib import Path
-from statistics import fmean
-from unittest import mock
+from statistics import linear_regression
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import fakes
+from matplotlib import pyplot
 
-import algorithms
-import controller
-import rollout
-from data import Prompts, Source
-from engines.engine import Answer
+from controller import Controller
+from papers.tables import DOCS, ROOT, read_constants, values
+from papers.wechat_yatt import JUDGES, POLICY
+from rollout import RolloutBatch
 from sample import Sample
-from scheduling import balance
+from scheduling.costs import Device, decode_of, passes_of
+from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.engine import Moves
+from simulation.meetings import Network
 
-RANKS = (2, 64, 1024)
-STEPS = 2  # nothing of the first may be held in the second
-PROMPTS_A_RANK, ANSWERS = 2, 8
-KEPT_ONE_IN = 3  # groups; the others are drawn again
-MEDIA_BYTES = 1_000_000  # of a sample
-MEETING_INTERVAL_S = 1.0  # on the virtual clock, on which an answer takes up to 0.6 s
-
-
-# ---------------------------------------------------------------- the central controller
-
-
-async def central_exchange(samples: list[Sample], c: controller.Controller) -> controller.MiniBatches:
-    """What controller.exchange does (collective), by way of rank 0, which holds the whole batch."""
-    algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
-    facts = await c.world.gather((c.placement.actor.dp_rank, bool(samples)))
-    senders = [rank for rank, (_, has_some) in enumerate(facts) if has_some]
-    batch = await c.world.exchange({0: samples} if samples else {}, () if c.world.rank else senders)
-    members = [dp_rank for dp_rank, _ in facts]
-    incoming = await c.world.exchange(shares_of(batch, members, c) if c.world.rank == 0 else {}, {0})
-    return incoming[0]
+RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 8, 4, 32
+H20 = Device(**values(read_constants(ROOT / "wechat_yatt.toml")["h20"]))
+MODELS = dict(rollout=(POLICY, 1), genrm=JUDGES["32B"])  # with the devices of an engine, at least
+METADATA = len(pickle.dumps((10**6, 3, 10**3, 511, bytes(28))))  # of a sample: key, tokens, rank, reference
+WAYS = ("ours", "coordinator", "central")
+TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wrote it
 
 
-def shares_of(
-    batch: dict[int, list[Sample]], members: list[int], c: controller.Controller
-) -> dict[int, controller.MiniBatches]:
-    """What rank 0 sends to each rank.
 
-    batch: all samples, by the rank that sent them; members: every rank's data-parallel rank.
-    """
-    actor, samples = c.placement.actor, [sample for part in batch.values() for sample in part]
-    found = {sample.key: sample for sample in samples}
-    tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in found.items()}
-    plan = controller.plan_batch(tokens, actor.cost, c.config, actor.dp_size)
-    shares = [
-        [[[found[key] for key in keys] for keys in mini_batch] for mini_batch in share] for share in plan
-    ]
-    return {rank: shares[dp_rank] for rank, dp_rank in enumerate(members)}
-
-
-EXCHANGE = {"parallel": controller.exchange, "central": central_exchange}
-
-
-# ---------------------------------------------------------------- counting
+# ---------------------------------------------------------------- work alike, and what it comes to
 
 
 @dataclass(frozen=True)
-class Image:
-    """Stands for an image: has its size, but none of its bytes, so that 1,024 ranks fit into one process."""
+class Alike(Lengths):
+    """The k-th prompts of all units have texts alike: figures are a unit's own, not the luck of the draw.
 
-    size: int = MEDIA_BYTES
+    To a tenth: of equal ones the deal would leave every unit its own.
+    """
 
+    units: int = 1
 
-def samples_in(parcel) -> list[Sample]:
-    """The samples of a parcel: a list of them, or of lists."""
-    return (
-        [parcel] if isinstance(parcel, Sample) else [sample for part in parcel for sample in samples_in(part)]
-    )
-
-
-def size_of(pickled: bytes, samples: list[Sample]) -> int:
-    """Bytes of a pickled parcel, with those of its samples' media."""
-    return len(pickled) + sum(image.size for sample in samples for image in sample.media)
+    def of(self, *text: Any) -> int:
+        *_, prompt_id, index = text
+        part = random.Random(repr(text)).uniform(0.9, 1.0)
+        return max(1, round(part * super().of(prompt_id // self.units, index)))
 
 
-@dataclass
-class Tally:
-    """What one controller came to in a run: samples that it holds, and bytes."""
+@dataclass(frozen=True)
+class Even(Workload):
+    """And of every unit as many groups are kept."""
 
-    held: int = 0  # alive now, of those that it made or received
-    peak: int = 0
-    dealt: int = 0
-    sent: int = 0
-    received: int = 0
-    facts: int = 0
-    heard: int = 0
-    gathers: int = 0  # meetings
+    units: int = 1
 
-    def hold(self, samples: list[Sample]) -> None:
-        """Count each sample until the last reference to it is gone."""
-        self.held += len(samples)
-        self.peak = max(self.peak, self.held)
-        for sample in samples:
-            weakref.finalize(sample, self._let_go)
-
-    def _let_go(self) -> None:
-        self.held -= 1
+    def is_right(self, prompt_id: int, index: int) -> bool:
+        return super().is_right(prompt_id // self.units, index)
 
 
-class CountingWorld(fakes.FakeWorld):
-    """FakeWorld that counts. Like World it pickles what goes to another rank, whose samples are its own."""
+class Counting(Network):
+    """By unit. sent: its own facts and samples; relayed: others' facts, in totals that it passes on.
 
-    def __init__(self, rank, size, meetings):
-        super().__init__(rank, size, meetings)
-        self.tally = Tally()
+    dealt: all samples, those that stay, too, and their bytes. grain: tokens that one of theirs stands for.
+    spent: CPU seconds of `counting`, and of merging at the `first` unit, which merges the most, and at
+    `others`.
+    """
 
-    def _tell(self, value):
-        size = len(pickle.dumps(value))
-        self.tally.facts += size
-        self.tally.gathers += 1
+    def __init__(self, grain: int):
+        super().__init__()
+        self.grain, self.dealt, self.spent = grain, (0, 0), Counter()
+        self.sent, self.relayed, self.heard = Counter(), Counter(), Counter()
+
+    def _bytes(self, value: Any) -> int:
+        start = time.process_time()
+        if isinstance(value, list) and value and isinstance(value[0], Sample):
+            tokens = (5 * len(sample.prompt) + TOKEN_BYTES * len(sample.response) for sample in value)
+            size = 200 * len(value) + self.grain * sum(tokens)  # 200: its names and numbers
+        else:
+            size = 0 if value is None else len(pickle.dumps(value))
+        self.spent["counting"] += time.process_time() - start
         return size
 
-    async def gather(self, value):
-        sizes, values = zip(*await super().gather((self._tell(value), value)), strict=True)
-        self.tally.heard += sum(sizes) - sizes[self.rank]
-        return list(values)
+    def gather_s(self, values: list) -> float:
+        sizes = dict(enumerate(map(self._bytes, values)))
+        self.sent.update(sizes)
+        self.heard.update({unit: sum(sizes.values()) - size for unit, size in sizes.items()})
+        return super().gather_s(values)
 
-    async def reduce(self, value, total):
-        self._tell(value)
-        heard, result = await self._meet(value, partial(reduced, total))
-        self.tally.heard += heard[self.rank]
-        return pickle.loads(result)
+    def reduced(self, total: Callable[[list], Any], values: list) -> Any:
+        """Unit 0 has its total merged with a neighbour's at each distance, and tells all the result."""
+        own, values, distance = list(map(self._bytes, values)), list(values), 1
+        self.sent.update(dict(enumerate(own)))
+        while distance < len(values):
+            for unit in range(0, len(values) - distance, 2 * distance):
+                sender = unit + distance
+                size = self._bytes(values[sender]) if distance > 1 else own[sender]
+                self.heard[unit] += size
+                self.relayed[sender] += max(0, size - own[sender])
+                start = time.process_time()
+                values[unit] = total([values[unit], values[sender]])
+                self.spent["others" if unit else "first"] += time.process_time() - start
+            distance *= 2
+        size = self._bytes(values[0])
+        self.relayed[0] += max(0, size - own[0])
+        self.heard.update(dict.fromkeys(range(1, len(values)), size))
+        return values[0]
 
-    async def barrier(self):
-        await super().gather(None)  # no facts
-
-    async def exchange(self, outgoing, senders):
-        pickled = {rank: pickle.dumps(parcel) for rank, parcel in outgoing.items()}
-        sizes = {rank: size_of(pickled[rank], samples_in(parcel)) for rank, parcel in outgoing.items()}
-        self.tally.dealt += sum(sizes.values())
-        self.tally.sent += sum(size for rank, size in sizes.items() if rank != self.rank)
-        self.tally.heard += 8 * len({*senders} - {self.rank})  # as in world.World, the size of each parcel
-        everyones = await super().gather(pickled)
-        incoming = {
-            rank: parcels[self.rank] for rank, parcels in enumerate(everyones) if self.rank in parcels
-        }
-        return {
-            rank: outgoing[rank] if rank == self.rank else self._unpack(parcel)
-            for rank, parcel in incoming.items()
-        }
-
-    def _unpack(self, pickled: bytes):
-        parcel = pickle.loads(pickled)
-        samples = samples_in(parcel)
-        self.tally.received += size_of(pickled, samples)
-        self.tally.hold(samples)
-        return parcel
+    def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
+        for sender, receiver in [(s, r) for s, to in enumerate(parcels) for r in to]:
+            size = self._bytes(parcels[sender][receiver])
+            self.dealt = self.dealt[0] + len(parcels[sender][receiver]), self.dealt[1] + size
+            self.sent[sender] += size * (sender != receiver)
+            self.heard[receiver] += size * (sender != receiver)
+        return super().exchange_s(parcels)
 
 
-def reduced(total, values: list) -> tuple[list[int], bytes]:
-    """What World.reduce has each rank hear, in bytes, and what all have in the end."""
-    heard, distance = [0] * len(values), 1
-    while distance < len(values):
-        for rank in range(0, len(values) - distance, 2 * distance):
-            heard[rank] += len(pickle.dumps(values[rank + distance]))
-            values[rank] = total([values[rank], values[rank + distance]])
-        distance *= 2
-    result = pickle.dumps(values[0])
-    return [size + len(result) * (rank > 0) for rank, size in enumerate(heard)], result
+class Counted(Simulation):
+    """By unit: samples drawn, and held at once; requests to and from it."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.drawn, self.held, self.requests = Counter(), Counter(), Counter()
+
+    async def step(
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
+    ) -> None:
+        unit, mine = c.world.rank, {sample.key for sample in batch.kept}
+        self.drawn[unit] = len(batch.kept + batch.dropped) + sum(map(len, batch.filtered + batch.carried))
+        self.held[unit] = self.drawn[unit] + sum(sample.key not in mine for sample in samples)
+        self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
+        served = (span.rank for span in c.timeline.spans if span.name in self.engines)
+        self.requests.update(served)
+        await super().step(c, step, batch, samples, stats)
 
 
-class CountedPrompts(Prompts):
-    """Prompts whose samples carry media, each its own, and are counted.
-
-    None are held out: evaluation is left out.
-    """
-
-    def __init__(self, source: Source, tally: Tally):
-        super().__init__(source, ANSWERS)
-        self.held_out, self._tally = [], tally
-
-    def group(self, prompt_id):
-        group = super().group(prompt_id)
-        for sample in group:
-            sample.media = (Image(),)
-        self._tally.hold(group)
-        return group
+# ---------------------------------------------------------------- three ways
 
 
-# ---------------------------------------------------------------- measuring
+class Busiest(NamedTuple):
+    samples: float  # held at once
+    sent: float  # bytes, as the next two
+    relayed: float
+    heard: float
+    requests: float  # to and from it
+    seconds: float  # that it thinks in a step
 
 
-@dataclass
-class Figures:
-    """What a run of `steps` steps came to. tallies: by rank; seconds are those of a step."""
-
-    variant: str
-    ranks: int
-    steps: int
-    tallies: list[Tally]
-    cpu_s: float
-    deal_s: float
-
-    def row(self) -> str:
-        """A line of the table: the busiest controller."""
-        peak = max(tally.peak for tally in self.tallies)
-        dealt, sent = max(tally.dealt for tally in self.tallies), max(tally.sent for tally in self.tallies)
-        received, facts = (
-            max(tally.received for tally in self.tallies),
-            max(tally.facts for tally in self.tallies),
-        )
-        heard = max(tally.heard for tally in self.tallies)
-        gathers = max(tally.gathers for tally in self.tallies) / self.steps
-        mb, kb = 1e6 * self.steps, 1e3 * self.steps
-        return (
-            f"{self.variant:9}{self.ranks:6d}{peak:9d}{dealt / mb:10.1f}{sent / mb:9.1f}{received / mb:10.1f}"
-            f"{gathers:9.1f}{facts / kb:8.2f}{heard / kb:8.1f}{1e3 * self.cpu_s:7.1f}{1e3 * self.deal_s:7.1f}"
-        )
+def cluster_of(unit: int, grain: int, meeting_s: float) -> Cluster:
+    """H20s, so many a controller. Weights go to the host and back when their engine sleeps and wakes."""
+    decode, moves = {}, {}
+    for role, (model, tp) in MODELS.items():
+        devices = max(unit, tp)
+        decode[role] = decode_of(model, H20, devices, weights=0.8)
+        swap_s = model.bytes / devices / H20.host
+        moves[role] = Moves(swap_s, swap_s)
+    actor = passes_of(POLICY, H20, unit, mfu=0.4, update=0.5)
+    return Cluster(decode, actor, moves=moves, grain=grain, meeting_s=meeting_s)
 
 
-HEADER = "           ranks  samples  dealt MB  sent MB  recvd MB  gathers  facts   heard    CPU   deal"
+class Scaled(Counted):
+    """media: bytes of a sample's images. Only what goes through one process takes them along."""
+
+    def __init__(self, ranks: int, media: float = 0.0, steps: int = 1):
+        self.media = media
+        units, cluster = ranks // UNIT, cluster_of(UNIT, GRAIN, 1.0)
+        lengths = Alike(600, 1.0, 4096, units), Alike(250, 0.5, 1000, units)
+        sizes = dict(prompts_per_step=PROMPTS * units, answers_per_prompt=ANSWERS, steps=steps)
+        work = Even(512, *lengths, keep=0.5, units=units)
+        super().__init__("partial", units, work, cluster, Counting(GRAIN), **sizes)
+
+    def ways(self) -> dict[str, Busiest]:
+        """A controller works out every decision, merges as unit 0 does, and has its part of the rest."""
+        network, decisions = self.network, sum(self.thinking_s.values())
+        rest = self.cpu_s - decisions - sum(network.spent.values())
+        counts = (self.held, network.sent, network.relayed, network.heard, self.requests)
+        own = decisions + network.spent["first"] + rest / len(self.controllers)
+        drawn, requests, (count, dealt) = sum(self.drawn.values()), sum(self.requests.values()), network.dealt
+        dealt += count * self.media
+        through, puts = drawn * METADATA, drawn + len(self.controllers)
+        ours = Busiest(*(max(count.values()) for count in counts), own)
+        coordinator = Busiest(drawn, through, 0, through, puts, self.thinking_s["deal"])
+        central = Busiest(drawn, dealt, 0, dealt, requests / 2, decisions + rest)
+        return dict(zip(WAYS, (ours, coordinator, central), strict=True))
 
 
-def measure(variant: str, ranks: int, steps: int = STEPS, uneven: bool = False) -> Figures:
-    """Run the controllers with a row of EXCHANGE in place of controller.exchange.
-
-    uneven: see the top of this file.
-    """
-    deal_s, known = [], []
-
-    def plan_once(tokens: dict, *rest) -> list:
-        """The same on every controller: worked out by the first that asks."""
-        if not known or known[0] != tokens:
-            start = time.process_time()
-            known[:] = tokens, balance.plan_batch(tokens, *rest)
-            deal_s.append(time.process_time() - start)
-        return known[1]
-
-    start = time.process_time()
-    with (
-        without_collector(),
-        mock.patch.object(controller, "exchange", EXCHANGE[variant]),
-        mock.patch.object(controller, "plan_batch", plan_once),
-        mock.patch.object(rollout, "MEETING_INTERVAL_S", MEETING_INTERVAL_S),
-    ):
-        settings = dict(steps=steps, prompts_per_step=PROMPTS_A_RANK * ranks, answers_per_prompt=ANSWERS)
-        settings |= dict(write=fakes.write_answer if uneven else every_rank_alike(ranks))
-        settings |= dict(world_class=CountingWorld, prepare_controller=prepare)
-        controllers, _ = fakes.simulate("partial", ranks, **settings)
-        cpu_s = time.process_time() - start - sum(deal_s)
-    tallies = [c.world.tally for c in controllers]
-    return Figures(variant, ranks, steps, tallies, cpu_s / ranks / steps, fmean(deal_s))
+def exponents(found: dict[int, Busiest]) -> dict[str, float]:
+    """x of ranks**x, by what is counted: the slope through the logarithms; 0 of what never is."""
+    ranks, columns = [log(n) for n in found], zip(*found.values(), strict=True)
+    logs = [[log(n) for n in column] if all(column) else [0.0] * len(ranks) for column in columns]
+    slopes = [linear_regression(ranks, column).slope for column in logs]
+    return dict(zip(Busiest._fields, slopes, strict=True))
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Without Python's cycle collector, which would look through the objects of all ranks."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def table_of(ways: dict[str, dict[int, Busiest]], step_s: dict[int, float]) -> list[str]:
+    """Markdown, with what grows and what is constant."""
+    head = "| way | ranks | samples | sent MB | relayed MB | heard MB | requests | thinks, part of the step |"
+    lines = [head, "|---|" + "--:|" * 7]
+    for way, found in ways.items():
+        for n, b in found.items():
+            megabytes = " | ".join(f"{size / 1e6:,.3f}" for size in (b.sent, b.relayed, b.heard))
+            thinks = f"{b.seconds:.2f} s, {b.seconds / step_s[n]:.2%}"
+            lines += [f"| {way} | {n:,} | {b.samples:,} | {megabytes} | {b.requests:,.0f} | {thinks} |"]
+        grows = [f"{name} ranks^{x:.2f}" for name, x in exponents(found).items() if abs(x) >= 0.05]
+        lines += [f"| {way} | grows: | " + ", ".join(grows or ["nothing"]) + " | | | | | |"]
+    return lines
 
 
-def prepare(c: controller.Controller) -> None:
-    """Count the samples that are made. The fakes keep none that the real report and actor wouldn't."""
-    c.prompts = CountedPrompts(c.prompts.source, c.world.tally)
-    c.state.groups_per_kept = KEPT_ONE_IN  # as a run has learnt after some steps
-    c.report.steps = c.placement.actor.batches = deque(maxlen=0)
+def picture_of(ways: dict[str, dict[int, Busiest]], path: Path) -> None:
+    canvas, panels = pyplot.subplots(1, 6, figsize=(18, 3), layout="constrained")
+    for panel, name in zip(panels, Busiest._fields, strict=True):
+        for way, found in ways.items():
+            column = [each._asdict()[name] or None for each in found.values()]
+            panel.loglog(list(found), column, "o-", label=way)
+        panel.set(title=name, xlabel="ranks")
+    panels[0].legend()
+    canvas.savefig(path, dpi=90)
 
 
-def every_rank_alike(ranks: int):
-    """A writer of answers of many lengths: one in KEPT_ONE_IN of every rank's prompts is informative.
-
-    The k-th prompts of all controllers are alike, so that the figures are their own and not the luck of the
-    draw: on any number of ranks a step has the same waves and meetings.
-    """
-
-    def write(prompt, index, sampling):
-        draw = int("".join(map(chr, prompt)).split("+")[0])
-        right = (draw // ranks) % KEPT_ONE_IN == 0 and index % 2 == 0
-        length = 10 + (draw // ranks * 7919 + index * 104729) % 53
-        text = f">{draw if right else draw + 1}".rjust(length)
-        return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-    return write
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--uneven", action="store_true")
-    chosen = parser.parse_args()
-    measure("parallel", 2)  # the first run in a process is slower
-    print(HEADER)
-    for variant in EXCHANGE:
-        for ranks in chosen.ranks:
-            print(measure(variant, ranks, uneven=chosen.uneven).row(), flush=True)
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--media", type=float, default=0.0, metavar="MB", help="of a sample")
+    chosen = parser.parse_args(arguments)
+    step_s, found = {}, {}
+    for ranks in QUICK if chosen.quick else RANKS:
+        run = Scaled(ranks, 1e6 * chosen.media)
+        step_s[ranks], found[ranks] = run.run()[-1].ended_s, run.ways()
+    ways = {way: {ranks: each[way] for ranks, each in found.items()} for way in WAYS}
+    lines = table_of(ways, step_s)
+    print(*lines, sep="\n")
+    if chosen.write:
+        DOCS.mkdir(parents=True, exist_ok=True)
+        picture_of(ways, DOCS / "scale.png")
+        text = "\n".join([f"# {__doc__}", *lines, "", "![By ranks](scale.png)", ""])
+        (DOCS / "scale.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 from tables import picture, print_table, quartile_spread
+from workloads import WORKLOADS
 
 from config import Config
 from scheduling.fusion import TAILS
 
 STEPS = 5  # of a static side, the first not counted
-WORKLOADS = ("short", "tail", "tail-judged", "resample", "judge-heavy")
+OWN = [name for name in WORKLOADS if not name.startswith("yatt")]  # those are papers/wechat_yatt.py's
 FUSED = [f"fused {tail:g}" for tail in (0, *TAILS)]
 MOVING = ("rebalance", "auto", "from 0.05", "from 0.9")  # choose their split; their first half isn't counted
 
@@ -63,9 +64,9 @@ def make_sides(given: Namespace, ranks: int) -> list[dict]:
     sides = []
     for repeat in range(given.repeats):
         for workload in given.workloads:
-            labels = dict(workload=workload, repeat=repeat)
+            labels = dict(workload=workload, repeat=repeat, swap_s=given.swap)
             order = static[:: -1 if repeat % 2 else 1]
-            sides += [labels | dict(side=name, splits=options, steps=STEPS) for name, options in order]
+            sides += [labels | dict(side=name, splits=options, steps=given.steps) for name, options in order]
             if repeat == 0 and given.moving:
                 sides += [labels | dict(side=s, splits=o, steps=given.moving) for s, o in moving]
     return sides
@@ -246,15 +247,20 @@ def compare_shift(given: Namespace, out: Path) -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=OWN, choices=WORKLOADS)
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help="full, 1|3, auto, ...: these alone")
     tails = "of fused mode, each a side; of several also --rebalance from both ends"
     parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], help=tails)
     parser.add_argument("--repeats", type=int, default=3)
+    steps = "of a side that doesn't move; the first isn't counted"
+    parser.add_argument("--steps", type=int, default=STEPS, help=steps)
+    swap = "seconds more that two roles take to change places"
+    parser.add_argument("--swap", type=float, default=0.0, help=swap)
     moving = "of the sides that may move; 0: leave them out"
     parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)
-    pace = "a decode step lasts at least so long, plus so long a sequence"
-    parser.add_argument("--pace", default="", metavar="MS,MS", help=pace)
+    pace = "a decode step lasts at least so long, plus so long a sequence, and more for a prompt that is "
+    pace += "read; behind a semicolon the judge's"
+    parser.add_argument("--pace", default="", metavar="MS,MS[,MS][;...]", help=pace)
     parser.add_argument("--bench-shift", action="store_true")
     parser.add_argument("--over-dispatch", action="store_true")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "modes.png")

@@ -1,8 +1,8 @@
 """cpu/sglang.py with a pace: a step of the model lasts at least as long as on the device that is played.
 
 For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
-to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; with it, bench/served_load.py
-has servers run this module.
+to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is more for each
+prompt that is read. With it, bench/served_load.py has servers run this module.
 """
 
 import math
@@ -18,12 +18,14 @@ def at_pace(forward, pace):
     Sampling and scheduling between two steps hide behind the device, as they do on a GPU: a step that comes
     in less time than it lasts begins where the one before ended.
     """
-    fixed_ms, each_ms = map(float, pace.split(","))
+    fixed_ms, each_ms, *read_ms = map(float, pace.split(","))
     ended = -math.inf
 
     def paced(self, input_ids, positions, forward_batch, *args, **kwargs):
         nonlocal ended
-        now, lasts = time.perf_counter(), (fixed_ms + each_ms * forward_batch.batch_size) / 1000
+        reads = bool(read_ms) and forward_batch.forward_mode.is_extend()
+        sequence_ms = each_ms + sum(read_ms) * reads
+        now, lasts = time.perf_counter(), (fixed_ms + sequence_ms * forward_batch.batch_size) / 1000
         due = (ended if now - ended < lasts else now) + lasts
         result = forward(self, input_ids, positions, forward_batch, *args, **kwargs)
         time.sleep(max(0.0, due - time.perf_counter()))

@@ -1,6 +1,8 @@
 """What a fused table of actor and critic saves, run on real stages, beside what its schedule says.
 
     python -m bench.schedules [--ranks 4] [--micro-batches 8 4] [--repeats 5] [--pace 40 80]
+    python -m bench.schedules --instances papers/published/rlhfuse_table3.json    worked out, nothing is run
+    python -m bench.schedules --passes RUN STEP      passes.png: what a run's pipelines did in a step
 
 Both schedules are run as tables of the same two models, of the demo's width, in turns. A pace makes a forward
 and a backward pass last at least so many milliseconds, asleep: then ranks that share this machine's cores
@@ -22,15 +24,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from actor import Actor, cross_entropy_loss
-from bench.tables import print_table, spread
+from bench.tables import picture, print_table, spread
 from config import Config
 from critic import Critic, returns_loss
 from recipes.addition import models
-from scheduling.pipeline import SCHEDULES, evaluate
+from reporting import timeline
+from scheduling.pipeline import SCHEDULES, base_memory, bound, evaluate, fused, read_instances
 from training import executor
 
 SERIAL, FUSED = "1f1b", "fused"
 LENGTH = 32  # tokens of a micro-batch's only sequence
+PASSES = {"actor": timeline.COLORS["train"], "reward critic": timeline.COLORS["genrm"]}
+PASSES |= {"cost critic": timeline.COLORS["rollout"]}
 
 
 def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
@@ -102,13 +107,53 @@ def report(count: int, planned: dict[str, float], runs: dict[str, list], pipes: 
     print(f"fused / serial: {measured:.3f}, by the tables {expected:.3f}: {measured / expected - 1:+.1%}")
 
 
+def print_instances(path: str) -> None:
+    """What fusing gains by the tables alone."""
+    rows = []
+    for name, pipes in read_instances(path).items():
+        start = time.perf_counter()
+        latency, memory, _ = evaluate(pipes, fused(pipes))
+        seconds = time.perf_counter() - start
+        serial, least = evaluate(pipes, SCHEDULES[SERIAL].table(pipes)).latency, bound(pipes)
+        numbers = [f"{number:g}" for number in (least, serial, latency)]
+        rows.append([name, *numbers, f"{memory / base_memory(pipes):.2f}", f"{seconds:.1f}"])
+    print_table(["instance", "bound", "1F1B in turn", "fused", "memory over 1F1B's", "seconds"], rows)
+
+
+def draw_passes(records: timeline.Records, step: int, path: Path) -> None:
+    """A step's passes by rank: forward pale, backward full, the micro-batch's number. ValueError if none."""
+    passes = [done for done in records.passes if done.step == step]
+    if not passes:
+        raise ValueError(f"no pass of a pipeline was recorded in step {step}")
+    ranks, begin = sorted({done.rank for done in passes}), min(done.start for done in passes)
+    with picture(path, 1, 13) as (axes,):
+        for done in passes:
+            row, left, width = ranks.index(done.rank), done.start - begin, done.end - done.start
+            style = dict(color=PASSES[done.model], edgecolor="white", alpha=1.0 if done.backward else 0.5)
+            axes.barh(row, width, left=left, height=0.8, **style)
+            axes.text(left + width / 2, row, f"{done.micro_batch}", fontsize=7, ha="center", va="center")
+        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"seconds since the first pass of step {step}; forward pale, backward full")
+        for model in sorted({done.model for done in passes}):
+            axes.barh(0, 0, color=PASSES[model], label=model)
+        axes.legend(loc="lower right", fontsize=8)
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help="ms: forward, backward")
+    parser.add_argument("--instances", metavar="FILE")
+    parser.add_argument("--passes", nargs=2, metavar=("RUN", "STEP"))
     given = parser.parse_args()
+    if given.instances:
+        return print_instances(given.instances)
+    if given.passes:
+        run, step = given.passes
+        return draw_passes(timeline.read(Path(run, "spans")), int(step), Path("passes.png"))
     with tempfile.TemporaryDirectory() as folder:
         models.SHAPE["num_hidden_layers"] = 2 * given.ranks
         models.new_model(Path(folder, "model"), seed=0)

@@ -9,6 +9,7 @@ run, on the same engines and prompts.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import json
 import os
@@ -16,11 +17,12 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import meter
-from workloads import CRITIQUE, WORKLOADS, Workload, is_kept, length_of
+from workloads import WORKLOADS, Workload, critique_of, is_kept, length_of
 
 import controller
 import data
@@ -29,6 +31,7 @@ import rewards
 import run
 from config import Config
 from controller import Controller, State, train
+from engines import fleet
 from engines.engine import Engine, seed_of
 from engines.pool import Pool
 from placement import Plan
@@ -65,8 +68,36 @@ class Load:
         """Of an answer, `done` tokens of which are there."""
         return length_of(self.name, *self._keys[seed]) - done
 
+    def critique(self, sample: Sample) -> int:
+        return critique_of(self.name, *sample.key)
+
     def reward(self, sample: Sample) -> float:
         return float(sample.index % 2) if is_kept(self.name, sample.prompt_id) else 1.0
+
+
+class PlayedEngine(Engine):
+    """At the pace of BENCH_PACE_MS if that is set: rollout's, and behind a semicolon genrm's.
+
+    swap_s: more that two roles take to change places.
+    """
+
+    swap_s = 0.0
+
+    @classmethod
+    def launch(cls, role: str, *arguments: Any, **more: Any) -> PlayedEngine:
+        paces = os.environ.get("BENCH_PACE_MS", "").split(";")
+        os.environ["BENCH_PACE_MS"] = paces[-1 if role == "genrm" else 0]  # a server has a copy of ours
+        engine = super().launch(role, *arguments, **more)
+        os.environ["BENCH_PACE_MS"] = ";".join(paces)
+        return engine
+
+    async def sleep(self) -> None:
+        await super().sleep()
+        await asyncio.sleep(self.swap_s / 2)
+
+    async def wake_weights(self) -> None:
+        await super().wake_weights()
+        await asyncio.sleep(self.swap_s / 2)
 
 
 # ---------------------------------------------------------------- parts of a controller
@@ -89,9 +120,8 @@ class GivenRewards(rewards.Rewards):
     """Critiques of a given length by the real judge, numbers from the load. No two answers are the same."""
 
     def __init__(self, load: Load, c: Controller):
-        (judge,), self._load = c.rewards.judges, load
-        judge.sampling = dataclasses.replace(judge.sampling, ignore_eos=True, max_new_tokens=CRITIQUE)
-        super().__init__(c.config, [judge], [], c.report.decode)
+        super().__init__(c.config, c.rewards.judges, [], c.report.decode)
+        self._load = load
 
     def reset(self) -> None:
         super().reset()
@@ -99,7 +129,10 @@ class GivenRewards(rewards.Rewards):
 
     async def score(self, sample: Sample, pool: Pool) -> None:
         (judge,), answer = self.judges, f"{sample.prompt_id}+{sample.index}"
-        task = self._tasks[answer] = asyncio.create_task(judge.ask(sample.question, answer, pool))
+        exactly = copy.copy(judge)  # of other lengths for each sample
+        lengths = dict(ignore_eos=True, max_new_tokens=self._load.critique(sample))
+        exactly.sampling = dataclasses.replace(judge.sampling, **lengths)
+        task = self._tasks[answer] = asyncio.create_task(exactly.ask(sample.question, answer, pool))
         await asyncio.shield(task)
         sample.reward, sample.verdict = self._load.reward(sample), True
 
@@ -161,7 +194,10 @@ async def measure_side(c: Controller, side: dict, plans: list[Plan]) -> int:
     """Some steps of one side: a plan, or those among which `rebalance` chooses (collective)."""
     placement, rollout = c.placement, c.placement.rollout
     placement.plans, placement.plan, c.timeline.step = plans, plans[0], 0
-    settings = {"over_dispatch": 1.0, "steps": side["steps"]} | side.get("settings", {})
+    PlayedEngine.swap_s = side.get("swap_s", 0.0)
+    prompts = WORKLOADS[side["workload"].partition("+")[0]].prompts
+    settings = dict(over_dispatch=1.0, steps=side["steps"], prompts_per_step=prompts)
+    settings |= side.get("settings", {})
     config = dataclasses.replace(c.config, **settings)
     load = Load(side["workload"], config, c.timeline)
     parts = dict(prompts=LoadPrompts(load, c, config), rewards=GivenRewards(load, c))
@@ -191,14 +227,15 @@ def measure(sides: list[dict], out: Path) -> Callable:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    sides = "JSON: a list of workload, side, repeat, splits, steps, settings"
+    sides = "JSON: a list of workload, side, repeat, splits, steps, settings, swap_s"
     parser.add_argument("--sides", type=Path, required=True, help=sides)
     parser.add_argument("--measured", type=Path, required=True, help="where to write each step's metrics")
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
     genrm.MAX_JUDGE_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
-        Engine.module = "bench.paced_server"
+        PlayedEngine.module = "bench.paced_server"
+    fleet.Engine = PlayedEngine
     # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side.
     # --tail adds a plan to those of auto
     run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", "--tail", "0", *theirs])

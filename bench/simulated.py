@@ -20,24 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from papers.tables import ROOT, read_constants, values
-from papers.wechat_yatt import JUDGES, POLICY, engine_of
-from scheduling.costs import Device, passes_of
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import moves_of
+from bench.central import MODELS, cluster_of
+from simulation.cluster import Lengths, Simulation, Workload
 
-CONSTANTS = read_constants(ROOT / "wechat_yatt.toml")
-H20 = Device(**values(CONSTANTS["h20"]))
 WORK = Workload(512, Lengths(600, 1.0, 4096), Lengths(250, 0.5, 1000), keep=0.5)
-JUDGE, JUDGE_TP = JUDGES["32B"]
-
-
-def cluster_of(chosen: argparse.Namespace) -> Cluster:
-    devices = dict(rollout=(POLICY, chosen.unit), genrm=(JUDGE, max(JUDGE_TP, chosen.unit)))
-    decode = {role: engine_of(CONSTANTS, model, tp) for role, (model, tp) in devices.items()}
-    moves = {role: moves_of(H20, model.bytes / tp) for role, (model, tp) in devices.items()}
-    actor = passes_of(POLICY, H20, chosen.unit, mfu=0.4, update=0.5)
-    return Cluster(decode, actor, moves=moves, grain=chosen.grain, meeting_s=chosen.meeting)
 
 
 def main() -> None:
@@ -55,8 +41,9 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0)
     chosen = parser.parse_args()
     sizes = dict(prompts_per_step=chosen.prompts, answers_per_prompt=chosen.answers, steps=chosen.steps)
-    sizes |= dict(genrm_tp=max(1, JUDGE_TP // chosen.unit))
-    run = Simulation(chosen.mode, chosen.ranks // chosen.unit, WORK, cluster_of(chosen), **sizes)
+    sizes |= dict(genrm_tp=max(1, MODELS["genrm"][1] // chosen.unit))
+    cluster = cluster_of(chosen.unit, chosen.grain, chosen.meeting)
+    run = Simulation(chosen.mode, chosen.ranks // chosen.unit, WORK, cluster, **sizes)
     profile = cProfile.Profile()
     if chosen.profile:
         profile.runcall(run.run, share=not chosen.alone)

@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,8 +77,7 @@ def our_loss(command: str, model: Path) -> dict[str, float]:
     settings = ["--max-tokens-per-micro-batch", "512", "--dpo-beta", str(BETA)]
     config = parse_config([command, "--model", str(model), *settings])
     tokenizer, parse = data.load_tokenizer(config.model), finetune.TASKS[command].parse
-    all_rows = replace(config, eval_prompts=0)  # none held out
-    rows = finetune.read_examples(OUT / f"{command}.jsonl", parse, tokenizer, all_rows).batch(0, ROWS)
+    rows = finetune.read_examples(OUT / f"{command}.jsonl", parse, tokenizer, config)
     if command == "dpo":
         other, samples = Actor(config, str(OUT / "reference")), flat([rows])
         for sample, logprobs in zip(samples, other.logprobs(samples), strict=True):

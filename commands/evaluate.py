@@ -77,8 +77,7 @@ async def ask(
 
 async def run(config: Config) -> str:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
-    tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
-    reader = reader_of(config.model)
+    tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
     problems = read_problems(config, partial(data.encode_prompt, tokenizer, reader), reader)
     answer_of = formats_of(config)[0].answer_of
     stop = data.stop_tokens(config.model, tokenizer, reader)
@@ -92,7 +91,7 @@ async def run(config: Config) -> str:
         asked = {"question": problem.question, "answer": problem.answer_key}
         rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right})
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
-    for k in config.pass_at:
+    for k in (2**n for n in range(config.samples.bit_length())):
         passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)
         figures[f"eval/pass@{k}"] = fmean(passed)
     facts = figures | {"prompts": len(problems), "config": dataclasses.asdict(config)}

@@ -24,7 +24,7 @@ from torch import Tensor
 import data
 from actor import Actor, Reference, cross_entropy_loss, learning_rate, target_logprobs
 from checkpoint import archive
-from config import Config, make_out
+from config import HELD_OUT, Config, make_out
 from controller import MAX_SKIPS
 from critic import Critic, target_values
 from reporting.describe import run_metadata
@@ -45,10 +45,10 @@ def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
     """
-    name = tokenizer.name_or_path
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"{where}: the tokenizer in {name} has no end-of-sequence token")
+            where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
+            raise ValueError(f"{where} has no end-of-sequence token")
         return data.encode_pair(tokenizer, prompt, answer, where)
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
@@ -59,8 +59,6 @@ def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise ValueError(f"{where}: a conversation ends with {needed}")
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{where}: chat turns need a chat template, and the tokenizer in {name} has none")
     return data.encode_pair(tokenizer, turns[:-1], turns[-1:], where)
 
 
@@ -90,19 +88,7 @@ def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in pair]
 
 
-class Examples:
-    """The rows of a file, in a new seeded order every epoch, and those that are held out."""
-
-    def __init__(self, rows: list[Example], seed: int, held_out: int):
-        self._rows, self._order = rows, data.Shuffled(range(len(rows)), seed, held_out)
-        self.held_out, self.count = [rows[i] for i in sorted(self._order.held_out)], self._order.count
-
-    def batch(self, step: int, size: int) -> list[Example]:
-        """The examples of a step: the same on every rank."""
-        return [self._rows[self._order.training(n)] for n in range(step * size, (step + 1) * size)]
-
-
-def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> Examples:
+def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:
     """ValueError with file and line for a row that can't be used, or is longer than a micro-batch."""
     rows, budget = [], config.max_tokens_per_micro_batch
     for line, row in data.read_rows(path):
@@ -110,7 +96,7 @@ def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
             raise ValueError(f"{path}:{line}: {tokens} tokens don't fit into {flag}")
-    return Examples(rows, config.seed, config.eval_prompts)
+    return rows
 
 
 def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
@@ -221,21 +207,24 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
 def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
     name, path = config.command, Path(config.data or out / "data.jsonl")
-    tokenizer = data.load_tokenizer(config.model, config.trust_remote_code)
+    tokenizer = data.load_tokenizer(config.model)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
-    sizes = f"{len(examples.held_out)} more are held out; {config.steps} steps of {config.batch_size}"
-    progress.line(f"nanoYATT {name}: {config.model} learns from {examples.count} examples of {path}, {sizes}")
+    order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
+    held_out = [examples[number] for number in sorted(order.held_out)]
+    sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
+    progress.line(f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}")
     learner, writer, skips = Learner(config), MetricsWriter(out) if rank == 0 else None, 0
     for step in range(config.steps + 1):
         row, began = {}, time.perf_counter()
-        if examples.held_out and (step % config.eval_every == 0 or step == config.steps):
+        if held_out and (step % config.eval_every == 0 or step == config.steps):
             progress.doing(f"{name}: held-out examples")
-            metrics = learner.measure(examples.held_out)
+            metrics = learner.measure(held_out)
             row |= {f"{name}/held_out_{metric}": value for metric, value in metrics.items()}
             progress.line(f"after {step:3d} steps: {format_metrics(metrics)} on held-out examples")
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
-            metrics = learner.step(examples.batch(step, config.batch_size))
+            numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
+            metrics = learner.step([examples[order.training(number)] for number in numbers])
             skips = skips + 1 if metrics["skipped"] else 0
             row |= {f"{name}/{metric}": value for metric, value in metrics.items()}
             row["time/step_s"] = time.perf_counter() - began

@@ -142,12 +142,9 @@ def verdicts(config: Config, trainers: Models, engines: Models) -> list[str]:
     lines, here = [], [cuda.get_device_properties(0).total_memory] if cuda.is_available() else []
     for size in here or SIZES:
         peaks = peaks_of(config, trainers, engines, size)
-        worst = max(peaks, key=peaks.get)
         shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
-        fits = "takes it" if peaks[worst] <= size else "IS TOO SMALL"
+        fits = "takes it" if max(peaks.values()) <= size else "IS TOO SMALL"
         lines.append(f"  a device of {size / 1e9:.0f} GB {fits}, in GB: {shown}")
-        if peaks[worst] > size:
-            lines.append(f"    first try {advice(worst, config, trainers, engines)}")
     return lines
 
 
@@ -167,15 +164,3 @@ def peaks_of(config: Config, trainers: Models, engines: Models, device: float) -
     peaks |= {"training all models": sum(needs.values())} if fuses else needs
     peaks["the push"] = states + rollout["weights"]
     return {name: needed + ASLEEP for name, needed in peaks.items()}
-
-
-def advice(worst: str, config: Config, trainers: Models, engines: Models) -> str:
-    """What to change first: what takes most, where it can be had for less."""
-    actor, served = trainers["actor"], max((parts["weights"] for parts in engines.values()), default=0)
-    pushes_more = worst == "the push" and served > actor["weights"] + actor["gradients"]
-    if worst.startswith("serving") or pushes_more:
-        return "a higher --mem-fraction, --rollout-tp or --genrm-tp"
-    if actor["activations"] < sum(actor.values()) / 2:
-        return f"--tp {2 * config.tp} --sp"
-    half = f"--max-tokens-per-micro-batch {config.max_tokens_per_micro_batch // 2}"
-    return half if config.recompute else "--recompute"

@@ -14,6 +14,7 @@ import itertools
 import json
 from pathlib import Path
 
+import data
 from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
 from sample import Sample
@@ -63,16 +64,10 @@ def read_replay(path: Path) -> list[list[Sample]]:
     if not path.is_file():
         raise ValueError(f"--replay {path}: no such file")
     by_step = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise ValueError(f"--replay {path}:{number}: not valid JSON") from None
-        if not (isinstance(row, dict) and row.keys() == FIELDS and isinstance(row["step"], int)):
+    for number, row in data.read_rows(path):
+        if row.keys() != FIELDS or not isinstance(row["step"], int):
             needed = "expected the fields of a Sample and its step, as of --rollout-only"
             raise ValueError(f"--replay {path}:{number}: {needed}")
-        by_step.setdefault(row.pop("step"), []).append(Sample(**row))
-    if not by_step:
-        raise ValueError(f"--replay {path}: the file holds no sample")
+        by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

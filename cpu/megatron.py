@@ -8,21 +8,12 @@ patched, every other library would see a CUDA that is not there.
 import contextlib
 import importlib.abc
 import importlib.machinery
-import logging
 import re
 import sys
-import warnings
 from types import MappingProxyType
 
 import torch
 
-WARNINGS = (  # about optional packages and about old calls inside Megatron: nothing that a user can act on
-    r".*Apex (is|are) not installed",
-    r"tp_group is None, using default tp group",
-    r"Could not import flask",
-    r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
-)
-CPU_WARNINGS = (r"When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS",)
 REWRITES = {  # of a module's source, in this order
     r"torch\.cuda\.(\w+Tensor['\"])": r"torch.\1",
     r"from torch\.cuda import": "from _CpuDevice import",
@@ -80,12 +71,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make megatron.core importable here, and quiet, before its first import. A second call does nothing."""
-    on_cpu = not torch.cuda.is_available()
-    for message in WARNINGS + CPU_WARNINGS * on_cpu:
-        warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # it says that it is off
-    if on_cpu and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Make megatron.core importable here, before its first import. A second call does nothing."""
+    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert "megatron.core" not in sys.modules, "install() must run before megatron.core is imported"
         sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())

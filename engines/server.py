@@ -16,12 +16,12 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from config import Config
-from images.reader import VISION_FAMILIES
+from images.reader import sees
 from runtime.world import live_process
 
 if TYPE_CHECKING:
@@ -78,11 +78,6 @@ def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
     return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" and sees(model_dir) else {}
 
 
-def sees(model_dir: str | Path) -> bool:
-    """Whether it reads images."""
-    return model_config(model_dir).get("model_type") in VISION_FAMILIES
-
-
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     """Ours without torchrun's variables, from which SGLang would join our process group.
 
@@ -108,22 +103,19 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
 
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
-    found = model_config(model_dir)
-    found = found.get("text_config", found)  # of a model that sees
-    length = config.max_model_len or found.get("max_position_embeddings")
-    if not length:
-        raise ValueError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
-    return length
-
-
-def model_config(model_dir: str | Path) -> dict[str, Any]:
+    if config.max_model_len:
+        return config.max_model_len
     path = Path(model_dir, "config.json")
     if not path.is_file():
         raise ValueError(f"{model_dir}: not a Hugging Face model directory, it has no config.json")
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
+    found = found.get("text_config", found)  # of a model that sees
+    if "max_position_embeddings" not in found:
+        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len")
+    return found["max_position_embeddings"]
 
 
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:

@@ -63,10 +63,15 @@ class ImageReader:
         return found["pixel_values"], found["image_grid_thw"]
 
 
+def sees(model_dir: str | Path) -> bool:
+    """Whether the model reads images; no, if it isn't there yet (a dry run of the demo)."""
+    path = Path(model_dir, "config.json")
+    return path.is_file() and json.loads(path.read_text()).get("model_type") in VISION_FAMILIES
+
+
 def reader_of(model_dir: str) -> ImageReader | None:
     """None of a model that reads text alone."""
-    family = json.loads((Path(model_dir) / "config.json").read_text()).get("model_type")
-    return ImageReader(model_dir) if family in VISION_FAMILIES else None
+    return ImageReader(model_dir) if sees(model_dir) else None
 
 
 def decoded(data: bytes, where: str) -> Any:

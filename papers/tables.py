@@ -61,10 +61,8 @@ class Paper(NamedTuple):
         kind = "fitted" if kind == "predicted" and point.name in fitted_on(self.constants) else kind
         return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note or point.note)
 
-    def of(self, figure: str, **columns: str) -> list[Point]:
-        """A figure's points, those with these columns alone."""
-        wanted = {"figure": figure} | columns
-        return [point for point in self.points if wanted.items() <= point._asdict().items()]
+    def of(self, figure: str) -> list[Point]:
+        return [point for point in self.points if point.figure == figure]
 
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
@@ -151,12 +149,11 @@ def picture_of(rows: list[Row], path: Path) -> None:
 
 def command(
     name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str],
-    picture: Callable[[list[Row], Path], None] = picture_of, measure: Callable[[], None] | None = None,
+    picture: Callable[[list[Row], Path], None] = picture_of, measure: Callable[[bool], None] | None = None,
 ) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
-    figures: what makes the rows of each, or raises ValueError for a point that it doesn't know. measure: what
-    --real does first.
+    figures: what makes a figure's rows, or raises ValueError for a point. measure: what --real does first.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
@@ -167,7 +164,7 @@ def command(
         parser.add_argument("--real", action="store_true", help="measure on this machine first")
     chosen = parser.parse_args(arguments)
     if measure and chosen.real:
-        measure()
+        measure(chosen.quick)
     try:
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
         points = [point for file in files for point in read_points(file)]

@@ -5,7 +5,6 @@ engine can decode at once. Below, a thin row per answer of a step: the long tail
 are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
     python -m reporting.figure RUN --steps 10 14
-    python -m reporting.figure RUN --passes 10         the passes of a step's pipelines, as RLHFuse draws them
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ LABELS = {  # kind of mark -> height of its text, the side of its time that it s
     "tail": (MIDDLE, "right", INK),
     "wave": (LOWER, "left", GREY),
 }
-PASSES = dict(zip(("actor", "reward critic", "cost critic"), list(COLORS.values())[2::-1], strict=True))
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,11 @@ def of_steps(records: Records, first: int, last: int) -> Records:
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """ValueError when `out` is no run, or has no span of these steps."""
+    """What a run left of these steps. ValueError when `out` is no run."""
     if not (out / "config.json").is_file():
         raise ValueError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     records = of_steps(read(out / "spans"), first, last)
-    if not records.spans:
-        raise ValueError(f"{out} has no steps {first} to {last}")
     title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
     return Picture(title, records, config["max_running_requests"])
 
@@ -153,43 +149,18 @@ def _draw_answers(axes: Axes, rows: list[tuple[int, SampleSpan]], height: float)
     axes.set_ylabel("answers", fontsize=8.5, color=INK)
 
 
-def make_pipeline_figure(records: Records, step: int) -> Figure:
-    """A step's passes by rank: forward pale, backward full, the micro-batch's number. ValueError if none."""
-    passes = [done for done in records.passes if done.step == step]
-    if not passes:
-        raise ValueError(f"no pass of a pipeline was recorded in step {step}")
-    ranks, begin = sorted({done.rank for done in passes}), min(done.start for done in passes)
-    figure = Figure(figsize=(13, 1.2 + 0.45 * len(ranks)), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.set_frame_on(False)
-    for done in passes:
-        row, left, width = ranks.index(done.rank), done.start - begin, done.end - done.start
-        style = dict(height=0.8, color=PASSES[done.model], edgecolor="white", linewidth=0.5)
-        axes.barh(row, width, left=left, alpha=1.0 if done.backward else 0.5, **style)
-        axes.text(left + width / 2, row, f"{done.micro_batch}", fontsize=7, ha="center", va="center")
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks], fontsize=8.5)
-    axes.set_ylim(len(ranks) - 0.4, -0.6)
-    axes.set_xlabel(f"seconds since the first pass of step {step}", fontsize=9, color=INK, loc="left")
-    models = [model for model in PASSES if any(done.model == model for done in passes)]
-    handles = [Patch(color=PASSES[model], label=f"{model}: forward pale, backward full") for model in models]
-    figure.legend(handles=handles, ncols=3, loc="outside lower right", fontsize=8, frameon=False)
-    return figure
-
-
 def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
     parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
-    parser.add_argument("--passes", type=int, metavar="STEP", help="draw the passes of this step's pipelines")
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        if given.passes is None:
-            figure = make_figure(read_run(given.run, *given.steps))
-        else:
-            figure = make_pipeline_figure(read(given.run / "spans"), given.passes)
-        figure.savefig(given.figure)
+        picture = read_run(given.run, *given.steps)
+        if not picture.records.spans:
+            raise ValueError("{} has no steps {} to {}".format(given.run, *given.steps))
+        make_figure(picture).savefig(given.figure)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {given.figure}")

@@ -133,11 +133,8 @@ class Report:
             return
         from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-        records = tl.read(self.out / "spans")
-        tl.write_trace(records, self.out / "trace.json")
-        title = f"{self.config.mode} colocation, {self.world.size} ranks, the last steps"
-        picture = figure.Picture(title, figure.of_steps(records, -4, -1), self.config.max_running_requests)
-        figure.make_figure(picture).savefig(self.out / "timeline.png")
+        tl.write_trace(tl.read(self.out / "spans"), self.out / "trace.json")
+        figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
         self._writer.write(self.config.steps, self._evaluated)
         self._writer.close()
 

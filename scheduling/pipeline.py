@@ -5,20 +5,17 @@ A schedule makes a `Table` of the `Pipe`s that an optimizer step trains; one exe
 `1f1b`: PipeDream-Flush, pipe after pipe. `interleaved`: several stages of a pipe on a rank, so that fill and
 drain are shorter (Megatron-LM, arXiv 2104.04473, section 2.2). `fused`: all pipes in one table, where those
 that run in opposite directions fill each other's idle time (RLHFuse, arXiv 2409.13221, section 5; it searches
-by simulated annealing, here it is list scheduling). `python -m scheduling.pipeline FILE` shows what it gains.
+by simulated annealing, here it is list scheduling). `python -m bench.schedules` shows what it gains.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -307,37 +304,8 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def read_instances(path: str) -> dict[str, list[Pipe]]:
-    """A JSON file's instance, or list of them, by name. ValueError, KeyError or TypeError if it is none."""
-    content, found = json.loads(Path(path).read_text()), {}
-    for number, instance in enumerate(content if isinstance(content, list) else [content]):
-        pipes = [Pipe(**row | {"ranks": tuple(map(index, row["ranks"]))}) for row in instance["pipes"]]
-        if not pipes:
-            raise ValueError("an instance needs `pipes`, a list of some")
-        for ranks, micro_batches, *amounts in pipes:
-            positive = (len(ranks), *(1 + rank for rank in ranks), index(micro_batches), *amounts)
-            if len(set(ranks)) < len(ranks) or not all(0 < value < math.inf for value in positive):
-                raise ValueError(f"a pipe can't have {ranks=} {micro_batches=} {amounts}")
-        found[str(instance.get("name", number))] = pipes
+    """By name, the instances of a file such as papers/published/rlhfuse_table3.json."""
+    found = {}
+    for instance in json.loads(Path(path).read_text()):
+        found[instance["name"]] = [Pipe(**row | {"ranks": tuple(row["ranks"])}) for row in instance["pipes"]]
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m scheduling.pipeline", description="What fusing gains.")
-    parser.add_argument("file", help="JSON: {name, pipes: [{ranks, micro_batches, ...}]}, or a list of such")
-    path = parser.parse_args().file
-    try:
-        instances = read_instances(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.exit(2, f"error: {path}: {error!r}\n")
-    print("instance                bound   serial    fused  over bound  speed-up  memory over base  seconds")
-    for name, pipes in instances.items():
-        start = time.perf_counter()
-        latency, memory, _ = evaluate(pipes, fused(pipes))
-        seconds = time.perf_counter() - start
-        least, serial = bound(pipes), evaluate(pipes, one_after_another(pipes)).latency
-        row = f"{name:20} {least:8g} {serial:8g} {latency:8g} {latency / least:11.3f} {serial / latency:9.2f}"
-        print(f"{row} {memory / base_memory(pipes):17.2f} {seconds:8.1f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -34,8 +34,7 @@ from sample import Key, Sample
 from scheduling.costs import Decode, Passes
 from scheduling.rebalance import StepStats
 from simulation.clock import LONGEST_RUN_S, VirtualClock, end_all
-from simulation.costs import Moves, coarse
-from simulation.engine import Reply, SimulatedEngine
+from simulation.engine import Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
@@ -166,7 +165,7 @@ class Simulation:
         self.cluster, self.network, self.clock = cluster, network or Network(), VirtualClock(longest_s)
         self.config = config_of(mode, workload, cluster, settings)
         self.plans = placement.make_plans(self.config, ranks)
-        self.steps, self.notes, self.cpu_s, self.thinking_s = [], [], 0.0, Counter()
+        self.steps, self.cpu_s, self.thinking_s = [], 0.0, Counter()
         self._author = Author(workload, self.config, cluster.grain)
         leads = {r: sorted({rank for plan in self.plans for rank in plan.leads(r)}) for r in cluster.decode}
         self.engines = {role: [self._engine(role, rank) for rank in ranks] for role, ranks in leads.items()}
@@ -230,9 +229,7 @@ class Simulation:
 
     # ---- what controllers tell it
 
-    def note(self, text: str) -> None:
-        if self.notes[-1:] != [text]:  # all ranks say the same
-            self.notes.append(text)
+    def note(self, text: str) -> None: ...
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
@@ -259,3 +256,11 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
     how |= dict(max_running_requests=cluster.decode["rollout"].most)
     how |= dict(max_tokens_per_micro_batch=max(context, 16384 // cluster.grain))
     return Config(**how | settings)
+
+
+def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
+    """The same, where one token of the simulation stands for `grain` real ones."""
+    if isinstance(costs, Passes):
+        return replace(costs, token=costs.token * grain, square=costs.square * grain**2)
+    scaled = {name: vars(costs)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
+    return replace(costs, **scaled, context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain)

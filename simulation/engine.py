@@ -19,7 +19,6 @@ from typing import NamedTuple
 from engines.engine import Answer, Request
 from scheduling.costs import FULL, Decode
 from simulation.clock import VirtualClock
-from simulation.costs import Moves
 
 LOGPROB = -0.5  # of every token
 LEAST = 1e-6  # of a decode step: less is rounding
@@ -30,6 +29,14 @@ class Reply(NamedTuple):
 
     tokens: list[int]
     score: float | None = None
+
+
+class Moves(NamedTuple):
+    """Seconds of the hand-overs of an engine or a trainer."""
+
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    push_s: float = 0.0  # an engine takes weights
 
 
 @dataclass(eq=False, slots=True)

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,41 +14,33 @@ from typing import Any
 
 @dataclass
 class Network:
-    """What all ranks share: how long meetings take, by default no time, and what they came to.
+    """What all ranks share: how long meetings take, by default no time, and how many there were.
 
-    latency_s: of one message. bytes_per_s: into a rank, and out of it. size_of: bytes of a value, by default
-    nobody counts them.
+    latency_s: of one message, of which a gather or a reduction takes log2(ranks) in turn. Bytes take no time.
     """
 
     latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-    size_of: Callable[[Any], int] = lambda value: 0
     meetings: int = 0
-    bytes: float = 0.0  # of the busiest rank of each meeting
 
     def gather_s(self, values: list) -> float:
-        """Seconds of a gather of one value a rank: latency * log2(ranks) + bytes / bandwidth."""
-        return self._seconds(math.log2(len(values)), sum(map(self.size_of, values)))
+        """Seconds of a gather of one value a rank."""
+        return self.reduce_s(values)
 
     def reduce_s(self, values: list) -> float:
-        """The same of a reduction, in which a rank hears one value at a time."""
-        hops = math.log2(len(values))
-        return self._seconds(hops, hops * max(map(self.size_of, values)))
+        self.meetings += 1
+        return math.log2(len(values)) * self.latency_s
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
-        return total_of_neighbours(total, values)
+        """As World.reduce works it out: pairs of neighbours, then pairs of pairs."""
+        while len(values) > 1:
+            pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
+            values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        return values[0]
 
     def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
-        """Of parcels[sender][receiver]: until the busiest rank has sent and received its own."""
-        busy = Counter()
-        for sender, receiver in [(s, r) for s, to in enumerate(parcels) for r in to if r != s]:
-            size = self.size_of(parcels[sender][receiver])
-            busy.update({("out of", sender): size, ("into", receiver): size})
-        return self._seconds(1.0, max(busy.values(), default=0.0))
-
-    def _seconds(self, hops: float, heard: float) -> float:
-        self.meetings, self.bytes = self.meetings + 1, self.bytes + heard
-        return hops * self.latency_s + heard / self.bytes_per_s
+        """Of parcels[sender][receiver]."""
+        self.meetings += 1
+        return self.latency_s
 
 
 @dataclass
@@ -123,11 +114,3 @@ class SimulatedWorld:
     def _received(self, parcel: list) -> list:
         """What another rank sent is this one's own: its samples, not what is in them."""
         return list(map(copy.copy, parcel))
-
-
-def total_of_neighbours(total: Callable[[list], Any], values: list) -> Any:
-    """As World.reduce works it out: pairs of neighbours, then pairs of pairs."""
-    while len(values) > 1:
-        pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
-        values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
-    return values[0]

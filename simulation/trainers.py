@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.costs import Passes
-from simulation.costs import Moves
-from simulation.engine import LOGPROB
+from simulation.engine import LOGPROB, Moves
 from simulation.meetings import SimulatedWorld
 
 MiniBatches = list[list[list[Sample]]]
@@ -44,6 +43,9 @@ class SimulatedTrainer:
     def cost(self, tokens: int) -> int:
         """Work of a sample, in nanoseconds."""
         return round(1e9 * self.passes.cost(tokens))
+
+    def image_cost(self, prompt: list[int]) -> int:
+        return 0
 
     async def forward(self, mini_batches: MiniBatches) -> None:
         assert self.awake, "asked while asleep"

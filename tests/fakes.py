@@ -27,7 +27,7 @@ from runtime.background_writer import BackgroundWriter
 from scheduling.balance import flat
 from scheduling.pipeline import SCHEDULES
 from simulation.clock import VirtualClock, end_all
-from simulation.meetings import SimulatedWorld, total_of_neighbours
+from simulation.meetings import Network, SimulatedWorld
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a server that hangs is found out
@@ -42,12 +42,16 @@ class FakeWorld(SimulatedWorld):
 
     async def reduce(self, value, total):
         def pickled_total(values):
-            return pickle.dumps(total_of_neighbours(total, values))
+            return pickle.dumps(Network().reduced(total, values))
 
         return pickle.loads(await self._meet(value, pickled_total))
 
+    async def exchange(self, outgoing, senders):
+        sent = {rank: pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != self.rank}
+        return await super().exchange(outgoing | sent, senders)
+
     def _received(self, parcel):
-        return pickle.loads(pickle.dumps(parcel))
+        return pickle.loads(parcel)
 
 
 MAY_SHARE = (
@@ -331,6 +335,9 @@ class FakeActor(FakeTrainer):
 
     def cost(self, tokens):
         return 100 * tokens + tokens**2
+
+    def image_cost(self, prompt):
+        return 0
 
     async def learn(self, mini_batches):
         samples = flat(mini_batches)

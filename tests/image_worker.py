@@ -3,10 +3,11 @@
 Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from parallel_worker import actor_config, main
+from parallel_worker import actor_config, balanced, main
 
 from sample import Sample
 
@@ -72,9 +73,30 @@ def resume(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dic
     return {"after": after}
 
 
+def train_beside(model_dir: str, sizes: dict, samples: list[Sample]) -> list[dict[str, float]]:
+    """Metrics of two updates of an actor and a critic, whose passes are one table."""
+    from critic import Critic
+
+    actor = make_actor(model_dir, **sizes)
+    critic, metrics = Critic(actor.config, model_dir), []
+    for _ in range(2):
+        fresh = [replace(sample, advantages=[1.0] * len(sample.response)) for sample in samples]
+        mini_batches = balanced(fresh, actor)
+        critic.compute_values(mini_batches)
+        for sample, row in zip(fresh, actor.logprobs(fresh), strict=True):
+            sample.logprobs, sample.versions = row, [actor.version] * len(row)
+            sample.returns = {critic.name: [token / 64 for token in sample.response]}
+        metrics.append(actor.update(mini_batches, [critic]))
+    critic.close()
+    actor.close()
+    return metrics
+
+
 def work(case: dict, size: int, path: str) -> dict:
     """Results by name, of the layouts of `size` ranks; of some from the checkpoint of another."""
     results = {}
+    for name, sizes in case["beside"].items() if size == 2 else ():
+        results[name] = train_beside(case["model_dirs"]["qwen3_vl"], sizes, case["samples"]["qwen3_vl"])
     for name, (family, ranks, sizes, source) in case["layouts"].items():
         if ranks == size:
             model_dir, samples = case["model_dirs"][family], case["samples"][family]
@@ -89,5 +111,6 @@ if __name__ == "__main__":
     from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: F401
 
     import actor  # noqa: F401
+    import critic  # noqa: F401
 
     main(work, sizes=(4, 2, 1))

@@ -315,7 +315,7 @@ CHANGES = st.fixed_dictionaries({
     "kl_coef": st.sampled_from([0.0, 0.3]), "kl_in": st.sampled_from(["reward", "loss"]),
     "kl_estimator": st.sampled_from(list(KL_ESTIMATORS)), "entropy_coef": st.sampled_from([0.0, 0.1]),
     "overlong_from": st.sampled_from([0, 3]), "overlong_penalty": st.just(0.5), "max_new_tokens": st.just(6),
-    "clip_low": st.just(0.2), "clip_high": st.just(0.28), "clip_dual": st.sampled_from([0.0, 1.5]),
+    "clip_low": st.just(0.2), "clip_high": st.just(0.28),
     "tis_cap": st.sampled_from([0.0, 2.0]), "icepop_bound": st.sampled_from([0.0, 3.0]),
 })  # fmt: skip
 
@@ -407,13 +407,13 @@ def inputs_of(logprobs, old, advantages, lengths=None) -> LossInputs:
         (0.50, 2.0, -1.00, False),  # a good token became less likely: full push back
         (0.50, -2.0, 1.60, True),  # a bad token is already less likely than 1 - 0.2
         (1.50, -2.0, 3.00, False),  # a bad token became likelier: full push back
-        (4.00, -2.0, 6.00, True),  # ... up to three times its advantage (dual clip)
+        (4.00, -2.0, 8.00, False),  # ... however much
         (4.00, 2.0, -2.56, True),
     ],
 )
 def test_clipped_loss_by_hand(ratio, advantage, loss, clipped):
     logprobs = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
-    value, flag = clipped_loss(inputs_of(logprobs, [-1.0], [advantage]), settings_of(clip_dual=3.0))
+    value, flag = clipped_loss(inputs_of(logprobs, [-1.0], [advantage]), settings_of())
     assert value.item() == pytest.approx(loss) and flag.item() is clipped
     value.sum().backward()
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
@@ -444,12 +444,6 @@ def test_cispo_loss_by_hand():
         True,
         False,
     ]
-
-
-def test_a_tie_with_the_dual_clip_keeps_its_gradient():
-    logprobs = torch.tensor([math.log(2.0), 0.0], requires_grad=True)
-    clipped_loss(inputs_of(logprobs, [0.0, 0.0], [-1.0, 1.0]), settings_of(clip_dual=2.0))[0].sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([2.0, -1.0])
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
@@ -522,8 +516,6 @@ def plain_objective(groups, row: str, advantages, config, stale) -> tuple[float,
                 loss, slope = -cut * a * now[t], -cut * a
             elif -cut * a > -r * a:
                 loss, slope = -cut * a, 0.0
-            if row != "cispo" and config.clip_dual and a < 0 and loss > -config.clip_dual * a:
-                loss, slope = -config.clip_dual * a, 0.0
             loss, slope = weight * loss, weight * slope
             own, shared = (0.0, slope / n) if row == "gspo" else (slope, 0.0)
             if config.kl_coef and config.kl_in == "loss":
@@ -543,7 +535,7 @@ def plain_objective(groups, row: str, advantages, config, stale) -> tuple[float,
 
 def near_a_kink(groups, row, config) -> bool:
     """Whether some ratio is so near a bound that rounding decides on which side it is."""
-    bounds = [1 - config.clip_low, 1 + config.clip_high, config.clip_dual or 9e9, config.behavior_weight_cap]
+    bounds = [1 - config.clip_low, 1 + config.clip_high, config.behavior_weight_cap]
     bounds += [config.tis_cap or 9e9, config.icepop_bound or 9e9, 1 / (config.icepop_bound or 9e9)]
     offs = [now - engine for group in groups for _, tokens in group for engine, _, now, _ in tokens]
     offs += [sum(t[2] - t[0] for t in tokens) / len(tokens) for group in groups for _, tokens in group]
@@ -945,7 +937,6 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
         (("grpo", "critic_warmup=1"), "needs a critic for --critic and critic_warmup"),
         (("grpo", "kl_in=both"), "needs kl_in=loss or kl_in=reward"),
         (("grpo", "kl_estimator=k4"), "needs kl_estimator one of k1, k2, k3"),
-        (("grpo", "clip_dual=1"), "needs clip_dual=0 or more than 1"),
         (("grpo", "icepop_bound=0.5"), "needs icepop_bound=0 or more than 1"),
         (("grpo", "overlong_from=9"), "needs overlong_from below --max-new-tokens 9"),
         (("grpo", "ptx_coef=0.1"), "needs both of ptx_coef and ptx_data"),

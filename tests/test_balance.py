@@ -354,3 +354,14 @@ def test_one_sample_held_twice_is_refused():
     held = [[Sample(0, 0, [1], response=[2], advantages=[1.0])] for _ in range(2)]
     with pytest.raises(AssertionError, match="hold the same sample"):
         balance_everywhere(held, 1)
+
+
+def test_the_work_on_images_is_balanced_too():
+    """Of 12 answers of equal length 4 are to prompts with images: every rank gets 2 of these."""
+    tokens, dear = {(prompt, 0): 10 for prompt in range(12)}, dict.fromkeys((0, 2, 4, 6), 70)
+
+    def shares(image_costs) -> list[int]:
+        plan = plan_batch(tokens, lambda length: length, config(1000), 2, image_costs)
+        return [sum(prompt in dear for prompt, _ in flat(share)) for share in plan]
+
+    assert shares(dear) == [2, 2] != shares(None)

@@ -238,7 +238,7 @@ def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
         return write_answer(prompt, index, sampling)
 
     controllers, _ = simulate("full", 2, steps=3, eval_every=2, write=write)
-    assert sorted(greedy) == sorted([tuple(prompt.tokens) for prompt in FakeSource.held_out] * 3)
+    assert sorted(greedy) == sorted([tuple(prompt.tokens) for prompt in FakeSource().held_out] * 3)
     answers = [write_answer([ord(c) for c in f"{i}+0="], 0, None).tokens for i in range(10)]
     texts = ["".join(map(chr, tokens)).rsplit(">", 1)[1] for tokens in answers]
     right = sum(text == str(i) for i, text in enumerate(texts))

@@ -45,7 +45,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
     monkeypatch.setattr(evaluate, "generate", generate)
     out = tmp_path / "out"
     given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(out), "--judge-format", "addition"]
-    given += ["--samples", "5", "--pass-at", "1", "2", "--max-new-tokens", "72"]
+    given += ["--samples", "5", "--max-new-tokens", "72"]
     config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
     assert asyncio.run(evaluate.run(config)) == ""
     encoded = [data.encode(tokenizers["text"], row["prompt"]) for row in rows[:2]]
@@ -55,7 +55,8 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
         "eval/accuracy": 1,
         "eval/pass@1": 2 / 5,
         "eval/pass@2": 1 - 3 / 10,
-    }  # 3 of the 10 ways to draw 2 have no right one
+        "eval/pass@4": 1,
+    }  # 3 of the 10 ways to draw 2 have no right one, none of those to draw 4
     assert {name: found[name] for name in of_first} == pytest.approx(
         {name: value / 2 for name, value in of_first.items()}
     )
@@ -75,8 +76,7 @@ class FakePool:
 
 def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
     """In one request, the greedy one last; seeds follow from the run's and from both numbers."""
-    config = parse_config(["eval", "--model", "m", "--samples", "3", "--pass-at", "1"])
-    prompt = data.Prompt([5], "", None)
+    config, prompt = parse_config(["eval", "--model", "m", "--samples", "3"]), data.Prompt([5], "", None)
 
     async def ask(number):
         return await evaluate.ask(number, prompt, FakePool(), None, config, asyncio.Semaphore(1))

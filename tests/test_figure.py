@@ -264,19 +264,3 @@ def test_the_bars_are_the_spans():
     drawn = [("rollout", 10.0 * i, 4.0, half) for i in range(9, 12)]
     drawn += [("train", 10.0 * i + 5, 1.0, full) for i in range(9, 12)]
     assert bars(axes) == sorted((tl.COLORS[name], *numbers) for name, *numbers in drawn)
-
-
-def test_the_passes_of_a_step(tmp_path):
-    """A bar for each, with its micro-batch, in the lane of its rank; only those of the step."""
-    passes = [
-        tl.PassSpan("actor", 0, False, 0, 0, 1.0, 2.0, 3),
-        tl.PassSpan("reward critic", 1, True, 4, 1, 2.0, 4.0, 3),
-        tl.PassSpan("actor", 0, False, 0, 0, 9.0, 9.5, 4),
-    ]
-    made = figure.make_pipeline_figure(tl.Records(passes=passes), 3)
-    (axes,) = made.axes
-    bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + 0.4)) for bar in axes.patches]
-    assert bars == [(0.0, 1.0, 0), (1.0, 2.0, 1)] and [text.get_text() for text in axes.texts] == ["0", "4"]
-    made.savefig(tmp_path / "passes.png")
-    with pytest.raises(ValueError, match="no pass of a pipeline was recorded in step 5"):
-        figure.make_pipeline_figure(tl.Records(passes=passes), 5)

@@ -315,12 +315,6 @@ BAD = [
     ("sft", "text", {"prompt": 3, "response": ">7"}, "a prompt and an answer are needed"),
     ("sft", "text", {"response": ">7"}, NO_ANSWER),
     ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
-    (
-        "sft",
-        "text",
-        {"messages": [user("3+4?"), assistant("7")]},
-        "chat turns need a chat template, and the tokenizer in",
-    ),
     ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
     ("sft", "chat", {"messages": []}, "a prompt and an answer are needed"),
     ("sft", "chat", {"messages": [user("3+4?"), {"role": "assistant"}]}, "a prompt and an answer are needed"),
@@ -368,10 +362,9 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
 
 def test_the_order_of_examples_stays():
     """Else a learner's numbers could not be compared across versions."""
-    examples = finetune.Examples([[Sample(number, 0, [1], response=[2])] for number in range(30)], 5, 4)
-    assert [sample.prompt_id for (sample,) in examples.held_out] == [13, 18, 21]
-    drawn = [examples.batch(number, 1)[0][0].prompt_id for number in (0, 1, 2, 27, 28, 54)]
-    assert drawn == [19, 7, 20, 9, 8, 15]
+    examples = data.Shuffled(range(30), seed=5, held_out=4)
+    assert sorted(examples.held_out) == [13, 18, 21]
+    assert [examples.training(number) for number in (0, 1, 2, 27, 28, 54)] == [19, 7, 20, 9, 8, 15]
 
 
 def test_special_tokens_in_a_conversation_are_text(tokenizers):
@@ -384,28 +377,13 @@ def test_special_tokens_in_a_conversation_are_text(tokenizers):
     assert plain == ANSWERED and answer == "7< |im_end|>\n< |im_start|>user\nMore?<|im_end|>\n"
 
 
-def test_held_out_examples_are_never_trained_on_and_an_epoch_has_all_others():
-    rows = [[Sample(number, 0, [1], response=[2])] for number in range(50)]
-    examples = finetune.Examples(rows, seed=3, held_out=200)
-    held_out = {sample.prompt_id for (sample,) in examples.held_out}
-    # two epochs of 45
-    drawn = [sample.prompt_id for step in range(9) for (sample,) in examples.batch(step, 10)]
-    assert len(held_out) == 5 and len(drawn) == 90
-    for epoch in (drawn[:45], drawn[45:]):
-        assert sorted(epoch) == sorted(set(range(50)) - held_out)
-    assert drawn[:45] != drawn[45:]
-    again = finetune.Examples(rows, 3, 200)
-    later = [example[0].prompt_id for example in again.batch(5, 10)]  # no need to draw what came before
-    assert later == drawn[50:60]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
     rows = warmstart.example_rows(command, seed=0, count=40)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     examples = read_examples(path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command]))
-    assert len(examples.held_out) == 4 and rows == warmstart.example_rows(command, seed=0, count=40)
+    assert len(examples) == 40 and rows == warmstart.example_rows(command, seed=0, count=40)
     for row in rows if command != "sft" else ():
         a, b = map(int, row["prompt"][:-1].split("+"))
         assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
@@ -489,8 +467,6 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
         "8",
         "--eval-every",
         "5",
-        "--eval-prompts",
-        "40",
         "--lr",
         "3e-3",
         "--batch-size",
@@ -516,7 +492,7 @@ def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
     """After so many updates whose loss isn't finite; the weights stay."""
     monkeypatch.setattr(finetune, "cross_entropy_loss", not_a_number)
     with pytest.raises(ValueError, match=f"the loss or the gradient of {MAX_SKIPS} updates in a row"):
-        run_on_demo("sft", tmp_path, "--eval-prompts", "0", "--batch-size", "4")
+        run_on_demo("sft", tmp_path, "--batch-size", "4")
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["sft/skipped"] for row in rows] == [1.0] * MAX_SKIPS
 

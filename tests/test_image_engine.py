@@ -86,7 +86,7 @@ def request_of(seeing, data, seed=0, limit=24):
     images = tuple(seeing.reader.read(file, "here") for file in data)
     prompt = BEGIN + [token for _ in images for token in PLACE + TEXT[:2]] + TEXT
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
-    return Request(expand(prompt, IMAGE, images), sampling, limit, seed, images)
+    return Request(expand(prompt, images), sampling, limit, seed, images)
 
 
 async def ask(engine, *requests):
@@ -254,7 +254,8 @@ def test_a_groups_image_is_sent_once():
 
 @pytest.mark.parametrize("family, sees", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen3", False)])
 def test_only_an_engine_that_sees_is_told_of_images(tmp_path, family, sees):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "text_config": {"max_position_embeddings": 64}}))
+    model = {"model_type": family, "text_config": {"max_position_embeddings": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(model))
     environments = [server.image_environment(role, tmp_path) for role in ("rollout", "genrm")]
     assert environments == [{"SGLANG_VLM_CACHE_SIZE_MB": "0"} if sees else {}, {}]
     flags = server.server_flags("rollout", 0, 30000, str(tmp_path), CONFIG)

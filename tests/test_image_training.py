@@ -41,6 +41,7 @@ RESUMED = {"dp2_of_tp2": (2, {}), "pp2_of_tp2": (2, {"pp": 2}), "dp1_of_tp2": (1
 LAYOUTS = {f"{family}_{name}": (family, *layout) for family in FAMILIES for name, layout in EVERY.items()}
 LAYOUTS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"}, None)}
 LAYOUTS |= {f"{f}_{name}": (f, *row, f"{f}_tp2") for f in FAMILIES for name, row in RESUMED.items()}
+BESIDE = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1f1b", "fused")}
 TRAINED = [name for name, layout in LAYOUTS.items() if layout[-1] is None]
 
 
@@ -119,7 +120,7 @@ def results(references, tmp_path_factory) -> dict:
     """Of every layout, in processes that are gone afterwards."""
     path = tmp_path_factory.mktemp("layouts")
     case = {name: {f: r[name] for f, r in references.items()} for name in ("model_dirs", "samples")}
-    torch.save(case | {"layouts": LAYOUTS}, path / "case.pt")
+    torch.save(case | {"layouts": LAYOUTS, "beside": BESIDE}, path / "case.pt")
     run_worker("image_worker.py", path / "case.pt", path / "result")
     found = (torch.load(f"{path / 'result'}.{size}", weights_only=False) for size in (4, 2, 1))
     return {name: result for each in found for name, result in each.items()}
@@ -149,6 +150,18 @@ def test_a_checkpoint_goes_on_under_another_layout(name, results):
     true_losses, true_norms = zip(*results[LAYOUTS[name][-1]]["after"], strict=True)
     assert losses == pytest.approx(true_losses, rel=0, abs=1e-6)
     assert norms == pytest.approx(true_norms, rel=0, abs=1e-5)
+
+
+def test_a_critic_that_sees_is_fused_with_the_actor(results):
+    """Its first stage, with the tower, lies on the last rank. No schedule changes a bit."""
+    one, other = ([without_seconds(metrics) for metrics in results[schedule]] for schedule in BESIDE)
+    assert one == other
+    assert all(metrics["critic/grad_norm"] > 0.01 for metrics in one)
+    assert one[1]["critic/value_loss"] < one[0]["critic/value_loss"]
+
+
+def without_seconds(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "seconds" not in name}
 
 
 # ---------------------------------------------------------------------------------- one rank, in this process
@@ -323,13 +336,13 @@ def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references)
     """torch's flop counter on transformers' tower: 2 a multiply-add."""
     hf = read_hf_config(references[family]["model_dirs"])
     tower = AutoModel.from_config(hf["vision"], attn_implementation="eager")
-    cost, numbers = image_cost(hf["vision"]), 3 * 2 * hf["vision"].patch_size ** 2
+    cost, numbers = image_cost(hf), 3 * 2 * hf["vision"].patch_size ** 2
     for rows, columns in [(4, 4), (4, 8)] if family == "qwen2_5_vl" else [(1, 1), (3, 5)]:  # whole windows
         patches = 4 * rows * columns
         with FlopCounterMode(display=False) as counter:
             tower(torch.zeros(patches, numbers), grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]))
-        assert counter.get_total_flops() == 2 * cost([Image(b"", (1, rows, columns), IMAGE)])
-    assert cost([Image(b"", (1, 2, 2), IMAGE)] * 2) == 2 * cost([Image(b"", (1, 2, 2), IMAGE)])
+        assert counter.get_total_flops() == 2 * cost([7, *[IMAGE] * rows * columns, 8])
+    assert cost([IMAGE, 7, IMAGE]) == 2 * cost([IMAGE]) and cost([7, 8]) == 0
 
 
 def test_what_cannot_be_trained_is_refused_in_a_line(references, tmp_path):

@@ -288,6 +288,7 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     from fakes import FakeWorld, VirtualClock
 
     (tmp_path / "spans").mkdir()
+    (tmp_path / "config.json").write_text('{"mode": "partial", "ranks": 1, "max_running_requests": 4}')
     loop, lines = VirtualClock(), []
     c = controller_of(tl.Timeline(0, loop.time, tmp_path / "spans"))
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)

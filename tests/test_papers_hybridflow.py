@@ -51,7 +51,7 @@ def test_forms_are_near():
 def test_throughput_is_near_by_its_closed_form():
     """The simulated rows of figure 9 are within 3 % of it where few controllers meet; see the next test."""
     errors = {}
-    for p in PAPER.of("9", system="HybridFlow"):
+    for p in hybridflow.asked(PAPER, "9", hybridflow.OURS):
         at = setting_of(PAPER, p)
         found = mapping.best_of((PPO,), *at)
         errors[p.name] = abs(1024 * 2048 / found.seconds / float(p.value) - 1)

@@ -5,9 +5,23 @@ import asyncio
 import pytest
 
 import placement
+from bench.workloads import WORKLOADS, YATT_TOKENS, critique_of, length_of
 from papers import wechat_yatt as paper_of_yatt
-from papers.tables import ROOT, Paper, read_constants, read_points
-from papers.wechat_yatt import FIGURES, Link, decisive, regime_of, simulate, step_s
+from papers.tables import ROOT, Paper, Point, Row, read_constants, read_points
+from papers.wechat_yatt import (
+    FASTER,
+    FIGURES,
+    JUDGES,
+    POLICY,
+    Link,
+    command_for,
+    decisive,
+    engine_of,
+    regime_of,
+    set_up_of,
+    simulate,
+    step_s,
+)
 from scheduling.costs import Decode
 from simulation.clock import VirtualClock
 
@@ -91,3 +105,78 @@ def test_its_percentages_are_no_targets():
     rows = FIGURES["claims"](PAPER)
     assert [row.theirs for row in rows] == [0.759, 0.838, 0.408]
     assert {row.kind for row in rows} == {"not modelled"} and not any(row.ours for row in rows)
+
+
+# ---------------------------------------------------------------- on real engines
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_ranks_play_their_part_of_an_engine(judge):
+    """tp ranks with b sequences each take as long over a token as an engine of tp with tp * b over 4."""
+    constants, (model, tp) = PAPER.constants, JUDGES[judge]
+    at = set_up_of(constants, judge, 0.0)
+    for role, whole, ranks, context in (
+        ("rollout", engine_of(constants, POLICY, 1), 1, 512 + 300),
+        ("genrm", engine_of(constants, model, tp), tp, 512 + 600 + 125),
+    ):
+        for b in (1, 16):
+            step_s = whole.fixed + ranks * b * (whole.each + context * whole.context)
+            assert at.decode[role].seconds(1, b, 0) == pytest.approx(step_s * YATT_TOKENS / FASTER)
+        assert at.decode[role].prefill == pytest.approx(ranks * whole.prefill * YATT_TOKENS / FASTER)
+    assert at.most == (4096 // 20, 1000 // 20)
+
+
+def test_swaps_are_what_engines_take_and_more():
+    """20 s, 5 times as fast, are 4; the engines' own 0.45 s among them."""
+    swaps = [set_up_of(PAPER.constants, "32B", seconds) for seconds in (2.0, 20.0)]
+    assert [at.swap_s + at.more_s for at in swaps] == pytest.approx([0.45, 4.0])
+
+
+def test_a_cell_is_one_command():
+    """Its pace is that of the set-up, in milliseconds: a step, a sequence, a prompt that is read."""
+    line = command_for(PAPER.constants, "32B", 20, (1.0, 0.5), 16)
+    assert line[1:4] == ["bench/modes.py", "--ranks", "4"]
+    said = {flag: line[line.index(flag) + 1] for flag in ("--pace", "--swap", "--steps", "--moving")}
+    assert (said["--swap"], said["--steps"], said["--moving"]) == ("3.55", "3", "16")
+    at = set_up_of(PAPER.constants, "32B", 20)
+    for pace, decode in zip(said["--pace"].split(";"), at.decode.values(), strict=True):
+        fixed, each, read = (float(number) / 1000 for number in pace.split(","))
+        assert fixed == pytest.approx(decode.fixed, abs=1e-5) and each == pytest.approx(decode.each, abs=1e-5)
+        assert read > decode.prefill
+    assert line[-2:] == ["yatt 1", "yatt 0.5"] and all(name in WORKLOADS for name in line[-2:])
+    assert line[line.index("--sides") + 1 : line.index("--workloads")] == [
+        "full", "1|3", "2|2", "rebalance", "auto",
+    ]  # fmt: skip
+
+
+def test_real_texts_are_those_of_the_map_in_fewer_tokens():
+    answers = sorted(length_of("yatt 1", prompt, index) for prompt in range(300) for index in range(8))
+    assert answers[len(answers) // 2] == pytest.approx(600 / 20, abs=2) and answers[-1] == 4096 // 20
+    critiques = sorted(critique_of("yatt 1", prompt, 0) for prompt in range(1000))
+    assert critiques[500] == pytest.approx(250 / 20, abs=1) and critiques[-1] <= 1000 // 20
+
+
+def measured_point(side, value, cell="32B judge, keep 1, swap 2 s"):
+    source = "0", "RUN", "x", "-", "2 steps"
+    return Point("real", "nanoYATT", f"{cell}, {side}", "4", "serving", "s", value, *source)
+
+
+def test_measured_rows(monkeypatch):
+    """Full in seconds, others by it; measured on the left, the simulation of the same on the right."""
+    seconds = {"full": 16.0, "1|3": 12.0}
+    monkeypatch.setattr(paper_of_yatt, "serving_s", lambda name, side, *_: seconds[side])
+    points = [measured_point("full", "15.0"), measured_point("1|3", "12.0")]
+    full, split = FIGURES["real"](PAPER._replace(points=points))
+    name, kind = "32B judge, keep 1, swap 2 s", "measured"
+    assert full == Row("real", f"{name}, full", 15.0, 16.0, "s", kind, "2 steps; 15.0 s, simulated 16.0 s")
+    assert split[:-1] == ("real", f"{name}, 1|3", 0.8, 0.75, "x full", kind)
+    for bad in (points[1:], [measured_point("full", "1.0", "8B judge, keep 1, swap 2 s")]):
+        with pytest.raises(ValueError, match="isn't as `32B judge, keep 1, swap 2 s, full`"):
+            FIGURES["real"](PAPER._replace(points=bad))
+
+
+def test_what_was_measured_and_its_simulation():
+    """As published: seconds of full to 15 %, and every side's by it, in the simulation of the same set-up."""
+    rows = FIGURES["real"](PAPER)
+    assert len(rows) == 3 and {row.kind for row in rows} == {"measured"}
+    assert all(abs(row.error) < 0.15 for row in rows)

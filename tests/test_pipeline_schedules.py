@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.schedules import draw_passes, print_instances
+from reporting.timeline import PassSpan, Records
 from scheduling import pipeline
 from scheduling.pipeline import (
     MOST_MEMORY,
@@ -315,72 +317,29 @@ def test_fused_does_not_need_luck(seed):
     assert evaluate(pipes, search(tuple(pipes), seed)).latency < 613
 
 
-# ---------------------------------------------------------------- the command
+# ---------------------------------------------------------------- bench/schedules.py
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "scheduling.pipeline", *arguments]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
-
-
-def test_the_command_prints_a_row_of_each_instance(tmp_path):
-    """One instance, too, and without a name."""
+def test_a_row_of_each_instance(tmp_path, capsys):
+    """Two ranks: worked out by hand."""
     path = tmp_path / "pipes.json"
     two = [{"ranks": [0, 1], "micro_batches": 2}, {"ranks": [1, 0], "micro_batches": 2, "memory": 0.5}]
-    path.write_text(json.dumps({"pipes": two}))
-    ended = run(str(path))
-    assert ended.returncode == 0, ended.stderr
-    head, row = ended.stdout.splitlines()
-    assert head.split()[:4] == ["instance", "bound", "serial", "fused"]
-    assert row.split()[:6] == ["0", "12", "17", "12", "1.000", "1.42"]
+    path.write_text(json.dumps([{"name": "two", "pipes": two}]))
+    print_instances(path)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| two | 12 | 17 | 12 | ")
 
 
-GOOD = {"ranks": [0, 1], "micro_batches": 2}
-
-
-@pytest.mark.parametrize(
-    "content,message",
-    [
-        ("{", "Expecting property name"),
-        ("[3]", "TypeError"),
-        ("[[]]", "TypeError"),
-        ({"name": "a"}, "KeyError('pipes')"),
-        ({"name": "a", "pipes": []}, "an instance needs `pipes`"),
-        ({"name": "a", "pipes": [[]]}, "TypeError"),
-        ({"name": "a", "pipes": [GOOD, {"micro_batches": 1}]}, "KeyError('ranks')"),
-        ({"name": "a", "pipes": [GOOD, {"ranks": [0]}]}, "'micro_batches'"),
-        ({"name": "a", "pipes": [GOOD | {"ranks": [0, 0]}]}, "a pipe can't have ranks=(0, 0)"),
-        ({"name": "a", "pipes": [GOOD | {"ranks": [-1, 0]}]}, "a pipe can't have ranks=(-1, 0)"),
-        ({"name": "a", "pipes": [GOOD | {"ranks": []}]}, "a pipe can't have ranks=()"),
-        ({"name": "a", "pipes": [GOOD | {"ranks": 3}]}, "TypeError"),
-        ({"name": "a", "pipes": [GOOD | {"ranks": ["0"]}]}, "'str' object"),
-        ({"name": "a", "pipes": [GOOD | {"ranks": [0.5]}]}, "'float' object"),
-        ({"name": "a", "pipes": [GOOD | {"micro_batches": 2.0}]}, "'float' object"),
-        ({"name": "a", "pipes": [GOOD | {"micro_batches": 0}]}, "micro_batches=0"),
-        ({"name": "a", "pipes": [GOOD | {"forward": 0}]}, "[0, 2.0, 1.0]"),
-        ({"name": "a", "pipes": [GOOD | {"forward": "1"}]}, "TypeError"),
-        ({"name": "a", "pipes": [GOOD | {"backward": math.inf}]}, "[1.0, inf, 1.0]"),
-        ({"name": "a", "pipes": [GOOD | {"memory": math.nan}]}, "[1.0, 2.0, nan]"),
-        ({"name": "a", "pipes": [GOOD | {"foward": 1}]}, "'foward'"),
-    ],
-)
-def test_a_file_with_an_error(tmp_path, monkeypatch, capsys, content, message):
-    """Said in one line, with the file and what is wrong in it; the status is 2."""
-    path = tmp_path / "pipes.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    monkeypatch.setattr(sys, "argv", ["pipeline.py", str(path)])
-    with pytest.raises(SystemExit) as ended:
-        pipeline.main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith(f"error: {path}: ") and message in said
-    assert said.count("\n") == 1
-
-
-def test_the_command_ends_in_2_on_an_error(tmp_path):
-    ended = run(str(tmp_path / "none.json"))
-    assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr.startswith(f"error: {tmp_path}/none.json: ") and ended.stderr.count("\n") == 1
-    assert run().returncode == 2
+def test_the_passes_of_a_step_are_drawn(tmp_path):
+    """Only those of the step."""
+    done = [
+        PassSpan("actor", 0, False, 0, 0, 1.0, 2.0, 3),
+        PassSpan("reward critic", 1, True, 4, 1, 2.0, 4.0, 3),
+        PassSpan("actor", 0, False, 0, 0, 9.0, 9.5, 4),
+    ]
+    draw_passes(Records(passes=done), 3, tmp_path / "passes.png")
+    assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no pass of a pipeline was recorded in step 5"):
+        draw_passes(Records(passes=done), 5, tmp_path / "none.png")
 
 
 def test_only_the_standard_library():

@@ -51,7 +51,7 @@ def keys(samples):
 
 def without_advantages(samples):
     """By key, the samples as they were before the algorithm came to them."""
-    return {(s.prompt_id, s.index): dataclasses.replace(s, advantages=None) for s in samples}
+    return {(s.prompt_id, s.index): dataclasses.replace(s, advantages=None, media=()) for s in samples}
 
 
 # ---------------------------------------------------------------- serve and judge
@@ -241,12 +241,12 @@ GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
 @pytest.mark.parametrize(
     "text,named",
     [
-        ("", "replay.jsonl: the file holds no sample"),
+        ("", "replay.jsonl: the file holds no row"),
         (GOOD + "\n{nope}\n", "replay.jsonl:2: not valid JSON"),
         # the run was killed while it wrote
         (GOOD + "\n" + GOOD[: len(GOOD) // 2], "replay.jsonl:2: not valid JSON"),
         ('{"step": 0}\n', "replay.jsonl:1: expected the fields of a Sample"),
-        ("3\n", "replay.jsonl:1: expected the fields of a Sample"),
+        ("3\n", "replay.jsonl:1: expected a JSON object"),
         (GOOD.replace('"step": 0', '"step": "0"'), "replay.jsonl:1: expected the fields of a Sample"),
         (GOOD.replace('"index"', '"number"'), "replay.jsonl:1: expected the fields of a Sample"),
     ],

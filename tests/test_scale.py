@@ -1,112 +1,183 @@
-"""What one controller holds and sends does not grow with the number of ranks; a central one's does.
+"""bench/central.py: what is counted, by hand; flat or not, and with which exponent; who decides."""
 
-The real controllers on fakes at 2, 64 and 1,024 ranks, with as much work for each rank. bench/central.py runs
-and counts them, has the central variant, and says what is counted.
-"""
-
+import ast
+import asyncio
+import subprocess
 import sys
+import weakref
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
-import central
-from central import ANSWERS, MEDIA_BYTES, PROMPTS_A_RANK, RANKS
-
 import rollout
+from bench import central
+from bench.central import TOKEN_BYTES, Alike, Busiest, Counting, Even, exponents
+from data import Prompts
+from sample import Sample
+from simulation.meetings import SimulatedWorld
 
-TRAINED = PROMPTS_A_RANK * ANSWERS  # samples a rank and step
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def parallel():
-    """Figures of the parallel controllers by number of ranks; `pytest -s` shows them."""
-    figures = {ranks: central.measure("parallel", ranks, steps=1) for ranks in RANKS}
-    print("", central.HEADER, *(each.row() for each in figures.values()), sep="\n")
-    return figures
+def found():
+    """way -> ranks -> figures, and the seconds of a step."""
+    runs = {ranks: central.Scaled(ranks) for ranks in central.QUICK}
+    step_s = {ranks: run.run()[-1].ended_s for ranks, run in runs.items()}
+    ways = {ranks: run.ways() for ranks, run in runs.items()}
+    return {way: {ranks: each[way] for ranks, each in ways.items()} for way in central.WAYS}, step_s, runs
 
 
-def assert_constant(values):
-    """Every value is within a tenth of their mean."""
-    assert all(abs(value - fmean(values)) <= 0.1 * fmean(values) for value in values), values
+def test_what_ours_holds_and_sends_is_flat(found):
+    """Within a tenth of the mean: of 8 units each keeps an eighth at home. It thinks for little of a step."""
+    ways, step_s, _ = found
+    for name in ("samples", "sent"):
+        values = [vars_of(busiest)[name] for busiest in ways["ours"].values()]
+        assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
+    assert exponents(ways["ours"])["requests"] < 0.2
+    for ranks, busiest in ways["ours"].items():
+        assert 0 < busiest.seconds < 0.01 * step_s[ranks]
 
 
-def test_samples_held_do_not_grow_with_the_ranks(parallel):
-    """The busiest controller's peak is the same on 2, 64 and 1,024 ranks, to a tenth.
-
-    It is a little lower where a rank trains on samples of its own: it holds them once.
-    """
-    assert_constant([max(tally.peak for tally in figures.tallies) for figures in parallel.values()])
-    # what it drew and what it received
-    assert all(tally.peak >= 2 * TRAINED for tally in parallel[1024].tallies)
+def vars_of(busiest):
+    return busiest._asdict()
 
 
-def test_nothing_is_held_of_the_step_before():
-    """When a step begins, no controller holds a sample."""
-    held, prepare = [], central.prepare
+def test_what_grows_is_named(found):
+    """Through one process all goes with the ranks. Of ours, others' facts grow: few beside the samples."""
+    ways, step_s, _ = found
+    for way in ("coordinator", "central"):
+        for name in ("samples", "sent", "heard", "requests"):
+            assert exponents(ways[way])[name] == pytest.approx(1.0, abs=0.05), (way, name)
+    ours = exponents(ways["ours"])
+    assert 0.9 < ours["relayed"] < 1.5 and ours["heard"] < 0.3
+    lines = {tuple(line.split(" | ")[:2]): line for line in central.table_of(ways, step_s)}
+    assert f"relayed ranks^{ours['relayed']:.2f}" in lines["| ours", "grows:"]
+    assert "samples" not in lines["| ours", "grows:"] and "samples ranks^" in lines["| central", "grows:"]
 
-    async def collect(c):
-        held.append(c.world.tally.held)
+
+def test_the_closed_forms_stand_on_what_was_counted(found):
+    """Of the same run: every sample is drawn by one unit; each request is asked once and served once."""
+    ways, _, runs = found
+    for ranks, run in runs.items():
+        units, (step,) = ranks // central.UNIT, run.steps
+        one, coordinator = ways["central"][ranks], ways["coordinator"][ranks]
+        assert sum(map(len, step.trained.values())) == central.PROMPTS * central.ANSWERS * units
+        assert one.samples == coordinator.samples == sum(run.drawn.values()) >= 2 * 32 * units
+        assert one.requests == sum(run.requests.values()) / 2 > coordinator.samples
+        assert coordinator.sent == coordinator.heard == central.METADATA * coordinator.samples
+        kept = central.PROMPTS * central.ANSWERS * units
+        lengths = [run._author.workload.answer.of(0, *key) for keys in step.trained.values() for key in keys]
+        assert one.sent == pytest.approx(kept * (200 + 5 * 512) + TOKEN_BYTES * sum(lengths), rel=0.01)
+
+
+def test_media_go_through_one_controller_alone():
+    """1 MB each: none of ours (tests/fakes.py asserts it of every simulated run); the one process all."""
+    for ranks in (64, 128):
+        plain, with_media = (central.Scaled(ranks, media) for media in (0.0, 1e6))
+        steps = [run.run()[0] for run in (plain, with_media)]
+        assert steps[0].trained == steps[1].trained
+        kept = central.PROMPTS * central.ANSWERS * ranks // central.UNIT
+        more = with_media.ways()["central"].sent - plain.ways()["central"].sent
+        assert more == pytest.approx(kept * 1e6)
+        assert with_media.ways()["ours"][:5] == plain.ways()["ours"][:5]
+
+
+def test_nothing_is_held_of_the_step_before(monkeypatch):
+    """When its step begins, a controller holds no sample: neither of those drawn nor of those received."""
+    held, found = Counter(), []
+
+    def watched(rank, samples):
+        held[rank] += len(samples)
+        for sample in samples:
+            weakref.finalize(sample, held.subtract, [rank])
+        return samples
+
+    group, received = Prompts.group, SimulatedWorld._received
+
+    async def look(c):
+        found.append(held[c.world.rank])
         return await rollout.collect(c)
 
-    def prepare_to_look(c):
-        prepare(c)
-        c.collect = collect
-
-    with mock.patch.object(central, "prepare", prepare_to_look):
-        central.measure("parallel", 8, steps=3)
-    assert held == [0] * 8 * 3
-
-
-def test_bytes_sent_do_not_grow_with_the_ranks(parallel):
-    """Samples that the busiest controller deals to ranks, with 1 MB of media each, and its facts.
-
-    What goes over the wire is that but for the samples that stay at home. The facts of all meetings are about
-    1 kB and lengthen with the digits of the prompt numbers; the meetings are as many. What a controller hears
-    does grow: by the numbers of prompts that finished and the lengths of samples, about 140 bytes a rank.
-    """
-    for figures in parallel.values():
-        received = 1.01 * TRAINED * MEDIA_BYTES * figures.steps
-        assert all(tally.received <= received for tally in figures.tallies)
-        assert all(tally.sent <= tally.dealt for tally in figures.tallies)
-        assert all(tally.facts < 1200 * figures.steps for tally in figures.tallies)
-    assert all(tally.heard < 200 * 1024 for tally in parallel[1024].tallies)
-    runs = [figures.tallies for figures in parallel.values()]
-    assert_constant([max(tally.dealt + tally.facts for tally in tallies) for tallies in runs])
-    assert_constant([max(tally.sent for tally in tallies) for tallies in runs])
-    assert len({tally.gathers for tallies in runs for tally in tallies}) == 1
+    monkeypatch.setattr(Prompts, "group", lambda self, *more: watched(rank_of[self], group(self, *more)))
+    monkeypatch.setattr(SimulatedWorld, "_received", lambda w, parcel: watched(w.rank, received(w, parcel)))
+    run = central.Scaled(64, steps=3)
+    rank_of = {c.prompts: c.world.rank for c in run.controllers}
+    for c in run.controllers:
+        c.collect = look
+    run.run(share=False)
+    assert found == [0] * 8 * 3
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_media_travel_once_with_samples_that_move(parallel, ranks):
-    """All the media of a step's batch is dealt once, and what is sent arrives once."""
-    figures = parallel[ranks]
-    media = ranks * TRAINED * figures.steps * MEDIA_BYTES
-    dealt, sent = (sum(vars(tally)[name] for tally in figures.tallies) for name in ("dealt", "sent"))
-    assert media < dealt < 1.01 * media  # the rest is tokens
-    assert sent == sum(tally.received for tally in figures.tallies)
-    assert 0 < sent <= dealt
+def test_exponents_are_slopes():
+    values = {n: Busiest(5, 2 * n, 0, 3 * n**0.5, n**2, 1 / n) for n in (8, 64, 512)}
+    slopes = dict(samples=0, sent=1, relayed=0, heard=0.5, requests=2, seconds=-1)
+    assert exponents(values) == pytest.approx(slopes)
 
 
-def test_uneven_prompts_change_who_sends_but_not_how_much():
-    """Where chance decides whose prompts are kept, controllers differ.
+def test_bytes_by_hand():
+    """Three units: a gather, a reduction (0 merges 1, then 2; tells both), parcels of two samples."""
+    network, size = Counting(16), len
+    vars(network)["_bytes"] = lambda value: size(value)
+    network.gather_s(["a", "bb", "cccc"])
+    assert network.sent == {0: 1, 1: 2, 2: 4} and network.heard == {0: 6, 1: 5, 2: 3}
+    assert network.reduced("".join, ["a", "bb", "cccc"]) == "abbcccc"
+    assert network.sent == {0: 2, 1: 4, 2: 8} and network.heard == {0: 6 + 2 + 4, 1: 5 + 7, 2: 3 + 7}
+    assert +network.relayed == {0: 7 - 1}
+    four = Counting(16)
+    vars(four)["_bytes"] = lambda value: size(value)
+    assert four.reduced("".join, ["a", "bb", "cccc", "d"]) == "abbccccd"
+    assert +four.relayed == {0: 8 - 1, 2: 1}  # 2 tells 0 what it heard of 3
+    samples = [Sample(0, i, [1] * 10, response=[2] * 5) for i in range(2)]
+    network = Counting(16)
+    network.exchange_s([{0: samples, 1: samples}, {}])
+    assert network.dealt == 2 * network.sent[0]
+    assert network.sent == Counter({0: 2 * (200 + 16 * (50 + 5 * TOKEN_BYTES))})
+    assert +network.heard == {1: network.sent[0]}
 
-    A controller's mean stays the same from 2 to 64 ranks.
-    """
-    runs = [central.measure("parallel", ranks, steps=4, uneven=True).tallies for ranks in (2, 64)]
-    assert_constant([fmean(tally.dealt for tally in tallies) for tallies in runs])
-    assert max(tally.dealt for tally in runs[1]) > 1.1 * min(tally.dealt for tally in runs[1])
+
+def test_units_are_alike():
+    lengths, work = Alike(600, 1.0, 4096, 4), Even(512, *[Alike(600, 1.0, 4096, 4)] * 2, keep=0.5, units=4)
+    for prompt_id in range(0, 40, 4):
+        first, again = ([lengths.of(7, prompt_id + unit, 1) for unit in range(4)] for _ in range(2))
+        assert first == again and 0.89 * max(first) <= min(first) < max(first)
+        assert len({work.is_right(prompt_id + unit, 1) for unit in range(4)}) == 1
+    assert len({lengths.of(prompt_id, 1) for prompt_id in range(0, 40, 4)}) > 5
 
 
-def test_a_central_controller_grows_with_the_ranks():
-    """8 times the ranks: 8 times the samples at once and the bytes through rank 0, to a tenth.
+def test_samples_held_and_requests_by_hand():
+    """4 drawn, one of them trained on here beside two of others; 3 requests asked, one served for another."""
+    run, stats = central.Scaled(64), SimpleNamespace(requests=1)
+    spans = [SimpleNamespace(name="rollout", rank=5), SimpleNamespace(name="train", rank=5)]
+    c = SimpleNamespace(world=SimpleNamespace(rank=2), timeline=SimpleNamespace(spans=spans))
+    samples = [Sample(p, 0, [1]) for p in range(6)]
+    batch = rollout.RolloutBatch(samples[:2], samples[2:3], [samples[3:4]])
+    batch.stats = SimpleNamespace(rollout=stats, genrm=SimpleNamespace(requests=2))
+    with mock.patch.object(central.Scaled.__mro__[2], "step", mock.AsyncMock()):
+        asyncio.run(run.step(c, 0, batch, [samples[0], *samples[4:]], {}))
+    assert (run.drawn, run.held, run.requests) == (Counter({2: 4}), Counter({2: 6}), Counter({2: 3, 5: 1}))
 
-    Other ranks' do not grow. On 1,024 ranks, too: `python bench/central.py`.
-    """
-    few, many = (central.measure("central", ranks, steps=1).tallies for ranks in (64, 512))
-    for name in ("peak", "sent", "received"):
-        assert vars(many[0])[name] / vars(few[0])[name] == pytest.approx(8, rel=0.1), name
-        assert_constant([max(vars(tally)[name] for tally in tallies[1:]) for tallies in (few, many)])
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """It writes what it prints."""
+    monkeypatch.setattr(central, "DOCS", tmp_path / "papers")
+    monkeypatch.setattr(central, "QUICK", (16, 32))
+    central.main(["--quick", "--write"])
+    text = (tmp_path / "papers/scale.md").read_text()
+    assert capsys.readouterr().out.strip() in text
+    assert (tmp_path / "papers/scale.png").stat().st_size > 10_000
+    helped = [sys.executable, str(ROOT / "bench/central.py"), "--help"]
+    assert "--quick" in subprocess.run(helped, capture_output=True, text=True, check=True).stdout
+
+
+def test_it_takes_no_decision_itself():
+    """Nothing of serving, routing or balancing is defined in bench/central.py."""
+    product = {*rollout.MODES, "route", "generate", "judge", "serve", "collect", "exchange", "deal"}
+    product |= {"plan_batch", "karmarkar_karp", "choose_split", "next_wave", "status", "apply_status"}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    tree = ast.parse((ROOT / "bench/central.py").read_text())
+    assert not {node.name for node in ast.walk(tree) if isinstance(node, kinds)} & product

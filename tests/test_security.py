@@ -99,14 +99,11 @@ def test_a_tokenizers_own_code_runs_only_if_it_is_trusted(tmp_path, monkeypatch,
 
 
 def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
-    """Unless asked for; weights come from safetensors in any case."""
+    """No setting asks for it; weights come from safetensors."""
     home = save_model(tmp_path / "model")
     flags = server_flags("genrm", 1, 23030, home, parse_config([]))
     assert "--trust-remote-code" not in flags and flags[flags.index("--load-format") + 1] == "safetensors"
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
-    assert "--trust-remote-code" in server_flags(
-        "genrm", 1, 23030, home, parse_config(["--trust-remote-code"])
-    )
 
 
 WEBSOCKETS = """

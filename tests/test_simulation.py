@@ -17,9 +17,8 @@ from engines.engine import Request, Sampling
 from sample import Sample
 from scheduling.costs import FULL, Decode, Device, Model, Passes, decode_of, passes_of
 from simulation.clock import VirtualClock, end_all
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Moves, coarse, moves_of
-from simulation.engine import Batch, Reply, Sequence, SimulatedEngine
+from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
+from simulation.engine import Batch, Moves, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.trainers import SimulatedTrainer
 
@@ -291,10 +290,6 @@ def test_a_change_of_the_device_moves_its_part():
     assert decode_of(MODEL, DEVICE, 1, **how).kv_tokens < decode.kv_tokens / 2  # of one copy of the weights
     with pytest.raises(ValueError, match="leave 1 devices no room"):
         decode_of(MODEL._replace(params=7e10), DEVICE, 1, **how)
-    moves = moves_of(DEVICE, 14e9, 1e9, swap_s=1.0, push_s=0.5)
-    assert moves == pytest.approx(Moves(1.7, 1.7, 0.7))
-    half = moves_of(DEVICE._replace(network=2.5e9, host=1e10), 14e9, 1e9, swap_s=1.0, push_s=0.5)
-    assert half == pytest.approx(Moves(2.4, 2.4, 0.9))
 
 
 def test_training_seconds():
@@ -340,7 +335,7 @@ def meet(work, ranks=8, network=None):
 
 
 def test_meetings_take_time_and_are_forgotten():
-    network = Network(latency_s=0.01, bytes_per_s=1000, size_of=len)
+    network = Network(latency_s=0.01)
 
     async def work(world):
         facts = await world.gather("x" * 10)
@@ -356,8 +351,7 @@ def test_meetings_take_time_and_are_forgotten():
     assert not meetings
     assert all(facts is results[0][0] and total == "01234567" for facts, total, _ in results)
     assert len({id(theirs) for *_, theirs in results}) == 8
-    assert seconds == pytest.approx((3 * 0.01 + 0.08) + (3 * 0.01 + 0.003) + (0.01 + 0.05))
-    assert (network.meetings, network.bytes) == (3, 80 + 3 + 50)
+    assert seconds == pytest.approx(3 * 0.01 + 3 * 0.01 + 0.01) and network.meetings == 3
 
 
 def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():

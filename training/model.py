@@ -258,7 +258,7 @@ def build_chunk(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     )  # fmt: skip
     gpt.family = FAMILIES[hf["model_type"]]
     if sees:
-        gpt.open_eyes(hf["vision"], hf["reader"])
+        gpt.add_tower(hf["vision"], hf["reader"])
     if gpt.post_process:
         lm_head.leave_out_logits(gpt)
     return gpt

@@ -61,7 +61,7 @@ class Trainer:
     The part is a chunk of the layers, or several: chunk c of the n-th of pp ranks is stage c * pp + n.
     `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_head` marks the
     rank of its model-parallel group that talks to engines; `cost(tokens)` is the work of a sequence,
-    `image_cost(images)` that on its images.
+    `image_cost(prompt)` that on its images.
     """
 
     title = "model"
@@ -80,7 +80,7 @@ class Trainer:
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.cost = partial(models.forward_cost, hf)
-        self.image_cost = vision.image_cost(hf["vision"]) if "vision" in hf else lambda images: 0
+        self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
         self.pipeline, self.reverse = join_pipeline(), reverse

@@ -7,8 +7,9 @@ arXiv 2406.04334).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,14 @@ def deep_features(vision: PretrainedConfig | None) -> int:
     return len(vision.to_dict().get("deepstack_visual_indexes", ())) if vision else 0
 
 
-def image_cost(vision: PretrainedConfig) -> Callable[[Iterable[Image]], int]:
-    """Of a forward pass of the tower over images: multiply-adds. Windows of its attention count as full."""
+def image_cost(hf: dict) -> Callable[[list[int]], int]:
+    """Of a prompt: multiply-adds of the tower's forward pass over its images, which are runs of image tokens.
+
+    Attention's windows count as full.
+    """
     from transformers import AutoModel
 
+    vision, image_token = hf["vision"], hf["reader"].image_token
     with torch.device("meta"):  # no numbers, only shapes
         tower = AutoModel.from_config(vision)
     named, facts = dict(tower.named_parameters()), vision.to_dict()
@@ -51,14 +56,19 @@ def image_cost(vision: PretrainedConfig) -> Callable[[Iterable[Image]], int]:
     in_window = (facts.get("window_size", 0) // vision.patch_size) ** 2
     each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
     pairs = whole * 2 * vision.hidden_size * patches**2
-    return lambda images: sum(each * image.features + pairs * image.features**2 for image in images)
+
+    def cost(prompt: list[int]) -> int:
+        images = (len(list(run)) for token, run in groupby(prompt) if token == image_token)
+        return sum(each * features + pairs * features**2 for features in images)
+
+    return cost
 
 
 class VisionModel(GPTModel):
     """The first stage of a model that sees. Each tensor-parallel rank has the whole tower."""
 
-    def open_eyes(self, vision: PretrainedConfig, reader: ImageReader) -> None:
-        """Add the tower that config.json describes, with random weights."""
+    def add_tower(self, vision: PretrainedConfig, reader: ImageReader) -> None:
+        """As config.json describes it, with random weights."""
         from transformers import AutoModel
 
         self.reader = reader
@@ -99,8 +109,7 @@ class VisionModel(GPTModel):
 
     def _put(self, hidden: Tensor, features: Tensor, batch: MicroBatch, adds: bool) -> Tensor:
         """Features in the place of the image tokens' hidden states, or added to them."""
-        places = hidden.new_full((batch.tokens.shape[1],), NO_FEATURE, dtype=torch.int64)
-        places = places if batch.places is None else batch.places
+        places = torch.full_like(batch.tokens[0], NO_FEATURE) if batch.places is None else batch.places
         if self.config.sequence_parallel:
             tensor = self.pg_collection.tp
             places = places.chunk(tensor.size())[tensor.rank()]
