@@ -82,7 +82,7 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
         config=config,
         world=world,
         placement=SimpleNamespace(actor=actor, critics=[], plan=plan),
-        prompts=Prompts(Addition(0, lambda text: [1]), 1),
+        prompts=Prompts(Addition(0, lambda *text: [1]), 1),
         rewards=SimpleNamespace(state=lambda: {"failed": [0], "parsed": [0]}),
         report=SimpleNamespace(note=print),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),

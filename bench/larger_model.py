@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 
 from config import parse_config
-from recipes.addition import warmstart
+from recipes.addition import models, warmstart
 from reporting.progress import Progress
 from runtime import rendezvous
 
@@ -28,10 +28,10 @@ def main() -> None:
     work = target.with_name(target.name + ".part")
     config = parse_config([])
     world = rendezvous.join(config)
-    warmstart.SHAPE.update(SHAPE)
+    models.SHAPE.update(SHAPE)
     if world.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
-        warmstart.new_model(work / "new", config.seed)
+        models.new_model(work / "new", config.seed)
     dist.barrier()
     progress = Progress(STEPS, world.rank == 0)
     batches = partial(warmstart.demonstrations, config.seed)

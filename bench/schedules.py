@@ -27,7 +27,7 @@ from actor import Actor, cross_entropy_loss
 from bench.tables import picture, print_table, spread
 from config import Config
 from critic import Critic, returns_loss
-from recipes.addition import warmstart
+from recipes.addition import models
 from reporting import timeline
 from scheduling.pipeline import SCHEDULES, base_memory, bound, evaluate, fused, read_instances
 from training import executor
@@ -155,8 +155,8 @@ def main() -> None:
         run, step = given.passes
         return draw_passes(timeline.read(Path(run, "spans")), int(step), Path("passes.png"))
     with tempfile.TemporaryDirectory() as folder:
-        warmstart.SHAPE["num_hidden_layers"] = 2 * given.ranks
-        warmstart.new_model(Path(folder, "model"), seed=0)
+        models.SHAPE["num_hidden_layers"] = 2 * given.ranks
+        models.new_model(Path(folder, "model"), seed=0)
         mp.start_processes(rank_main, (given, folder), nprocs=given.ranks, start_method="fork")
 
 

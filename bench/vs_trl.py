@@ -92,7 +92,7 @@ def make_model(settings: Namespace) -> Path:
 
 def write_problems(settings: Namespace) -> Path:
     """The problems of a run, in order, for TRL's environment."""
-    source, path = Addition(settings.seed, lambda question: []), settings.out / "problems.jsonl"
+    source, path = Addition(settings.seed, lambda *question: []), settings.out / "problems.jsonl"
     count = settings.prompts * (settings.warmup + settings.steps)
     rows = [source.training(number) for number in range(count)]
     lines = [json.dumps({"prompt": row.question, "answer": row.answer_key}) for row in rows]

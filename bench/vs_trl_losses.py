@@ -43,10 +43,10 @@ def make_inputs() -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from recipes.addition import warmstart
+    from recipes.addition import models, warmstart
 
     for seed, name in enumerate(("policy", "reference")):
-        warmstart.new_model(OUT / name, seed)
+        models.new_model(OUT / name, seed)
     scorer = AutoModelForSequenceClassification.from_pretrained(OUT / "policy", num_labels=1)
     torch.nn.init.normal_(scorer.score.weight, std=0.1, generator=torch.Generator().manual_seed(2))
     scorer.save_pretrained(OUT / "scorer")

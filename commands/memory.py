@@ -107,14 +107,13 @@ def read_model(path: str, config: Config) -> tuple[Shapes, int]:
     if path:
         return server.checkpoint_shapes(path), server.context_length(path, config)
     from torch import device
-    from transformers import AutoModelForCausalLM
 
-    from recipes.addition.warmstart import model_config
+    from recipes.addition.demos import demo_of
 
     with device("meta"):  # no numbers, only shapes
-        model = AutoModelForCausalLM.from_config(model_config())
+        model = demo_of(config).build()
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
-    return shapes, config.max_model_len or model.config.max_position_embeddings
+    return shapes, config.max_model_len or model.config.get_text_config().max_position_embeddings
 
 
 def verdict_without_devices(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:

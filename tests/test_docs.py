@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 import run
 from algorithms import ALGORITHMS, Settings
 from config import Config, dashed, parse_config
-from recipes.addition import warmstart
+from recipes.addition.demos import demo_of
 from training import model
 
 ROOT = Path(__file__).parent.parent
@@ -174,7 +174,7 @@ def check_run(words: list[str]) -> None:
     if words[0].endswith("torchrun"):
         run.check_settings(config, ranks)
         if not config.model:
-            model.check_sizes(warmstart.model_config().to_dict(), config)
+            model.check_sizes(demo_of(config).build().config.get_text_config().to_dict(), config)
 
 
 def check_program(words: list[str]) -> None:

@@ -14,13 +14,13 @@ from commands import evaluate
 from commands.evaluate import pass_at_k
 from config import parse_config
 from engines.engine import Answer, seed_of
-from recipes.addition import task, warmstart  # noqa: F401  task adds the format
+from recipes.addition import models, task  # noqa: F401  task adds the format
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("tokenizers")
-    warmstart.new_model(path / "text", 0)
+    models.new_model(path / "text", 0)
     return {"text": data.load_tokenizer(str(path / "text"))}
 
 

@@ -28,7 +28,7 @@ from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import Config, parse_config
 from controller import MAX_SKIPS
-from recipes.addition import warmstart
+from recipes.addition import models, warmstart
 from sample import Sample
 
 # worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
@@ -199,7 +199,7 @@ def test_transformers_load_what_was_learnt(command, references, results):
 def tokenizers(tmp_path_factory) -> dict:
     """One that has a chat template, and the demo's characters, which have none."""
     path = tmp_path_factory.mktemp("tokenizers")
-    warmstart.new_model(path / "text", 0)
+    models.new_model(path / "text", 0)
     return {
         "chat": data.load_tokenizer(str(save_tokenizer(path / "chat"))),
         "text": data.load_tokenizer(str(path / "text")),
@@ -434,7 +434,7 @@ def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
 def test_the_warm_start_learns(tmp_path, single_rank):
     """With its own optimizer: 20 steps on demonstrations take two fifths off the loss on others."""
     start, end, batches = tmp_path / "new", tmp_path / "end", partial(warmstart.demonstrations, 0)
-    warmstart.new_model(start, 0)
+    models.new_model(start, 0)
     world = SimpleNamespace(rank=0, size=1)
     warmstart.train(Config(), world, start, end, batches, 20, Quiet())
     pairs = batches(1000)[:20]
@@ -443,7 +443,7 @@ def test_the_warm_start_learns(tmp_path, single_rank):
 
 def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
     """A run on the demo's examples from new weights, as `run.py` puts it together. Returns its folder."""
-    warmstart.new_model(path / "model", 0)
+    models.new_model(path / "model", 0)
     out, progress = path / "out", Quiet()
     given = [
         "--model",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import data
 from config import parse_config
-from recipes.addition import task, warmstart
+from recipes.addition import critiques, models, task, warmstart
 
 SUMMAND = st.integers(0, 6).flatmap(lambda digits: st.integers(0, max(0, 10**digits - 1)))
 DIGITS = st.text(alphabet="0123456789", max_size=12)
@@ -20,7 +20,7 @@ CONFIG = parse_config([])
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "new"
-    warmstart.new_model(path, 0)
+    models.new_model(path, 0)
     return str(path)
 
 
@@ -83,7 +83,7 @@ def test_shown_work_adds_up(a, b):
     ],
 )
 def test_critique(a, b, answer, text):
-    assert warmstart.critique(a, b, answer) == text
+    assert critiques.critique(a, b, answer) == text
 
 
 @settings(deadline=None, max_examples=400)
@@ -91,7 +91,7 @@ def test_critique(a, b, answer, text):
 def test_the_verdict_is_the_truth(a, b, answer, honest):
     """Y for the sum as Python writes it and nothing else; a wrong digit is flagged; it fits."""
     answer = str(a + b) if honest else answer
-    text = warmstart.critique(a, b, answer)
+    text = critiques.critique(a, b, answer)
     assert text.endswith("Y") == (answer == str(a + b))
     assert task.addition_parse(text) is (answer == str(a + b))
     assert text == "N" or ("x" in text) == text.endswith("N")
@@ -112,7 +112,7 @@ def test_the_critique_recomputes_before_it_looks(a, b, answer):
         columns = max(len(str(a)), len(str(b)))
         return [text[i * (width + 3) :][:width] for i in range(columns)]
 
-    assert recomputed(warmstart.critique(a, b, answer)) == recomputed(warmstart.critique(a, b, str(a + b)))
+    assert recomputed(critiques.critique(a, b, answer)) == recomputed(critiques.critique(a, b, str(a + b)))
 
 
 # ---------------------------------------------------------------- slips
@@ -122,33 +122,33 @@ def test_the_critique_recomputes_before_it_looks(a, b, answer):
 @given(a=SUMMAND, b=SUMMAND, seed=st.integers(0, 10**6))
 def test_slips_are_short_and_writable(a, b, seed):
     """Every slip, on any problem: characters that the tokenizer has, short enough for the judge."""
-    for kind in warmstart.SLIPS:
-        answer = warmstart.slip(kind, random.Random(seed), a, b)
-        assert len(answer) <= 12 and set(answer) <= set(warmstart.ALPHABET)
-    answer = warmstart.corrupted(random.Random(seed), a, b)
-    assert len(answer) <= 12 and set(answer) <= set(warmstart.ALPHABET)
+    for kind in critiques.SLIPS:
+        answer = critiques.slip(kind, random.Random(seed), a, b)
+        assert len(answer) <= 12 and set(answer) <= set(models.ALPHABET)
+    answer = critiques.corrupted(random.Random(seed), a, b)
+    assert len(answer) <= 12 and set(answer) <= set(models.ALPHABET)
 
 
 def test_slip_weights_are_a_whole():
-    assert sum(warmstart.SLIPS.values()) == pytest.approx(1)
+    assert sum(critiques.SLIPS.values()) == pytest.approx(1)
 
 
 MISSES = (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.9, 0.8, 0.99)  # a carry can only be lost where there is one
 
 
-@pytest.mark.parametrize("kind,wrong", list(zip(warmstart.SLIPS, MISSES, strict=True)))
+@pytest.mark.parametrize("kind,wrong", list(zip(critiques.SLIPS, MISSES, strict=True)))
 def test_slips_are_mostly_wrong(kind, wrong):
     """On at least this part of 2,000 training problems a slip misses the sum."""
     rng = random.Random(0)
     problems = [task.training_problem(rng) for _ in range(2000)]
-    missed = [warmstart.slip(kind, rng, a, b) != str(a + b) for a, b in problems]
+    missed = [critiques.slip(kind, rng, a, b) != str(a + b) for a, b in problems]
     assert sum(missed) / 2000 >= wrong
 
 
 def test_corrupted_answers_are_mostly_wrong_and_of_every_kind():
     rng = random.Random(0)
     problems = [task.training_problem(rng) for _ in range(5000)]
-    answers = [(a, b, warmstart.corrupted(rng, a, b)) for a, b in problems]
+    answers = [(a, b, critiques.corrupted(rng, a, b)) for a, b in problems]
     wrong = [(a, b, answer) for a, b, answer in answers if answer != str(a + b)]
     assert 0.9 < len(wrong) / 5000 < 1
     lengths = [len(answer) - len(str(a + b)) for a, b, answer in wrong]
@@ -175,14 +175,14 @@ def test_corrupted_answers_are_mostly_wrong_and_of_every_kind():
 )
 def test_slips_by_hand(slip, a, b, answers):
     """All that can come of a problem."""
-    assert {warmstart.slip(slip, random.Random(seed), a, b) for seed in range(100)} == answers
+    assert {critiques.slip(slip, random.Random(seed), a, b) for seed in range(100)} == answers
 
 
 # ---------------------------------------------------------------- tokenizer and model
 
 
 @settings(deadline=None)
-@given(text=st.text(alphabet=warmstart.ALPHABET, max_size=80))
+@given(text=st.text(alphabet=models.ALPHABET, max_size=80))
 def test_the_tokenizer_gives_the_text_back(tokenizer, text):
     """One token a character, behind <bos>; special tokens stay out of the text."""
     tokens = data.encode(tokenizer, text)
@@ -190,12 +190,12 @@ def test_the_tokenizer_gives_the_text_back(tokenizer, text):
     assert data.decode(tokenizer, tokens) == text
     prompt, response = data.encode_pair(tokenizer, text, text)
     assert prompt == tokens and response == [*tokens[1:], tokenizer.eos_token_id]
-    assert max(tokens) < warmstart.RECIPE["vocab"]
+    assert max(tokens) < models.VOCAB
 
 
 def test_every_character_has_a_token_of_its_own(tokenizer):
-    tokens = tokenizer(warmstart.ALPHABET, add_special_tokens=False)["input_ids"]
-    assert len(set(tokens)) == len(set(warmstart.ALPHABET))
+    tokens = tokenizer(models.ALPHABET, add_special_tokens=False)["input_ids"]
+    assert len(set(tokens)) == len(set(models.ALPHABET))
     assert data.stop_tokens("nowhere", tokenizer) == (tokenizer.eos_token_id,)
 
 
@@ -210,8 +210,8 @@ def test_the_model_follows_from_the_seed(model_dir, tmp_path):
     """366k parameters in a plain Hugging Face directory; the same seed gives the same bytes."""
     from safetensors.torch import load_file
 
-    warmstart.new_model(tmp_path / "again", 0)
-    warmstart.new_model(tmp_path / "other", 1)
+    models.new_model(tmp_path / "again", 0)
+    models.new_model(tmp_path / "other", 1)
     first, again, other = (
         load_file(f"{path}/model.safetensors") for path in (model_dir, tmp_path / "again", tmp_path / "other")
     )
@@ -246,7 +246,7 @@ def test_critiques_are_right_and_of_three_kinds():
     for asked, written in items:
         question, answer = asked.removesuffix("?").split("=>", 1)
         a, b = map(int, question.split("+"))
-        assert written == warmstart.critique(a, b, answer)
+        assert written == critiques.critique(a, b, answer)
         right += written.endswith("Y")
     assert 0.47 < right / len(items) < 0.57  # a corrupted answer may come out right
     assert abs(sum(asked in ("1+1=>3?", "2+2=>5?") for asked, _ in items) / len(items) - 0.2) < 0.03
@@ -258,7 +258,7 @@ def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
 
     made = []
     monkeypatch.setattr(warmstart, "CACHE", tmp_path)
-    monkeypatch.setattr(warmstart, "make", lambda config, world, home, progress: made.append(home))
+    monkeypatch.setattr(warmstart, "make", lambda config, world, home, progress, demo: made.append(home))
 
     class World:
         async def broadcast(self, value):
@@ -268,7 +268,7 @@ def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
             return function(*args)
 
     def prepare(seed):
-        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed), World(), None))
+        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed, preset="tiny"), World(), None))
 
     actor, judge = prepare(0)
     assert (

@@ -1,4 +1,7 @@
-"""The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`."""
+"""The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`.
+
+For a model that sees the numbers are drawn: the question is `<image>=`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,15 @@ from collections.abc import Callable, Iterator
 
 from data import Prompt
 from genrm import FORMATS, JudgeFormat, score_prompt
+from images.reader import IMAGE, ImageReader
+from recipes.addition.drawing import picture
+
+Shown = tuple[str, *tuple[bytes, ...]]  # a text, and the pictures in it
+Show = Callable[[int, int, str], Shown]  # of two summands, and what decides the look of a picture
 
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
 HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
+HELD_OUT_KEY = "held out"  # of their pictures
 
 
 def random_problem(rng: random.Random) -> tuple[int, int]:
@@ -41,18 +50,30 @@ def training_problem(rng: random.Random) -> tuple[int, int]:
             return a, b
 
 
-class Addition:
-    """The problems as a data.Source."""
+def written(a: int, b: int, key: str) -> Shown:
+    return (f"{a}+{b}=",)
 
-    def __init__(self, seed: int, encode: Callable[[str], list[int]]):
-        self._seed, self._encode = seed, encode
-        self.held_out = [self._prompt(*problem) for problem in HELD_OUT_PROBLEMS]
+
+def drawn(a: int, b: int, key: str) -> Shown:
+    return f"{IMAGE}=", picture(a, b, key)
+
+
+class Addition:
+    """The problems as a data.Source, drawn if the model has a reader of images."""
+
+    def __init__(self, seed: int, encode: Callable[..., list[int]], reader: ImageReader | None = None):
+        """encode: of a text and the images in it."""
+        self._seed, self._encode, self._reader = seed, encode, reader
+        self.held_out = [self._prompt(*problem, HELD_OUT_KEY) for problem in HELD_OUT_PROBLEMS]
 
     def training(self, prompt_id: int) -> Prompt:
-        return self._prompt(*training_problem(random.Random(f"problem {self._seed} {prompt_id}")))
+        key = f"problem {self._seed} {prompt_id}"
+        return self._prompt(*training_problem(random.Random(key)), key)
 
-    def _prompt(self, a: int, b: int) -> Prompt:
-        return Prompt(self._encode(f"{a}+{b}="), f"{a}+{b}=", str(a + b))
+    def _prompt(self, a: int, b: int, key: str) -> Prompt:
+        question, *pictures = (drawn if self._reader else written)(a, b, key)
+        images = tuple(self._reader.read(png, "a drawing") for png in pictures)
+        return Prompt(self._encode(question, images), question, str(a + b), lambda: images)
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
@@ -79,7 +100,10 @@ def addition_answer(text: str) -> str | None:
 
 
 def addition_prompt(question: str, answer: str) -> str:
-    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working."""
+    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working.
+
+    A judge of drawn numbers has the picture, too: `<image>=>125?`.
+    """
     return f"{question}>{answer}?"
 
 
