@@ -184,10 +184,12 @@ class Config:
 
 
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16")}  # and what differs there from Config's defaults
-# A preset is what differs from those. tiny is the demo's: recipes/addition.
-PRESETS = {
+# of the demos, whose numbers are written or drawn: recipes/addition
+DEMO = dict(lr=5e-4, critic_lr=1e-3, max_new_tokens=72, judge_max_new_tokens=100, max_model_len=256)
+PRESETS = {  # a preset is what differs from Config's defaults
     "base": {},
-    "tiny": dict(lr=5e-4, critic_lr=1e-3, max_new_tokens=72, judge_max_new_tokens=100, max_model_len=256),
+    "tiny": DEMO,
+    "images": DEMO,
     "cuda": dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, max_running_requests=256)
     | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, deterministic=False, recompute=True),
 }

@@ -222,7 +222,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
-    source = Addition(config.seed, encode)
+    source = Addition(config.seed, encode, reader)
     if config.data:
         room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)

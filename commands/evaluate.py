@@ -36,7 +36,7 @@ def read_problems(
 ) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. ValueError if there are none."""
     if not config.data:
-        return Addition(config.seed, encode).held_out
+        return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
     rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
