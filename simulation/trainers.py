@@ -27,7 +27,7 @@ class SimulatedTrainer:
         self.name, self.passes, self.version, self.awake, self.phases = name, passes, 0, False, []
         self._world, self._moves, self._speed_up = world, moves, speed_up
         self.dp_rank, self.dp_size = world.rank // group, world.size // group
-        self.is_head = world.rank % group == 0
+        self.is_head, self.image_cost = world.rank % group == 0, lambda prompt: 0
 
     async def wake(self) -> None:
         await asyncio.sleep(self._moves.wake_s)
@@ -43,9 +43,6 @@ class SimulatedTrainer:
     def cost(self, tokens: int) -> int:
         """Work of a sample, in nanoseconds."""
         return round(1e9 * self.passes.cost(tokens))
-
-    def image_cost(self, prompt: list[int]) -> int:
-        return 0
 
     async def forward(self, mini_batches: MiniBatches) -> None:
         assert self.awake, "asked while asleep"
