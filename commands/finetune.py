@@ -27,6 +27,7 @@ from checkpoint import archive
 from config import HELD_OUT, Config, make_out
 from controller import MAX_SKIPS
 from critic import Critic, target_values
+from images.reader import sees
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
@@ -92,6 +93,8 @@ def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config
     """ValueError with file and line for a row that can't be used, or is longer than a micro-batch."""
     rows, budget = [], config.max_tokens_per_micro_batch
     for line, row in data.read_rows(path):
+        if row.get("images"):
+            raise ValueError(f"{path}:{line}: it has images, and run.py {config.command} learns from texts")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
@@ -192,6 +195,8 @@ class Learner:
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
+    if config.command == "rm" and sees(config.model):
+        raise ValueError("run.py rm: a scalar reward model reads text alone, and --model sees images")
     if rank:
         return
     archive(Path(config.out), say)

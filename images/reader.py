@@ -59,8 +59,12 @@ class ImageReader:
 
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Of all: [patches, numbers of a patch], and [images, 3]: frames, rows and columns of patches."""
-        found = self._processor([decoded(image.data, "an image") for image in images], return_tensors="pt")
-        return found["pixel_values"], found["image_grid_thw"]
+        import torch
+
+        # one by one: decoded, and as floats, an image is many times its file
+        found = [self._processor([decoded(x.data, "an image")], return_tensors="pt") for x in images]
+        pixels, grids = (torch.cat([x[name] for x in found]) for name in ("pixel_values", "image_grid_thw"))
+        return pixels, grids
 
 
 def sees(model_dir: str | Path) -> bool:

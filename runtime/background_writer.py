@@ -56,7 +56,7 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    gc.freeze()  # the rank's garbage is the rank's: freed here, what had threads, which weren't forked, crashes
+    gc.freeze()  # what the rank left is its own: freed here, what had threads, which were not forked, crashes
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the rank died a moment ago

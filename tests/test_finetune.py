@@ -340,7 +340,16 @@ BAD = [
         "don't fit into",
     ),  # each alone would
     ("sft", "text", [1], "expected a JSON object"),
+    ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
 ]
+
+
+def test_a_reward_model_reads_text_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    config = parse_config(["rm", "--model", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="a scalar reward model reads text alone, and --model sees"):
+        asyncio.run(finetune.prepare(config, 0, print))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command,tokenizer,row,message", BAD)

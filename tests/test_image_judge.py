@@ -1,0 +1,88 @@
+"""Judges that see, and judges that don't: what they are shown of a prompt with images, and how often."""
+
+import asyncio
+
+import pytest
+from test_genrm import Characters
+from vision_models import IMAGE, encoded_picture, make_vision_model
+
+import data
+import recipes.addition.task  # noqa: F401 (it adds a judge format)
+import rewards
+from config import Config
+from engines.engine import Answer
+from images.reader import reader_of
+from images.tokens import expand
+from sample import Sample
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_vision_model(tmp_path_factory.mktemp("judge"), "qwen3_vl", layers=1)
+
+
+@pytest.fixture(scope="module")
+def pictures(model):
+    read = reader_of(model).read
+    return [(read(encoded_picture(64, 32, seed=seed), "here"),) for seed in range(2)]
+
+
+class Pool:
+    """Accepts all; remembers what it was asked."""
+
+    def __init__(self, text):
+        self.asked, self._text = [], text
+
+    async def generate(self, prompts, sampling, *, seeds, model, images):
+        self.asked.append((prompts[0], images[0], sampling.stop_token_ids))
+        yield Answer(0, self._text, [-0.01] * len(self._text), "stop", [])
+
+
+def score(listed, text, *samples):
+    pool = Pool(text)
+
+    async def together():
+        await asyncio.gather(*(listed.score(sample, pool) for sample in samples))
+
+    asyncio.run(together())
+    assert all(sample.reward == 1.0 for sample in samples)
+    return pool.asked
+
+
+def listed_for(model, sees=True):
+    config = Config(model="m", judge=(model,), judge_format=("addition",), max_model_len=2000)
+    tokenizer = data.load_tokenizer(model) if sees else Characters()
+    return rewards.build(config, [tokenizer], "".join, [reader_of(model) if sees else None])
+
+
+def sample_of(media, prompt_id=0, answer=">5", question="<image>="):
+    return Sample(prompt_id, 0, [], question, media=media, response=list(answer), finish="stop")
+
+
+def test_a_judge_that_sees_is_shown_the_images(model, pictures):
+    """At their places, expanded; and its own critique would end at an image token."""
+    tokenizer = data.load_tokenizer(model)
+    ((prompt, images, stop),) = score(listed_for(model), tokenizer("Y")["input_ids"], sample_of(pictures[0]))
+    shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
+    assert prompt == expand(shown, pictures[0]) and prompt.count(IMAGE) == 2
+    assert images is pictures[0] and {*reader_of(model).stop_tokens} < {*stop}
+
+
+def test_a_judgement_is_shared_only_if_the_images_are_the_same(model, pictures):
+    first, second = pictures
+    same = (reader_of(model).read(first[0].data, "again"),)
+    samples = [sample_of(media, number) for number, media in enumerate((first, second, same))]
+    asked = score(listed_for(model), data.load_tokenizer(model)("Y")["input_ids"], *samples)
+    assert [images for _, images, _ in asked] == [first, second]
+
+
+def test_a_judge_of_texts_is_asked_as_before(model, pictures):
+    ((prompt, images, _),) = score(listed_for(model, sees=False), ["Y"], sample_of(pictures[0]))
+    assert ("".join(prompt), images) == ("<image>=>5?", ())
+
+
+def test_an_answer_cannot_make_up_a_place(model, pictures):
+    """The policy writes <image>: text, in which it can be seen."""
+    answer, text = "><image>", data.load_tokenizer(model)("Y")["input_ids"]
+    ((prompt, images, _),) = score(listed_for(model), text, sample_of(pictures[0], answer=answer))
+    assert prompt.count(IMAGE) == 2 and images is pictures[0]
