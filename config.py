@@ -127,13 +127,8 @@ class Config:
         return self.timeout_s / 15
 
     @property
-    def engine_move_s(self) -> float:
-        """For an engine to sleep, to wake, or to take a bucket of weights."""
-        return self.timeout_s / 5
-
-    @property
     def stalled_s(self) -> float:
-        """A request of which nothing new came for so long is asked of another engine."""
+        """A request of which nothing new came for so long is asked of another engine; a move's deadline."""
         return self.timeout_s / 5
 
     def __post_init__(self):

@@ -108,7 +108,7 @@ class Engine:
         """Starts a server, which dies with this thread. Then `await ready()`. ValueError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
-        engine._silence_s, engine._move_s = config.engine_silence_s, config.engine_move_s
+        engine._silence_s, engine._move_s = config.engine_silence_s, config.stalled_s
         engine._tp, engine._shapes = vars(config)[f"{role}_tp"], server.checkpoint_shapes(model_dir)
         flags = [*server.server_flags(role, rank, port, model_dir, config), *cls.flags]
         command = [sys.executable, "-m", cls.module, *flags]
