@@ -228,7 +228,7 @@ NOT_A_NUMBER = "argument --reward-weights: invalid float value: 'much'"
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--steps", "1.5"], "argument --steps: invalid int value"),
         (["--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
-        (["--preset", "huge"], "--preset huge is unknown; choose one of base, tiny, cuda"),
+        (["--preset", "huge"], "--preset huge is unknown; choose one of base, tiny, images, cuda"),
         (["--dtype", "float16"], "--dtype float16 is unknown; choose float32 or bfloat16"),
         (["--critic", "c"], "--critic needs --model: the demo's models only know addition"),
         (["--model", "m"], "--model needs a --judge or a --rule, which say what an answer is worth"),
