@@ -179,6 +179,8 @@ class PromptFile(Sequence[Prompt]):
             raise ValueError(f"{where}: it has images, and --model reads text alone")
         if row.get("videos"):
             raise ValueError(f"{where}: videos are not supported")
+        if not (callable(images) or isinstance(images, list)):
+            raise ValueError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
         if not callable(images):  # of JSON
             files = [image_file(item, self._path.parent, where) for item in images]
@@ -242,6 +244,7 @@ def with_text(turn: Any, where: str) -> Any:
         return turn
     content = ""
     for part in turn["content"]:
+        part = part if isinstance(part, dict) else {"type": part}
         match {name: value for name, value in part.items() if value is not None}:  # Parquet has all names
             case {"type": "text", "text": str(text)}:
                 content += text

@@ -142,6 +142,8 @@ REFUSED = {  # what is wrong with a row -> how its line goes on
     "no such file": (ONE | dict(images=["pictures/9.png"]), r".*pictures/9.png: no such file"),
     "videos": (dict(prompt="=", videos=["a.mp4"]), "videos are not supported"),
     "a video part": (dict(messages=[CHAT | dict(content=[{"type": "video"}])]), "a part {'type': 'video'}"),
+    "no list": (dict(prompt="<image>", images=5), "`images` is a list of paths, not 5"),
+    "a part that is text": (dict(messages=[CHAT | dict(content=["hello"])]), "a part {'type': 'hello'}"),
     "a part's own image": (dict(messages=[CHAT | dict(content=[OWN])]), "a part {'type': 'image',"),
 }
 
