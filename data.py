@@ -140,7 +140,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 class PromptRow(NamedTuple):
-    line: int
+    where: str  # file and line
     prompt: Text
     answer: Any
     images: Callable[[], list]  # paths and bytes, as `image_file` takes them
@@ -163,10 +163,10 @@ class PromptFile(Sequence[Prompt]):
         self._path, self._encode, self._max_tokens, self._reader = path, encode, max_tokens, reader
         self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
         rows = [self._row(line, row) for line, row in read_rows(path)]
-        longer = {row.line: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
+        longer = {row.where: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
         if longer and not skip_long:
-            raise self._too_long(*min(longer.items()))
-        self._rows = [row for row in rows if row.line not in longer]
+            raise self._too_long(*next(iter(longer.items())))
+        self._rows = [row for row in rows if row.where not in longer]
         if not self._rows:
             raise ValueError(f"--data {path}: no prompt has at most {max_tokens} tokens")
         if longer:
@@ -187,16 +187,16 @@ class PromptFile(Sequence[Prompt]):
             if self._reader:
                 check_places(str(prompt).count(IMAGE), files, where)
             images = partial(list, files)
-        return PromptRow(line, prompt, row.get("answer"), images)
+        return PromptRow(where, prompt, row.get("answer"), images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        where, folder = f"{self._path}:{row.line}", self._path.parent
-        return tuple(self._reader.read(image_file(item, folder, where), where) for item in row.images())
+        files = (image_file(item, self._path.parent, row.where) for item in row.images())
+        return tuple(self._reader.read(file, row.where) for file in files)
 
     def _tokens(self, row: PromptRow) -> list[int]:
         if self._reader is None:
             return self._encode(row.prompt)
-        return self._encode(row.prompt, self._images(row), f"{self._path}:{row.line}")
+        return self._encode(row.prompt, self._images(row), row.where)
 
     def _most_tokens(self, row: PromptRow) -> int:
         """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
@@ -209,10 +209,9 @@ class PromptFile(Sequence[Prompt]):
         most = len(text.encode()) + self._added[roles] + seen
         return most if most <= self._max_tokens else len(self._tokens(row))
 
-    def _too_long(self, line: int, tokens: int) -> ValueError:
+    def _too_long(self, where: str, tokens: int) -> ValueError:
         room = f"--max-model-len less --max-new-tokens leaves room for {self._max_tokens}"
-        problem = f"the prompt has {tokens} tokens, but {room}; --skip-long leaves it out"
-        return ValueError(f"{self._path}:{line}: {problem}")
+        return ValueError(f"{where}: the prompt has {tokens} tokens, but {room}; --skip-long leaves it out")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -221,7 +220,7 @@ class PromptFile(Sequence[Prompt]):
         row = self._rows[number]
         tokens, key = self._tokens(row), None if row.answer is None else str(row.answer).strip()
         if len(tokens) > self._max_tokens:  # `_most_tokens` thought too little of a template or normaliser
-            raise self._too_long(row.line, len(tokens))
+            raise self._too_long(row.where, len(tokens))
         turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
         return Prompt(tokens, question, key, partial(self._images, row))
