@@ -44,9 +44,7 @@ class Source(Protocol):
 class Prompts:
     """A cursor over a source and its requeued prompts, equal on all ranks; `groups` stay where they are."""
 
-    def __init__(
-        self, source: Source, answers: int, keeps_groups=False, has_greedy=False, has_images=False
-    ):  # fmt: skip
+    def __init__(self, source: Source, answers: int, keeps_groups=False, has_greedy=False, has_images=False):
         """answers: of a group, one more with has_greedy. keeps_groups: of requeued prompts."""
         self.source, self.held_out, self._has_images = source, source.held_out, has_images
         self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
