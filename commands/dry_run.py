@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from algorithms import algorithm_of
-from commands.memory import BYTES, PROCESS, memory, read_model
+from commands.memory import BYTES, PROCESS, embedding, memory, read_model
 from config import Config, as_text, dashed
 from placement import Plan
 from reporting.describe import describe
@@ -117,7 +117,7 @@ def models_by_role(config: Config, hf: dict) -> dict[str, Model]:
     for role, path in (paths | {f"judge {n}": path for n, path in enumerate(config.judge_models, 1)}).items():
         shapes, _ = read_model(path, config)
         keys = [shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")]
-        params, hidden = sum(map(prod, shapes.values())), shapes["model.embed_tokens.weight"][1]
+        params, hidden = sum(map(prod, shapes.values())), embedding(shapes)[1]
         models[role] = Model(params, len(keys), hidden, keys[0], cuts=cuts * (role in paths))
     return models
 

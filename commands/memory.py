@@ -60,7 +60,7 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
     states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
     from training.lm_head import CHUNK_BYTES
 
-    vocabulary, hidden = shapes["model.embed_tokens.weight"]
+    vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
     loss = 2 * chunk + 2 * head  # two copies of a chunk's logits; the head's gradient, and a chunk's
@@ -69,11 +69,14 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
 
 
 def activations(shapes: Shapes, config: Config) -> int:
-    """Of the micro-batches, all full, that the first rank of a pipeline keeps: interleaved, more of them."""
-    rows = {name: shape[0] for name, shape in shapes.items() if name.endswith("_proj.weight")}
+    """Of the micro-batches, all full, that the first rank of a pipeline keeps: interleaved, more of them.
+
+    Without an image tower's.
+    """
+    rows = {n: shape[0] for n, shape in shapes.items() if ".layers." in n and n.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
     kinds = (next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj"))
-    widths = (shapes["model.embed_tokens.weight"][1], *kinds)
+    widths = (embedding(shapes)[1], *kinds)
     whole = config.tp if config.sp else 1  # of the hidden columns: tensor parallelism doesn't cut all
     cuts = (whole, config.tp, config.tp)
     kept = sum(b * width // cut for b, width, cut in zip(KEPT[config.dtype], widths, cuts, strict=True))
@@ -82,6 +85,11 @@ def activations(shapes: Shapes, config: Config) -> int:
     per_rank = schedule_of(config).stages_per_rank
     more = (config.pp - 1) / (config.pp * per_rank) if per_rank > 1 else 0.0
     return int((1 + more) * kept * layers) * config.max_tokens_per_micro_batch // config.cp
+
+
+def embedding(shapes: Shapes) -> list[int]:
+    """[vocabulary, hidden]; where it stands among the names is the family's."""
+    return next(shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
 
 
 def engines_of(config: Config) -> Models:

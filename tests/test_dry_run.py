@@ -15,6 +15,7 @@ import psutil
 import pytest
 from models import save_model
 from tiny_models import make_tiny_qwen3
+from vision_models import make_vision_model
 
 import run
 import training  # noqa: F401  makes Megatron importable without CUDA
@@ -173,6 +174,23 @@ def test_a_dry_run_starts_nothing(tmp_path, ranks):
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
     assert "lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
     assert not out.exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_model_that_sees_is_counted(tmp_path, family):
+    """Its tower's tensors have names like the layers', and other widths."""
+    config = Config(model="m", rule=("right",), max_tokens_per_micro_batch=2000)
+    shapes, context = read_model(make_vision_model(tmp_path, family, layers=2), config)
+    assert context == 1024 and memory.embedding(shapes) == [64, 96]
+    parts = trainer_parts(shapes, config, 1)
+    assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
+    keys, width = 2 * 24, 288  # two key-value heads
+    assert parts["activations"] == 2 * (40 * 96 + 12 * keys + 20 * width) * 2000
+
+
+def test_a_dry_run_of_the_drawn_demo():
+    ran = command("--dry-run", "--map", "--preset", "images")
+    assert ran.returncode == 0 and not ran.stderr and "actor: weights 2.9" in ran.stdout
 
 
 def test_a_dry_run_with_a_map():
