@@ -69,10 +69,7 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
 
 
 def activations(shapes: Shapes, config: Config) -> int:
-    """Of the micro-batches, all full, that the first rank of a pipeline keeps: interleaved, more of them.
-
-    Without an image tower's.
-    """
+    """Of the full micro-batches that a pipeline's first rank keeps, interleaved more; without a tower's."""
     rows = {n: shape[0] for n, shape in shapes.items() if ".layers." in n and n.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
     kinds = (next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj"))
