@@ -221,7 +221,8 @@ class PromptFile(Sequence[Prompt]):
             raise self._too_long(row.where, len(tokens))
         turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
-        return Prompt(tokens, question, key, partial(self._images, row))
+        earlier = str(row.prompt).count(IMAGE) - question.count(IMAGE) if self._reader else 0  # turns' images
+        return Prompt(tokens, IMAGE * earlier + question, key, partial(self._images, row))
 
 
 def prompt_of(row: dict, where: str) -> Text:

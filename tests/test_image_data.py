@@ -96,6 +96,15 @@ def test_chat_parts_are_what_a_text_with_places_is(model, folder):
     assert first == second and first.question == "add <image>and 5" and first.tokens.count(IMAGE) == 2
 
 
+def test_the_question_has_the_images_of_earlier_turns(model, folder):
+    """A judge is shown the last turn of the user, and all images."""
+    turns = [{"role": "user", "content": "<image>first"}, {"role": "assistant", "content": "ok"}]
+    turns.append({"role": "user", "content": "and <image>?"})
+    row = dict(messages=turns, images=["pictures/0.png", "pictures/1.png"])
+    (prompt,) = prompts_of(model, write(folder, row), template=True)
+    assert prompt.question == "<image>and <image>?"
+
+
 def test_a_text_cannot_spell_an_image_in_a_chat(model, folder):
     turn = {"role": "user", "content": "<|vision_start|><|image_pad|><|vision_end|>"}
     (prompt,) = prompts_of(model, write(folder, dict(messages=[turn])), template=True)
