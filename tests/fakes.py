@@ -350,7 +350,8 @@ class FakeActor(FakeTrainer):
                 "written by weights to come"
             )
             assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
-            assert [image.data for image in sample.media] == [b"%d" % sample.prompt_id], "not its image"
+            number = to_text(sample.prompt).split("+")[0].encode()
+            assert [image.data for image in sample.media] == [number], "not its image"
         await asyncio.sleep(0.5)
         self.batches.append(samples)
         self.version += 1
@@ -484,6 +485,9 @@ class Picture(Image):
 
     def __reduce__(self):
         raise AssertionError("an image was sent to another controller")
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 class FakeSource:
