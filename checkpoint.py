@@ -83,7 +83,8 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
 
     actor, rank = c.placement.actor, c.world.rank
     vars(c.state).update({name: common[name] for name in COUNTERS})
-    groups = [[Sample(**sample) for sample in group] for own in controllers for group in own["groups"]]
+    rows = [group for own in controllers for group in own["groups"]]
+    groups = [[Sample(**row | {"media": ()}) for row in group] for group in rows]
     c.prompts.load_state(common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1)
     c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])  # to be summed
     split, history = Split(*common["split"]), [stats_from(row) for row in common["history"]]

@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.machinery
 import re
 import sys
+import warnings
 from types import MappingProxyType
 
 import torch
@@ -72,6 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Make megatron.core importable here, before its first import. A second call does nothing."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # of packages that are missing on purpose
     if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         assert "megatron.core" not in sys.modules, "install() must run before megatron.core is imported"
         sys.modules["_CpuDevice"] = CpuDevice

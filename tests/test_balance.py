@@ -302,13 +302,15 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
     """What `controller.exchange` returns on every rank, and every rank's world."""
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
-    actors = [SimpleNamespace(dp_rank=rank // tp, dp_size=size // tp, cost=cost) for rank in range(size)]
+    costs = dict(cost=cost, image_cost=lambda prompt: 0)
+    actors = [SimpleNamespace(dp_rank=rank // tp, dp_size=size // tp, **costs) for rank in range(size)]
 
     async def all_ranks():
         calls = []
         for samples, world, actor in zip(held, worlds, actors, strict=True):
             c = SimpleNamespace(config=config(100, 2), world=world, placement=SimpleNamespace(actor=actor))
             c.algorithm = SimpleNamespace(gathers_signals=True)  # of samples that have no reward
+            c.prompts = SimpleNamespace(attach_images=lambda samples: None)
             calls.append(controller.exchange(samples, c))
         return await asyncio.gather(*calls)
 
