@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import sys
 from base64 import b64encode
@@ -229,8 +230,8 @@ class Engine:
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
         params = [asdict(r.sampling) | {"max_new_tokens": r.limit, "sampling_seed": r.seed} for r in requests]
-        body = prompts_of(requests) | {"sampling_params": params, "return_logprob": True, "stream": True}
-        async with self._open("POST", "/generate", body) as response:
+        how = {"sampling_params": params, "return_logprob": True, "stream": True}
+        async with self._open("POST", "/generate", prompts_of(requests) | how) as response:
             async for event in server.server_sent_events(response):
                 self._events += 1
                 if "error" in event:
@@ -255,9 +256,11 @@ class Engine:
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-            headers = {"Authorization": f"Bearer {self.key}"}
+            headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=headers)
-        how = {"timeout": aiohttp.ClientTimeout(total=deadline_s), "json": body if method == "POST" else None}
+        sent = json.dumps(body).encode() if method == "POST" else None
+        del body  # else its images would be held a second time while the answers come
+        how = {"timeout": aiohttp.ClientTimeout(total=deadline_s), "data": sent}
         try:
             async with self._session.request(method, path, **how) as response:
                 if response.status != 200:  # why not is in the text
