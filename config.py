@@ -105,7 +105,6 @@ class Config:
     # ---- pass@k
     samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... up to this
 
-
     @property
     def judge_models(self) -> tuple[str, ...]:
         """Directories of all judges, those of the reward first; the demo's has no name before it is made."""

@@ -254,15 +254,15 @@ def with_text(turn: Any, where: str) -> Any:
     return turn | {"content": content}
 
 
-def read_rows(path: Path) -> list[tuple[int, dict]]:
+def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
     """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. ValueError says where."""
     if not path.is_file():
-        raise ValueError(f"--data {path}: no such file")
+        raise ValueError(f"{setting} {path}: no such file")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise ValueError(f"--data {path}: expected a .jsonl, .json or .parquet file")
+        raise ValueError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     if not rows:
-        raise ValueError(f"--data {path}: the file holds no row")
+        raise ValueError(f"{setting} {path}: the file holds no row")
     return rows
 
 

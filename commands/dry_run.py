@@ -36,8 +36,10 @@ def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -
     from training import model
 
     rendezvous.interface_of(config.host)
-    demo = demo_of(config).build().config.get_text_config()
-    hf = model.read_hf_config(config.model) if config.model else demo.to_dict()
+    if config.model:
+        hf = model.read_hf_config(config.model)
+    else:
+        hf = demo_of(config).build().config.get_text_config().to_dict()
     model.check_sizes(hf, config)
     if config.critic:
         model.check_critic(config)

@@ -61,10 +61,8 @@ class Replay:
 
 def read_replay(path: Path) -> list[list[Sample]]:
     """The samples of each step in the order of drawing; none for a step that kept nothing."""
-    if not path.is_file():
-        raise ValueError(f"--replay {path}: no such file")
     by_step = {}
-    for number, row in data.read_rows(path):
+    for number, row in data.read_rows(path, "--replay"):
         if row.keys() != FIELDS or not isinstance(row["step"], int):
             needed = "expected the fields of a Sample and its step, as of --rollout-only"
             raise ValueError(f"--replay {path}:{number}: {needed}")

@@ -241,7 +241,7 @@ GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
 @pytest.mark.parametrize(
     "text,named",
     [
-        ("", "replay.jsonl: the file holds no row"),
+        ("", "--replay \\S+/replay.jsonl: the file holds no row"),
         (GOOD + "\n{nope}\n", "replay.jsonl:2: not valid JSON"),
         # the run was killed while it wrote
         (GOOD + "\n" + GOOD[: len(GOOD) // 2], "replay.jsonl:2: not valid JSON"),

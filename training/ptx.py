@@ -28,7 +28,7 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
     A row has `text`, learned from its second token on, or `prompt` and `response`.
     """
     sequences = []
-    for line, row in data.read_rows(path):
+    for line, row in data.read_rows(path, "ptx_data"):
         texts = [row.get(name) for name in (("prompt", "response") if "response" in row else ("text",))]
         if not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts")
