@@ -74,13 +74,12 @@ class Prompts:
 
     def group(self, prompt_id: int) -> list[Sample]:
         """The group of a prompt: as far as it was generated, or empty samples."""
-        group = self.groups.pop(prompt_id, None)
-        if group is None:
-            prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-            of_prompt = (prompt.tokens, prompt.question, prompt.answer_key)
-            group = [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
-        self.attach_images(group)
-        return group
+        if prompt_id in self.groups:
+            self.attach_images(group := self.groups.pop(prompt_id))
+            return group
+        prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
+        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+        return [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
 
     def attach_images(self, samples: list[Sample]) -> None:
         """Read the images of samples, which came without: none passes from controller to controller.

@@ -8,17 +8,15 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
-    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
 
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-PAD, BOS, EOS, START, END, IMAGE, VIDEO = range(len(SPECIAL))
-ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
-VOCAB = 64
+from recipes.addition.models import SPECIAL, VISION, VOCAB, character_tokenizer
+
+PAD, BOS, EOS, START, END, IMAGE, VIDEO = range(len((*SPECIAL, *VISION)))
 CLASSES = {
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
@@ -68,7 +66,7 @@ def make_vision_model(
                 parameter.normal_(0, 0.02 if "patch_embed" in name else 0.05)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS, PAD
     model.save_pretrained(path)
-    character_tokenizer().save_pretrained(path)
+    character_tokenizer(VISION).save_pretrained(path)
     side = 2 * tower["patch_size"]
     size = dict(shortest_edge=side * side, longest_edge=side * side * 16)
     processor = dict(
@@ -80,25 +78,6 @@ def make_vision_model(
     video = processor | dict(video_processor_type="Qwen2VLVideoProcessor")
     (path / "video_preprocessor_config.json").write_text(json.dumps(video))
     return str(path)
-
-
-def character_tokenizer():
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    vocab = {piece: i for i, piece in enumerate((*SPECIAL, *ALPHABET))}
-    vocab |= {f"<unused{i}>": i for i in range(len(vocab), VOCAB)}
-    characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    characters.decoder = decoders.Fuse()
-    begin = [("<bos>", BOS)]
-    characters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
-    characters.add_special_tokens(list(SPECIAL[3:]))
-    named = dict(image_token=SPECIAL[IMAGE], video_token=SPECIAL[VIDEO])
-    named |= dict(vision_bos_token=SPECIAL[START], vision_eos_token=SPECIAL[END])
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=False))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters, padding_side="left", extra_special_tokens=named, **names
-    )
 
 
 def encoded_picture(width: int, height: int, seed: int = 0, kind: str = "PNG", **options) -> bytes:
