@@ -187,8 +187,7 @@ class PromptFile(Sequence[Prompt]):
         return PromptRow(where, prompt, row.get("answer"), images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        files = (image_file(item, self._path.parent, row.where) for item in row.images())
-        return tuple(self._reader.read(file, row.where) for file in files)
+        return self._reader.read_row(row.images, self._path.parent, row.where)
 
     def _tokens(self, row: PromptRow) -> list[int]:
         if self._reader is None:

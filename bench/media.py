@@ -2,7 +2,7 @@
 
     python bench/media.py                  2 and 4 ranks: without images, with them, with a central controller
 
-Every run trains two steps on 8 prompts of 4 answers a rank, which a rule judges; the model is the image
+Every run trains two steps on 16 prompts of 4 answers a rank, which a rule judges; the model is the image
 demo's, before its warm start. `central` is for comparison only: rank 0 receives all samples with their
 images, and deals them. Of the busiest rank:
     between   MB a step of samples that go from rank to rank
@@ -17,6 +17,9 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,13 +33,13 @@ from tables import print_table
 
 import controller
 import run
-from engines.engine import Engine
+from engines import server
 from recipes.addition import models
 from runtime.world import World
 from sample import Sample
 
 RANKS, SIDES, REPEATS = (2, 4), ("text", "images", "central"), 3
-PROMPTS, ANSWERS, STEPS = 8, 4, 2  # of a rank
+PROMPTS, ANSWERS, STEPS = 16, 4, 2  # of a rank
 PIXELS = (584, 600, 3)  # of noise: a PNG of 1.05 MB
 FOLDER = launch.ROOT / "runs" / "bench" / "media"
 exchange_in_parallel = controller.exchange
@@ -45,6 +48,10 @@ exchange_in_parallel = controller.exchange
 async def exchange_through_one(samples: list[Sample], c: controller.Controller) -> controller.MiniBatches:
     """In the place of controller.exchange: all samples and their images to rank 0, which deals them."""
     c.prompts.attach_images(samples)
+    images = {image for sample in samples for image in sample.media}
+    held = {image: replace(image, read=partial(bytes, image.read())) for image in images}
+    for sample in samples:
+        sample.media = tuple(held[image] for image in sample.media)
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
     return await exchange_in_parallel([sample for parcel in parcels.values() for sample in parcel], c)
@@ -52,19 +59,21 @@ async def exchange_through_one(samples: list[Sample], c: controller.Controller) 
 
 def one_rank(side: str, arguments: list[str]) -> None:
     """A rank of the run itself, which counts what leaves it."""
-    sent, exchange, opened = {"between": 0, "request": 0}, World.exchange, Engine._open
+    sent, exchange, in_pieces = {"between": 0, "request": 0}, World.exchange, server.in_pieces
 
     def counted(world: World, outgoing: dict[int, Any], senders: Any):
         leaving = [pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != world.rank]
         sent["between"] += sum(map(len, leaving))
         return exchange(world, outgoing, senders)
 
-    def counted_request(engine: Engine, method: str, path: str, body: dict, *more: Any):
-        if path == "/generate":
-            sent["request"] = max(sent["request"], len(json.dumps(body)))
-        return opened(engine, method, path, body, *more)
+    async def counted_pieces(body: dict) -> AsyncIterator[bytes]:
+        size = 0
+        async for piece in in_pieces(body):
+            size += len(piece) if "sampling_params" in body else 0  # no push of weights
+            yield piece
+        sent["request"] = max(sent["request"], size)
 
-    World.exchange, Engine._open = counted, counted_request
+    World.exchange, server.in_pieces = counted, counted_pieces
     if side == "central":
         controller.exchange = exchange_through_one
     rank = os.environ["RANK"]
@@ -105,7 +114,7 @@ def measure(side: str, ranks: int) -> dict[str, float]:
     rows = FOLDER / ("text.jsonl" if side == "text" else "images.jsonl")
     settings = dict(model=FOLDER / "model", data=rows, rule=FOLDER / "rule.py", out=out, steps=STEPS, lr=1e-9)
     settings |= {"prompts-per-step": PROMPTS * ranks, "answers-per-prompt": ANSWERS, "max-new-tokens": 16}
-    settings |= {"mode": "full", "max-model-len": 256, "save-every": 0, "device": "cpu"}
+    settings |= {"max-model-len": 256, "mode": "full", "save-every": 0, "device": "cpu"}
     given = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
     script = [Path(__file__), "--rank", side, *given]
     launch.run_to_its_end([launch.TORCHRUN, "--nproc-per-node", ranks, *script], out.with_suffix(".log"))

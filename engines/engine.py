@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import sys
-from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -258,8 +256,7 @@ class Engine:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=headers)
-        sent = json.dumps(body).encode() if method == "POST" else None
-        del body  # else its images would be held a second time while the answers come
+        sent = server.in_pieces(body) if method == "POST" else None
         how = {"timeout": aiohttp.ClientTimeout(total=deadline_s), "data": sent}
         try:
             async with self._session.request(method, path, **how) as response:
@@ -288,10 +285,8 @@ class Engine:
 def prompts_of(requests: list[Request]) -> dict[str, Any]:
     """What a server reads: one token for each image, and the images. One that all share is sent once."""
     body: dict[str, Any] = {"input_ids": [collapse(request.prompt, request.images) for request in requests]}
-    # SGLang would open the file of this name if a JPEG's base64, which begins with a slash, came bare
-    urls = {image: f"data:;base64,{b64encode(image.data).decode()}" for r in requests for image in r.images}
-    if urls:
-        each = [[urls[image] for image in request.images] or [None] for request in requests]
+    if any(request.images for request in requests):
+        each = [list(request.images) or [None] for request in requests]
         one = len(each[0]) == 1 and all(found == each[0] for found in each)
         body["image_data"] = each[0][0] if one else each
     return body

@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import psutil
 
 from config import Config
 from images.reader import sees
+from images.tokens import Image
 from runtime.world import live_process
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
+PIECE_BYTES = 3 << 16  # of an image, on its way to an engine; base64 joins multiples of three
 END_S = 10.0  # for a killed server to be gone
 
 
@@ -220,6 +223,25 @@ def end_stale_servers(out: Path) -> list[str]:
             lines.append(f"ended {line}")
         path.unlink()
     return lines
+
+
+async def in_pieces(body: dict) -> AsyncIterator[bytes]:
+    """A request's body in JSON, as it is read: what is an Image becomes base64 a piece at a time."""
+    images = {}
+
+    def name(image: Image) -> str:
+        images[image.digest.hex()] = image
+        return image.digest.hex()
+
+    text = json.dumps(body, default=name)
+    for part in re.split(f"({'|'.join(images)})", text) if images else [text]:
+        if part not in images:
+            yield part.encode()
+            continue
+        yield b"data:;base64,"  # without it, SGLang takes a JPEG's for a path: it begins with a slash
+        data = images[part].read()
+        for start in range(0, len(data), PIECE_BYTES):
+            yield base64.b64encode(data[start : start + PIECE_BYTES])
 
 
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:

@@ -6,7 +6,9 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,25 +46,35 @@ class ImageReader:
         """Of any image: larger ones are scaled down."""
         return self._processor.size["longest_edge"] // self._side**2
 
-    def read(self, file: bytes | Path, where: str) -> Image:
+    def read_row(self, items: Callable[[], list], folder: Path, where: str) -> tuple[Image, ...]:
+        """The images of a row of a file in `folder`; `items` reads its `images`. ValueError as in `read`."""
+
+        def content(number: int) -> bytes:
+            file = image_file(items()[number], folder, where)
+            return file.read_bytes() if isinstance(file, Path) else file
+
+        files = [image_file(item, folder, where) for item in items()]
+        names = [f"{where}: {file}" if isinstance(file, Path) else where for file in files]
+        return tuple(self.read(partial(content, number), name) for number, name in enumerate(names))
+
+    def read(self, read: Callable[[], bytes], where: str) -> Image:
         """ValueError that says `where` unless it is a still image, whole, of a size that can be taken."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        if isinstance(file, Path):
-            file, where = file.read_bytes(), f"{where}: {file}"
-        (width, height), size, side = decoded(file, where).size, self._processor.size, self._side
+        data, size, side = read(), self._processor.size, self._side
+        width, height = decoded(data, where).size
         try:
             sides = smart_resize(height, width, side, size["shortest_edge"], size["longest_edge"])
         except ValueError as error:  # one side is 200 times the other
             raise ValueError(f"{where}: {error}") from None
-        return Image(file, (1, sides[0] // side, sides[1] // side), self.image_token)
+        return Image(sha256(data).digest(), (1, sides[0] // side, sides[1] // side), self.image_token, read)
 
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Of all: [patches, numbers of a patch], and [images, 3]: frames, rows and columns of patches."""
         import torch
 
         # one by one: decoded, and as floats, an image is many times its file
-        found = [self._processor([decoded(x.data, "an image")], return_tensors="pt") for x in images]
+        found = [self._processor([decoded(x.read(), "an image")], return_tensors="pt") for x in images]
         pixels, grids = (torch.cat([x[name] for x in found]) for name in ("pixel_values", "image_grid_thw"))
         return pixels, grids
 

@@ -5,29 +5,24 @@ An engine is sent one token for each image and expands it by itself; trainers, l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from hashlib import sha256
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 
 @dataclass(frozen=True)
 class Image:
-    """A file's bytes, which engines are sent and trainers decode; the samples of a group share one."""
+    """A file. Engines are sent its bytes and trainers decode them: it is read anew, and nobody holds them."""
 
-    data: bytes
+    digest: bytes  # SHA-256 of its bytes
     shape: tuple[int, int, int]  # of its features: frames, rows, columns
     token: int  # that stands for one of them
+    read: Callable[[], bytes] = field(compare=False, repr=False)
 
     @property
     def features(self) -> int:
         return prod(self.shape)
-
-    @cached_property
-    def digest(self) -> bytes:
-        return sha256(self.data).digest()
 
 
 def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:

@@ -61,7 +61,7 @@ class MetricsWriter:
     def show(self, title: str, sample: Sample, answer: str, step: int) -> None:
         """The images of a prompt and one of its answers, in TensorBoard."""
         for number, image in enumerate(sample.media):
-            pixels = numpy.asarray(decoded(image.data, title))
+            pixels = numpy.asarray(decoded(image.read(), title))
             self._board.add_image(f"{title}/{number}", pixels, step, dataformats="HWC")
         key = f"(answer key: {sample.answer_key}) " if sample.answer_key else ""
         self._board.add_text(title, f"{key}{answer}", step)

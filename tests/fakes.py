@@ -151,7 +151,7 @@ class FakeEngine:
         assert self.role == "genrm" or server.version is not None, "asked before it was pushed weights"
         start, version, aborted = clock(), server.version, asyncio.get_running_loop().create_future()
         if self.role == "rollout":
-            shown = [[image.data for image in request.images] for request in requests]
+            shown = [[image.digest for image in request.images] for request in requests]
             asked = [to_text(request.prompt).split("+")[0].encode() for request in requests]
             assert shown == [[number] for number in asked], "not its image"
         server.requests += 1
@@ -351,7 +351,7 @@ class FakeActor(FakeTrainer):
             )
             assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
             number = to_text(sample.prompt).split("+")[0].encode()
-            assert [image.data for image in sample.media] == [number], "not its image"
+            assert [image.digest for image in sample.media] == [number], "not its image"
         await asyncio.sleep(0.5)
         self.batches.append(samples)
         self.version += 1
@@ -499,7 +499,7 @@ class FakeSource:
         self.held_out = tuple(map(self.training, range(10)))
 
     def training(self, draw):
-        text, picture = f"{draw}+0=", Picture(str(draw).encode(), (1, 1, 1), token=0)
+        text, picture = f"{draw}+0=", Picture(str(draw).encode(), (1, 1, 1), 0, bytes)
         return Prompt([ord(c) for c in text], text, str(draw), lambda: (picture,))
 
 

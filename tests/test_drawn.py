@@ -89,7 +89,7 @@ def test_a_cell_is_a_feature(model_dir):
     """Nothing is resized on the way to the model; the longest sums fit."""
     reader = ImageReader(str(model_dir))
     for digits in range(1, 8):
-        seen = reader.read(picture(10 ** (digits - 1), 5, ""), "here")
+        seen = reader.read(partial(picture, 10 ** (digits - 1), 5, ""), "here")
         assert seen.shape == (1, 2, digits) and seen.features <= models.MOST_CELLS
 
 
@@ -107,7 +107,7 @@ def test_the_same_problems_are_written_and_drawn(model_dir):
     pairs = [(written.training(i), drawn.training(i)) for i in range(20)]
     for one, other in [*pairs, *zip(written.held_out[:50], drawn.held_out, strict=False)]:
         (image,) = other.images()
-        numbers = read_numbers(image.data)
+        numbers = read_numbers(image.read())
         assert one.question == "{}+{}=".format(*numbers) and one.images() == ()
         assert one.answer_key == other.answer_key and other.question == IMAGE + "="
         assert other.tokens == characters(IMAGE + "=", (image,))
@@ -131,7 +131,7 @@ def test_the_judge_sees_the_picture_and_the_answer(model_dir):
     judge = Judge(config, 0, tokenizer, reader)
     text, png = warmstart.judged(DEMO, 57, 68, "125", "held out")
     assert text == IMAGE + "=>125?" and png == picture(57, 68, "held out")
-    images = (reader.read(png, "here"),)
+    images = (reader.read(partial(bytes, png), "here"),)
     prompt = warmstart.encoder(model_dir)(text, "Y", png).prompt
     assert judge._prompt(IMAGE + "=", "125", images) == (prompt, images)
 
@@ -158,7 +158,7 @@ def test_special_tokens_are_one_each(model_dir):
     prompt, response, (seen,) = warmstart.encoder(model_dir)(IMAGE + "=", ">9", picture(4, 15, ""))
     (equals,), answer = (data.encode(tokenizer, text)[1:] for text in ("=", ">9"))
     assert prompt == [tokenizer.bos_token_id, start, *[image] * 4, end, equals]
-    assert response == [*answer, tokenizer.eos_token_id] and seen.data == picture(4, 15, "")
+    assert response == [*answer, tokenizer.eos_token_id] and seen.read() == picture(4, 15, "")
 
 
 # ---------------------------------------------------------------- batches

@@ -59,7 +59,7 @@ def check(prompts, folder):
     assert [prompt.question for prompt in prompts] == [row["prompt"] for row in ROWS]
     bytes_of = [(folder / f"pictures/{number}.png").read_bytes() for number in range(3)]
     found = [prompt.images() for prompt in prompts]
-    assert [[image.data for image in images] for images in found] == [bytes_of[:1], bytes_of[1:], []]
+    assert [[image.read() for image in images] for images in found] == [bytes_of[:1], bytes_of[1:], []]
     assert [image.features for images in found for image in images] == list(FEATURES)
     assert [prompt.tokens.count(IMAGE) for prompt in prompts] == [2, 3 + 1, 0]
     assert [prompt.tokens.count(START) for prompt in prompts] == [1, 2, 0]
@@ -119,12 +119,12 @@ def test_images_are_read_when_a_group_is_taken(model, folder):
     assert len({id(sample.media) for sample in group}) == 1 and len(group[0].media) == 1
     other = encoded_picture(64, 32, seed=9)
     (folder / "pictures/0.png").write_bytes(other)
-    assert prompts.group(0)[0].media[0].data == other
+    assert prompts.group(0)[0].media[0].read() == other
     for sample in group:
         sample.media = ()
     prompts.requeue([0], [group])
     again = prompts.group(0)
-    assert again == group and again[0].media[0].data == other
+    assert again == group and again[0].media[0].read() == other
 
 
 def test_the_room_is_counted_after_expansion(model, folder):
@@ -207,7 +207,7 @@ def test_stop_tokens_end_an_answer_at_an_image(model):
 def test_a_place_in_an_answer_is_text(model, folder):
     """encode_prompt counts; a judge's prompt holds the policy's words."""
     tokenizer, eyes = data.load_tokenizer(model), reader.reader_of(model)
-    image = eyes.read(folder / "pictures/0.png", "here")
+    image = eyes.read((folder / "pictures/0.png").read_bytes, "here")
     shown = data.encode_prompt(tokenizer, eyes, "<image>> 5?", [image])
     assert shown == expand(data.encode(tokenizer, "<|vision_start|><|image_pad|><|vision_end|>> 5?"), [image])
     with pytest.raises(ValueError, match="1 images for 2 places"):

@@ -3,8 +3,11 @@
 import asyncio
 import io
 import json
+import random
 import socket
+from base64 import b64encode
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +15,14 @@ import pytest
 import torch
 from PIL import Image as pillow
 from safetensors.torch import load_file
-from vision_models import ALPHABET, CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
+from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 from config import Config
 from engines import server
 from engines.engine import Engine, Request, Sampling, prompts_of
 from images.reader import ImageReader
 from images.tokens import Image, expand
+from recipes.addition.models import ALPHABET
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
 START_S = 300.0  # for a server to come up
@@ -83,7 +87,7 @@ def seeing(request, all_seeing):
 
 def request_of(seeing, data, seed=0, limit=24):
     """A prompt of these files, each followed by text."""
-    images = tuple(seeing.reader.read(file, "here") for file in data)
+    images = tuple(seeing.reader.read(partial(bytes, file), "here") for file in data)
     prompt = BEGIN + [token for _ in images for token in PLACE + TEXT[:2]] + TEXT
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
     return Request(expand(prompt, images), sampling, limit, seed, images)
@@ -238,18 +242,35 @@ def test_the_same_image_after_a_push_of_another_tower(run, seeing):
 
 
 def test_a_groups_image_is_sent_once():
-    image, other = (Image(bytes(size), (1, 2, 2), IMAGE) for size in (1_000_000, 10))
+    image, other = (Image(digest, (1, 2, 2), IMAGE, bytes) for digest in (b"one", b"other"))
     prompt = [1, *[IMAGE] * 4, 9]
     group = [Request(prompt, Sampling(1.0, 9), 9, seed, (image,)) for seed in range(8)]
     body = prompts_of(group)
     assert body["input_ids"] == [[1, IMAGE, 9]] * 8
-    assert len(json.dumps(body)) < 1_400_000
-    seen, text = body["image_data"], group[0]._replace(prompt=[7], images=())
+    assert body["image_data"] == image
+    text = group[0]._replace(prompt=[7], images=())
     both = group[0]._replace(prompt=prompt * 2, images=(other, image))
     mixed = prompts_of([group[0], text, both])
-    assert mixed["image_data"] == [[seen], [None], ["data:;base64,AAAAAAAAAAAAAA==", seen]]
+    assert mixed["image_data"] == [[image], [None], [other, image]]
     assert mixed["input_ids"] == [[1, IMAGE, 9], [7], [1, IMAGE, 9] * 2]
     assert "image_data" not in prompts_of([text])
+
+
+@pytest.mark.parametrize("size", [0, 10, 1_000_000, server.PIECE_BYTES, 2 * server.PIECE_BYTES + 1])
+def test_an_image_travels_in_pieces(size):
+    """As base64 that is never held whole."""
+    files = {b"one": random.Random(0).randbytes(size), b"other": b"2"}
+    first, second = (Image(name, (1, 2, 2), IMAGE, partial(bytes, file)) for name, file in files.items())
+    body = {"input_ids": [[1]], "image_data": [[first], [None], [second, first]], "stream": True}
+
+    async def collect() -> list[bytes]:
+        return [piece async for piece in server.in_pieces(body)]
+
+    pieces = asyncio.run(collect())
+    seen, other = (f"data:;base64,{b64encode(file).decode()}" for file in files.values())
+    assert json.loads(b"".join(pieces)) == body | {"image_data": [[seen], [None], [other, seen]]}
+    assert max(map(len, pieces)) <= server.PIECE_BYTES * 4 // 3
+    assert size != 1_000_000 or len(b"".join(pieces)) < 2 * 1_400_000
 
 
 @pytest.mark.parametrize("family, sees", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen3", False)])

@@ -1,6 +1,7 @@
 """Judges that see, and judges that don't: what they are shown of a prompt with images, and how often."""
 
 import asyncio
+from functools import partial
 
 import pytest
 from test_genrm import Characters
@@ -24,7 +25,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pictures(model):
     read = reader_of(model).read
-    return [(read(encoded_picture(64, 32, seed=seed), "here"),) for seed in range(2)]
+    return [(read(partial(encoded_picture, 64, 32, seed=seed), "here"),) for seed in range(2)]
 
 
 class Pool:
@@ -70,7 +71,7 @@ def test_a_judge_that_sees_is_shown_the_images(model, pictures):
 
 def test_a_judgement_is_shared_only_if_the_images_are_the_same(model, pictures):
     first, second = pictures
-    same = (reader_of(model).read(first[0].data, "again"),)
+    same = (reader_of(model).read(first[0].read, "again"),)
     samples = [sample_of(media, number) for number, media in enumerate((first, second, same))]
     asked = score(listed_for(model), data.load_tokenizer(model)("Y")["input_ids"], *samples)
     assert [images for _, images, _ in asked] == [first, second]

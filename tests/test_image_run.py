@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 RULE = """
 def reward(sample):
     (image,) = sample.media
-    assert image.data.startswith(b"\\x89PNG")
+    assert image.read().startswith(b"\\x89PNG")
     return float(sum(sample.response) % 2)
 """
 PNG = b"\x89PNG\r\n"

@@ -3,6 +3,7 @@
 import gc
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ def make_samples(reader: ImageReader) -> list[Sample]:
     """8 ragged ones with 0, 1 or 2 images of three sizes, of which some come again."""
     rng, text = random.Random(4), range(7, 60)
     small, wide, large = (
-        reader.read(encoded_picture(*size, seed=seed), "here")
+        reader.read(partial(encoded_picture, *size, seed=seed), "here")
         for seed, size in enumerate([(64, 64), (96, 64), (128, 96)])
     )
     rows = [
@@ -293,11 +294,11 @@ def test_a_directory_goes_in_and_out_bit_for_bit(family, tied, make_trainer, tmp
 
 
 def test_an_image_is_seen_once_and_its_tokens_know_their_features():
-    first, second = Image(b"a", (1, 2, 2), IMAGE), Image(b"b", (1, 1, 2), IMAGE)
+    first, second = Image(b"a", (1, 2, 2), IMAGE, bytes), Image(b"b", (1, 1, 2), IMAGE, bytes)
     shown = [7, *[IMAGE] * 4, 8]
     sequences = [
         Sequence(shown, [9, IMAGE], (first,)),  # an answer's image token is text
-        Sequence([7, IMAGE, IMAGE, *shown], [9], (second, Image(b"a", (1, 2, 2), IMAGE))),
+        Sequence([7, IMAGE, IMAGE, *shown], [9], (second, Image(b"a", (1, 2, 2), IMAGE, bytes))),
         Sequence([7, 8], [9]),
     ]
     (batch,) = make_micro_batches([sequences], cp=1, cp_rank=0, tp_with_sp=1)

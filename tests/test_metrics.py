@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -280,7 +281,7 @@ def report_in(out, world, progress=None):
 
 def with_a_picture(samples):
     """The first of them sees one."""
-    samples[0].media = (Image(encoded_picture(6, 4), (1, 1, 1), 5),)
+    samples[0].media = (Image(b"", (1, 1, 1), 5, partial(encoded_picture, 6, 4)),)
 
 
 def test_a_report_writes_rows_samples_and_pictures(tmp_path):

@@ -16,9 +16,9 @@ def run_worker(script: str, *arguments: str | Path, timeout_s: float = 300) -> N
 
 def run_command(command: list[str], timeout_s: float) -> None:
     """The same of any command."""
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     how = dict(start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = subprocess.Popen(command, env=environment, **how)
+    process = subprocess.Popen(command, env=os.environ | settings, **how)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:

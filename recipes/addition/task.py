@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from data import Prompt
 from genrm import FORMATS, JudgeFormat, score_prompt
@@ -72,7 +73,7 @@ class Addition:
 
     def _prompt(self, a: int, b: int, key: str) -> Prompt:
         question, *pictures = (drawn if self._reader else written)(a, b, key)
-        images = tuple(self._reader.read(png, "a drawing") for png in pictures)
+        images = tuple(self._reader.read(partial(bytes, png), "a drawing") for png in pictures)
         return Prompt(self._encode(question, images), question, str(a + b), lambda: images)
 
 

@@ -182,7 +182,7 @@ def encoder(model_dir: Path) -> Callable[..., Sequence]:
     tokenizer, reader = data.load_tokenizer(str(model_dir)), reader_of(str(model_dir))
 
     def encode(prompt: str, response: str, *pictures: bytes) -> Sequence:
-        images = tuple(reader.read(png, "a drawing") for png in pictures)
+        images = tuple(reader.read(partial(bytes, png), "a drawing") for png in pictures)
         _, answer = data.encode_pair(tokenizer, "", response)
         return Sequence(data.encode_prompt(tokenizer, reader, prompt, images), answer, images)
 
