@@ -61,7 +61,7 @@ class Controller:
     placement: Placement  # of the actor, the critics, and the engines
     rewards: Rewards
     prompts: Prompts
-    sampling: Sampling  # of answers; `greedy` is how held-out prompts are answered
+    sampling: Sampling  # of answers; `greedy` of those that a sample's own flag asks for
     greedy: Sampling
     timeline: Timeline
     report: Report
@@ -239,7 +239,7 @@ async def evaluate(c: Controller, step: int) -> None:
         return
     actor, tasks = c.placement.actor, rollout.Tasks()
     share = list(enumerate(held_out))[actor.dp_rank :: actor.dp_size] if actor.is_head else []
-    mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key) for i, p in share]
+    mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key, greedy=True) for i, p in share]
     with c.timeline.span("evaluate"):
         for sample, (_, prompt) in zip(mine, share, strict=True):
             tasks.start(sample.prompt_id, answer_greedily(c, sample, prompt, tasks))
@@ -255,6 +255,6 @@ async def evaluate(c: Controller, step: int) -> None:
 
 async def answer_greedily(c: Controller, sample: Sample, prompt: Prompt, tasks: rollout.Tasks) -> None:
     sample.media = prompt.images()
-    async for _, answer in rollout.ask(c, c.greedy, [sample], tasks):
+    async for _, answer in rollout.ask(c, [sample], tasks):
         sample.response, sample.finish = sample.response + answer.tokens, answer.finish
     sample.media = ()

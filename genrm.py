@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import data
 from config import Config, as_text
-from engines.engine import Answer, Sampling, seed_of
+from engines.engine import Answer, Request, Sampling, seed_of
 from engines.pool import Pool
 from engines.server import context_length
 from images.reader import IMAGE, ImageReader
@@ -191,8 +191,9 @@ class Judge:
         self, prompt: list[int], seeds: list[int], pool: Pool, images: tuple[Image, ...]
     ) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""
-        replies, how = [], dict(seeds=seeds, model=self.number, images=[images] * len(seeds))
-        async for reply in pool.generate([prompt] * len(seeds), self.sampling, **how):
+        replies, limit = [], self.sampling.max_new_tokens
+        requests = [Request(prompt, self.sampling, limit, seed, images) for seed in seeds]
+        async for reply in pool.generate(requests, self.number):
             self.latencies.append(reply.end - reply.sent)
             replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)

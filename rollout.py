@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
 from algorithms import set_baseline
-from engines.engine import Answer, Sampling, seed_of
+from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from sample import Sample
 from scheduling.balance import flat
@@ -190,25 +190,20 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
 MODES = {"full": generate_then_judge, "partial": judge_as_generated, "fused": judge_beside_the_tail}
 
 
-async def ask(
-    c: Controller, sampling: Sampling, group: list[Sample], tasks: Tasks
-) -> AsyncIterator[tuple[Sample, Answer]]:
+async def ask(c: Controller, group: list[Sample], tasks: Tasks) -> AsyncIterator[tuple[Sample, Answer]]:
     """What engines generate, for the caller to append. What they abort is asked again, unless all ends."""
     while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
-        answers = c.placement.rollout.generate(
-            [sample.prompt + sample.response for sample in unfinished],
-            sampling,
-            limits=[sampling.max_new_tokens - len(sample.response) for sample in unfinished],
-            seeds=[seed_of(c.config.seed, *sample.key) for sample in unfinished],
-            greedy=[sample.greedy for sample in unfinished],
-            images=[sample.media for sample in unfinished],
-        )
-        async for answer in answers:
+        requests = []
+        for sample in unfinished:
+            rule, seed = c.greedy if sample.greedy else c.sampling, seed_of(c.config.seed, *sample.key)
+            prompt, limit = sample.prompt + sample.response, rule.max_new_tokens - len(sample.response)
+            requests.append(Request(prompt, rule, limit, seed, sample.media))
+        async for answer in c.placement.rollout.generate(requests):
             yield unfinished[answer.index], answer
 
 
 async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
-    async for sample, answer in ask(step.c, step.c.sampling, group, step.tasks):
+    async for sample, answer in ask(step.c, group, step.tasks):
         append_tokens(step, sample, answer)
         if sample.is_finished and not step.tasks.closed:
             on_finished(sample)

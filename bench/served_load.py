@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import run
 from config import Config
 from controller import Controller, State, train
 from engines import fleet
-from engines.engine import Engine, seed_of
+from engines.engine import Answer, Engine, Request, seed_of
 from engines.pool import Pool
 from placement import Plan
 from reporting.metrics import local_facts, serving_metrics, summarize
@@ -140,12 +140,13 @@ class GivenRewards(rewards.Rewards):
 def with_given_lengths(generate: Callable, load: Load) -> Callable:
     """The rollout pool's `generate`, but for how many tokens each answer gets."""
 
-    async def generate_given(prompts, sampling, *, limits, seeds, greedy=(), images=(), model=0):
-        counts = zip(seeds, limits, strict=True)
-        lengths = [load.tokens_left(seed, sampling.max_new_tokens - limit) for seed, limit in counts]
-        exactly = dataclasses.replace(sampling, ignore_eos=True)
-        settings = dict(limits=lengths, seeds=seeds, greedy=greedy, model=model)
-        async for answer in generate(prompts, exactly, **settings):
+    def given(request: Request) -> Request:
+        rule = request.sampling
+        left = load.tokens_left(request.seed, rule.max_new_tokens - request.limit)
+        return request._replace(sampling=dataclasses.replace(rule, ignore_eos=True), limit=left)
+
+    async def generate_given(requests: list[Request]) -> AsyncIterator[Answer]:
+        async for answer in generate([*map(given, requests)]):
             yield answer
 
     return generate_given

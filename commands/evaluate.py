@@ -15,7 +15,7 @@ from statistics import fmean
 import data
 from checkpoint import archive
 from config import Config, make_out, printable
-from engines.engine import Answer, Sampling, seed_of
+from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import Pool
 from engines.server import context_length
@@ -67,11 +67,13 @@ async def ask(
     number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config,
     at_once: asyncio.Semaphore,
 ) -> list[Answer]:  # fmt: skip
-    greedy = [False] * config.samples + [True]
-    seeds = [seed_of(config.seed, "eval", number, index) for index in range(len(greedy))]
+    rules = [sampling] * config.samples + [dataclasses.replace(sampling, temperature=0.0)]
+    images, limit, requests = prompt.images(), sampling.max_new_tokens, []
+    for index, rule in enumerate(rules):
+        seed = seed_of(config.seed, "eval", number, index)
+        requests.append(Request(prompt.tokens, rule, limit, seed, images))
     async with at_once:
-        how = dict(seeds=seeds, greedy=greedy, images=[prompt.images()] * len(seeds))
-        found = [a async for a in pool.generate([prompt.tokens] * len(seeds), sampling, **how)]
+        found = [answer async for answer in pool.generate(requests)]
     return sorted(found, key=lambda answer: answer.index)
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import starmap
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
-from engines.engine import Answer, Engine, EngineLost, Request, Sampling
+from engines.engine import Answer, Engine, EngineLost, Request
 from runtime.world import World, raise_on_all
 from scheduling.rebalance import RequestStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from images.tokens import Image
     from reporting.timeline import Timeline
 
 MAX_STALLS = 3  # in a row, of one prompt or group
@@ -86,24 +84,17 @@ class Pool:
         """The plan's engines that weren't lost, as all controllers know since they last met."""
         return [engine for engine in self.engines if engine.rank not in self._lost]
 
-    async def generate(
-        self, prompts: list[list[int]], sampling: Sampling, *, limits: Sequence[int] = (),
-        seeds: Sequence[int] = (), greedy: Sequence[bool] = (), images: Sequence[tuple[Image, ...]] = (),
-        model: int = 0,
-    ) -> AsyncIterator[Answer]:  # fmt: skip
-        """An answer to each prompt, as they finish, all of one engine while it lives: they share its cache.
+    async def generate(self, requests: list[Request], model: int = 0) -> AsyncIterator[Answer]:
+        """An answer to each request, as they finish, all of one engine while it lives: they share its cache.
 
-        limits: the most new tokens of each, default sampling.max_new_tokens. greedy: which are, whatever
-        `sampling` says. images: of each, default none. If an engine is lost or stalls, another goes on with
-        the tokens so far. What was aborted comes with finish "abort", if anything came of it. ValueError
-        after MAX_STALLS stalls.
+        If an engine is lost or stalls, another goes on with the tokens so far. What was aborted comes with
+        finish "abort", if anything came of it. ValueError after MAX_STALLS stalls.
         """
-        owed = make_requests(prompts, sampling, limits, seeds, greedy, images)
-        begun, stalls, aborts = {}, 0, self._aborts
+        owed, begun, stalls, aborts = dict(enumerate(requests)), {}, 0, self._aborts
         while owed:
             if self._aborts > aborts:  # while it waited, or what it had asked was lost
                 for index in begun.keys() & owed.keys():
-                    yield self._note(replace(begun[index], index=index, finish="abort"), len(prompts[index]))
+                    yield self._note(replace(begun[index], index=index, finish="abort"), requests[index])
                 return
             if (engine := self.route(model)) is None:
                 await self._wait(model)
@@ -117,7 +108,7 @@ class Pool:
                         begun[index] = begun[index].extended(part) if index in begun else part
                         if part.finish:
                             del owed[index]
-                            yield self._note(replace(begun[index], index=index), len(prompts[index]))
+                            yield self._note(replace(begun[index], index=index), requests[index])
             except (EngineLost, TimeoutError) as error:
                 stalls = await self._failed(engine, error, stalls)
 
@@ -194,8 +185,8 @@ class Pool:
         self._new_parts[engine.rank] += 1
         return coming.result()
 
-    def _note(self, answer: Answer, prompt_tokens: int) -> Answer:
-        sizes = (len(answer.tokens), prompt_tokens, answer.cached_tokens)
+    def _note(self, answer: Answer, request: Request) -> Answer:
+        sizes = (len(answer.tokens), len(request.prompt), answer.cached_tokens)
         self._finished.append((answer.rank, answer.sent, answer.end, *sizes))
         return answer
 
@@ -367,14 +358,3 @@ def totals(parts: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
     for counter, other in (pair for part in parts[1:] for pair in zip(result, part, strict=True)):
         counter.update(other)
     return result
-
-
-def make_requests(
-    prompts: list, sampling: Sampling, limits: Sequence, seeds: Sequence, greedy: Sequence, images: Sequence
-) -> dict[int, Request]:
-    """Index of the prompt -> what is asked; arguments as of `Pool.generate`."""
-    size, greedily = len(prompts), replace(sampling, temperature=0.0)
-    rules = [greedily if is_greedy else sampling for is_greedy in greedy or [False] * size]
-    limits, seeds = limits or [sampling.max_new_tokens] * size, seeds or [None] * size
-    parts = (prompts, rules, limits, seeds, images or [()] * size)
-    return dict(enumerate(starmap(Request, zip(*parts, strict=True))))

@@ -19,7 +19,7 @@ from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
 from config import Config
 from data import Prompt, Prompts
-from engines.engine import Answer, EngineLost, Sampling, seed_of
+from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
 from engines.pool import Pool
 from images.tokens import Image
 from reporting.timeline import Timeline
@@ -478,6 +478,12 @@ class FakeReport:
         self.restarts.append(stats["faults/engine_restarts"])
         self.marks += c.timeline.marks
         self.steps.append((step, batch, samples, c.timeline.drain().spans))
+
+
+def requests_of(prompts, sampling, limits=(), seeds=()):
+    """A request of each prompt; by default of sampling's limit, without a seed."""
+    limits, seeds = limits or [sampling.max_new_tokens] * len(prompts), seeds or [None] * len(prompts)
+    return [Request(p, sampling, *each) for p, *each in zip(prompts, limits, seeds, strict=True)]
 
 
 class Picture(Image):

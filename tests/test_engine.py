@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from aiohttp import web
+from fakes import requests_of
 
 from config import Config
 from engines import server
@@ -133,9 +134,13 @@ def largest_difference(a, b):
 
 
 async def ask(engine, prompts, sampling, **how):
-    """The finished answers, in the order of the prompts; nothing is awaited any more."""
+    return await ask_for(engine, requests_of(prompts, sampling, **how))
+
+
+async def ask_for(engine, requests):
+    """The finished answers, in the order of the requests; nothing is awaited any more."""
     pool = pool_of(engine)
-    answers = [answer async for answer in pool.generate(prompts, sampling, **how)]
+    answers = [answer async for answer in pool.generate(requests)]
     assert not pool.status().outstanding
     return sorted(answers, key=lambda answer: answer.index)
 
@@ -165,11 +170,13 @@ def test_a_greedy_answer_among_sampled_ones(engine, run, models):
     """In one request: it is greedy, and the others are what they are without it."""
     import torch
 
-    def tokens(greedy):
-        answers = run(ask(engine, [PROMPT] * 4, Sampling(1.0, 30), seeds=[5, 6, 7, 8], greedy=greedy))
-        return [answer.tokens for answer in answers]
+    def tokens(*greedy):
+        requests = requests_of([PROMPT] * 4, Sampling(1.0, 30), seeds=[5, 6, 7, 8])
+        for index in greedy:
+            requests[index] = requests[index]._replace(sampling=Sampling(0.0, 30))
+        return [answer.tokens for answer in run(ask_for(engine, requests))]
 
-    mixed, sampled = tokens([False, True, False, False]), tokens([])
+    mixed, sampled = tokens(1), tokens()
     expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[
         0, len(PROMPT) :
     ]
@@ -219,7 +226,7 @@ def test_an_early_answer_arrives_early(engine, run):
     pool, seen = pool_of(engine), []
 
     async def ask_all():
-        async for answer in pool.generate([PROMPT] * 16, Sampling(1.0, 200), seeds=list(range(16))):
+        async for answer in pool.generate(requests_of([PROMPT] * 16, Sampling(1.0, 200), seeds=range(16))):
             facts = (len(answer.tokens), answer.first_token, answer.end)
             seen.append((*facts, pool.status().outstanding.get(0, 0)))
             assert answer.sent < answer.first_token <= answer.end
@@ -294,7 +301,7 @@ def test_a_consumer_that_leaves_frees_its_answers(engine, run):
     pool = pool_of(engine)
 
     async def leave():
-        stream = pool.generate([PROMPT] * 4, Sampling(1.0, 300))
+        stream = pool.generate(requests_of([PROMPT] * 4, Sampling(1.0, 300)))
         await anext(stream)
         await stream.aclose()
 
@@ -442,7 +449,7 @@ def test_answers_that_move_are_as_if_they_had_stayed(engine, run, models, tmp_pa
         while unfinished := [seed for seed in row if finish.get(seed) not in ("stop", "length")]:
             begun = [prompt + written[seed][0] for seed in unfinished]
             limits = [120 - len(written[seed][0]) for seed in unfinished]
-            async for answer in pool.generate(begun, sampling, limits=limits, seeds=unfinished):
+            async for answer in pool.generate(requests_of(begun, sampling, limits, unfinished)):
                 parts = (answer.tokens, answer.logprobs, [answer.rank] * bool(answer.tokens))
                 finish[unfinished[answer.index]] = answer.finish
                 for column, part in zip(written[unfinished[answer.index]], parts, strict=True):

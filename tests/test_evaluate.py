@@ -13,7 +13,7 @@ import data
 from commands import evaluate
 from commands.evaluate import pass_at_k
 from config import parse_config
-from engines.engine import Answer, seed_of
+from engines.engine import Answer, Sampling, seed_of
 from recipes.addition import models, task  # noqa: F401  task adds the format
 
 
@@ -69,9 +69,10 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
 class FakePool:
     """Writes what it was asked for, the latest first."""
 
-    async def generate(self, prompts, sampling, seeds, greedy, images):
-        for index in reversed(range(len(prompts))):
-            yield Answer(index, [*prompts[index], seeds[index], greedy[index]], [], "stop", [])
+    async def generate(self, requests):
+        for index, request in reversed([*enumerate(requests)]):
+            is_greedy = request.sampling.temperature == 0
+            yield Answer(index, [*request.prompt, request.seed, is_greedy], [], "stop", [])
 
 
 def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
@@ -79,7 +80,7 @@ def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
     config, prompt = parse_config(["eval", "--model", "m", "--samples", "3"]), data.Prompt([5], "", None)
 
     async def ask(number):
-        return await evaluate.ask(number, prompt, FakePool(), None, config, asyncio.Semaphore(1))
+        return await evaluate.ask(number, prompt, FakePool(), Sampling(1.0, 9), config, asyncio.Semaphore(1))
 
     answers = asyncio.run(ask(4))
     seeds = [seed_of(0, "eval", 4, index) for index in range(4)]

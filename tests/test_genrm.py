@@ -120,17 +120,17 @@ class Engine:
         self.reply, self.delays, self.asked, self.seeds, self.starts = reply, delays or (0.0,), [], [], []
         self.in_flight = self.most = 0
 
-    async def generate(self, prompts, seeds):
+    async def generate(self, requests):
         delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         self.starts.append(asyncio.get_running_loop().time())
-        prompt = "".join(prompts[0])
-        assert prompts == [prompts[0]] * len(prompts)
+        prompt = "".join(requests[0].prompt)
+        assert all(request.prompt == requests[0].prompt for request in requests)
         self.asked.append(prompt)
-        self.seeds.append(seeds)
+        self.seeds.append([request.seed for request in requests])
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
-            for index in range(len(prompts)):
+            for index in range(len(requests)):
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(delay)
                 score = text if isinstance(text, float) else None
@@ -147,8 +147,8 @@ class Pool:
     def __init__(self, *engines, backwards=False):
         self.engines, self.backwards = engines, backwards
 
-    async def generate(self, prompts, sampling, *, limits=(), seeds=(), greedy=(), images=(), model=0):
-        answers = self.engines[model].generate(prompts, seeds)
+    async def generate(self, requests, model):
+        answers = self.engines[model].generate(requests)
         if self.backwards:
             for answer in [answer async for answer in answers][::-1]:
                 yield answer
@@ -520,8 +520,8 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     seen = []
 
     class Silent:
-        async def generate(self, prompts, sampling, **more):
-            seen.append(prompts[0])
+        async def generate(self, requests, model):
+            seen.append(requests[0].prompt)
             yield Answer(0, [], [], "stop", [], score=0.0)
 
     for question, answer in (("3+4?", "5"), ("3+4?", attack), (attack, "5")):

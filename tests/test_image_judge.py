@@ -34,8 +34,9 @@ class Pool:
     def __init__(self, text):
         self.asked, self._text = [], text
 
-    async def generate(self, prompts, sampling, *, seeds, model, images):
-        self.asked.append((prompts[0], images[0], sampling.stop_token_ids))
+    async def generate(self, requests, model):
+        first = requests[0]
+        self.asked.append((first.prompt, first.images, first.sampling.stop_token_ids))
         yield Answer(0, self._text, [-0.01] * len(self._text), "stop", [])
 
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from fakes import Device, FakeEngine, FakeWorld, VirtualClock, end_all, simulate, to_text
+from fakes import Device, FakeEngine, FakeWorld, VirtualClock, end_all, requests_of, simulate, to_text
 from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config
-from engines.engine import Answer, EngineLost, Request, Sampling
+from engines.engine import Answer, EngineLost, Sampling
 from engines.pool import MAX_STALLS, RECONNECT_S, EngineStatus, Pool
 from reporting.timeline import Timeline
 
@@ -219,9 +219,9 @@ def run_alone(engines, work):
         end_all(clock)
 
 
-async def ask(pool, prompts, limit=10**6, **how):
+async def ask(pool, prompts, limit=10**6, model=0, **how):
     """All answers, by their prompts."""
-    answers = [answer async for answer in pool.generate(prompts, Sampling(1.0, limit), **how)]
+    answers = await ask_with(pool, prompts, Sampling(1.0, limit), model, **how)
     assert sorted(answer.index for answer in answers) == list(range(len(prompts)))
     assert not pool.status().outstanding
     return sorted(answers, key=lambda answer: answer.index)
@@ -359,19 +359,8 @@ def test_what_waits_for_an_engine_is_given_up_when_all_is_aborted(breaks, tokens
     assert [(answer.finish, answer.tokens) for answer in answers] == expected and seconds < 122
 
 
-def test_what_is_asked_of_each_prompt():
-    """Limits, seeds and which are greedy; by default sampling's limit, no seed, none."""
-    engine, prompts, sampling = Writer(0, {None: 9, 7: 9, 8: 9}), [[5], [6]], Sampling(0.7, 50, (1,))
-    run_alone([engine], lambda pool: ask_with(pool, prompts, sampling))
-    own = dict(limits=[3, 4], seeds=[7, 8], greedy=[False, True])
-    run_alone([engine], lambda pool: ask_with(pool, prompts, sampling, **own))
-    (_, plain), (_, own) = engine.asked
-    assert plain == [Request([5], sampling, 50, None), Request([6], sampling, 50, None)]
-    assert own == [Request([5], sampling, 3, 7), Request([6], Sampling(0.0, 50, (1,)), 4, 8)]
-
-
-async def ask_with(pool, prompts, sampling, **how):
-    return [answer async for answer in pool.generate(prompts, sampling, **how)]
+async def ask_with(pool, prompts, sampling, model=0, **how):
+    return [answer async for answer in pool.generate(requests_of(prompts, sampling, **how), model)]
 
 
 def test_requests_wait_while_no_engine_of_the_model_is_up():
