@@ -3,7 +3,8 @@
     python bench/media.py                  2 and 4 ranks: without images, with them, with a central controller
 
 Every run trains two steps on 16 prompts of 4 answers a rank, which a rule judges; the model is the image
-demo's, before its warm start. `central` is for comparison only: rank 0 receives all samples with their
+demo's, before its warm start. A micro-batch has 512 tokens: while it is trained on, the trainer holds its
+images as floats, with what the tower makes of them, on a GPU there. `central` is for comparison only: rank 0 receives all samples with their
 images, and deals them. Of the busiest rank:
     between   MB a step of samples that go from rank to rank
     request   MB of the largest request to an engine, for a whole group
@@ -115,6 +116,7 @@ def measure(side: str, ranks: int) -> dict[str, float]:
     settings = dict(model=FOLDER / "model", data=rows, rule=FOLDER / "rule.py", out=out, steps=STEPS, lr=1e-9)
     settings |= {"prompts-per-step": PROMPTS * ranks, "answers-per-prompt": ANSWERS, "max-new-tokens": 16}
     settings |= {"max-model-len": 256, "mode": "full", "save-every": 0, "device": "cpu"}
+    settings["max-tokens-per-micro-batch"] = 512
     given = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
     script = [Path(__file__), "--rank", side, *given]
     launch.run_to_its_end([launch.TORCHRUN, "--nproc-per-node", ranks, *script], out.with_suffix(".log"))

@@ -3,9 +3,11 @@
 Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -69,6 +71,21 @@ def any_load():
     """sharded_checkpoint lets torch.load read nothing but tensors from then on, in children too."""
     yield
     os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)
+
+
+@pytest.fixture
+def single_rank(monkeypatch):
+    """A process group of one, and none of Megatron's left behind."""
+    import torch.distributed as dist
+
+    from training.trainer import mpu
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield SimpleNamespace(rank=0, size=1)
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def pytest_xdist_make_scheduler(config, log) -> TwoStreams:

@@ -1,7 +1,6 @@
 """The demo whose numbers are drawn: pictures that can be read, what is learnt from them, and that it is."""
 
 import asyncio
-import gc
 import io
 import json
 from functools import partial
@@ -11,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
+from test_warmstart import Alone
 from transformers import Qwen3VLForConditionalGeneration
 
 import data
@@ -197,15 +196,8 @@ def test_each_demo_has_a_cache_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(warmstart, "CACHE", tmp_path)
     monkeypatch.setattr(warmstart, "make", lambda *given: homes.append(given[2].name))
 
-    class World:
-        async def broadcast(self, value):
-            return value
-
-        async def run(self, function, *args):
-            return function(*args)
-
     def prepare(preset):
-        asyncio.run(warmstart.prepare(SimpleNamespace(seed=0, preset=preset), World(), None))
+        asyncio.run(warmstart.prepare(SimpleNamespace(seed=0, preset=preset), Alone(), None))
 
     for preset in ("tiny", "images", "images"):
         prepare(preset)
@@ -221,19 +213,6 @@ def test_each_demo_has_a_cache_of_its_own(tmp_path, monkeypatch):
 class Quiet:
     def doing(self, what: str) -> None:
         pass
-
-
-@pytest.fixture
-def single_rank(monkeypatch):
-    """A process group of one, and none of Megatron's left behind."""
-    from training.trainer import mpu
-
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield SimpleNamespace(rank=0, size=1)
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
-    gc.collect()
 
 
 def loss_of(path, examples) -> float:

@@ -1,7 +1,6 @@
 """SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows."""
 
 import asyncio
-import gc
 import json
 import math
 import random
@@ -9,11 +8,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from finetune_worker import config_of
 from models import save_tokenizer
@@ -417,19 +414,6 @@ class Quiet:
         pass
 
 
-@pytest.fixture
-def single_rank(monkeypatch):
-    """A process group of one, and none of Megatron's left behind."""
-    from training.trainer import mpu
-
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
-    gc.collect()
-
-
 def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
     """The mean cross entropy of the answers' tokens, by plain transformers."""
     model, losses = AutoModelForCausalLM.from_pretrained(path), []
@@ -444,8 +428,7 @@ def test_the_warm_start_learns(tmp_path, single_rank):
     """With its own optimizer: 20 steps on demonstrations take two fifths off the loss on others."""
     start, end, batches = tmp_path / "new", tmp_path / "end", partial(warmstart.demonstrations, 0)
     models.new_model(start, 0)
-    world = SimpleNamespace(rank=0, size=1)
-    warmstart.train(Config(), world, start, end, batches, 20, Quiet())
+    warmstart.train(Config(), single_rank, start, end, batches, 20, Quiet())
     pairs = batches(1000)[:20]
     assert loss_of(end, pairs) < 0.6 * loss_of(start, pairs)
 

@@ -252,6 +252,16 @@ def test_critiques_are_right_and_of_three_kinds():
     assert abs(sum(asked in ("1+1=>3?", "2+2=>5?") for asked, _ in items) / len(items) - 0.2) < 0.03
 
 
+class Alone:
+    """A world of one."""
+
+    async def broadcast(self, value):
+        return value
+
+    async def run(self, function, *args):
+        return function(*args)
+
+
 def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
     """Found by seed and recipe, and only when it is whole: the gate's file is its last."""
     import asyncio
@@ -260,15 +270,8 @@ def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(warmstart, "CACHE", tmp_path)
     monkeypatch.setattr(warmstart, "make", lambda config, world, home, progress, demo: made.append(home))
 
-    class World:
-        async def broadcast(self, value):
-            return value
-
-        async def run(self, function, *args):
-            return function(*args)
-
     def prepare(seed):
-        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed, preset="tiny"), World(), None))
+        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed, preset="tiny"), Alone(), None))
 
     actor, judge = prepare(0)
     assert (
