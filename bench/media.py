@@ -4,8 +4,8 @@
 
 Every run trains two steps on 16 prompts of 4 answers a rank, which a rule judges; the model is the image
 demo's, before its warm start. A micro-batch has 512 tokens: while it is trained on, the trainer holds its
-images as floats, with what the tower makes of them, on a GPU there. `central` is for comparison only: rank 0 receives all samples with their
-images, and deals them. Of the busiest rank:
+images as floats, and what the tower makes of them. `central` is for comparison only: rank 0 receives all
+samples with their images, and deals them. Of the busiest rank:
     between   MB a step of samples that go from rank to rank
     request   MB of the largest request to an engine, for a whole group
     peak      MB of resident memory above the same run's without images: of the process of the controller and
