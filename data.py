@@ -187,7 +187,7 @@ class PromptFile(Sequence[Prompt]):
         return PromptRow(where, prompt, row.get("answer"), images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        return self._reader.read_row(row.images, self._path.parent, row.where)
+        return self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
 
     def _tokens(self, row: PromptRow) -> list[int]:
         if self._reader is None:

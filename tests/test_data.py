@@ -224,6 +224,7 @@ def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path):
     encode.asked.clear()
     drawn = [source.training(number) for number in (3, 4, 3)]
     assert [text_of(prompt) for prompt in drawn] == encode.asked and drawn[0] == drawn[2]
+    assert all(prompt.images() == () for prompt in drawn)
 
 
 @pytest.mark.parametrize("room,left", [(20, 3), (21, 4), (5, 1)])
