@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
-PIECE_BYTES = 3 << 16  # of an image, on its way to an engine; base64 joins multiples of three
+PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
 END_S = 10.0  # for a killed server to be gone
 
 
@@ -226,7 +226,7 @@ def end_stale_servers(out: Path) -> list[str]:
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:
-    """A request's body in JSON, as it is read: what is an Image becomes base64 a piece at a time."""
+    """A request's body in JSON, an Image in it as base64; whole, it would be copied into the connection."""
     images = {}
 
     def name(image: Image) -> str:
@@ -235,13 +235,12 @@ async def in_pieces(body: dict) -> AsyncIterator[bytes]:
 
     text = json.dumps(body, default=name)
     for part in re.split(f"({'|'.join(images)})", text) if images else [text]:
-        if part not in images:
-            yield part.encode()
-            continue
-        yield b"data:;base64,"  # without it, SGLang takes a JPEG's for a path: it begins with a slash
-        data = images[part].read()
+        data, encode = part, str.encode
+        if part in images:
+            yield b"data:;base64,"  # without it, SGLang takes a JPEG's for a path: it begins with a slash
+            data, encode = images[part].read(), base64.b64encode
         for start in range(0, len(data), PIECE_BYTES):
-            yield base64.b64encode(data[start : start + PIECE_BYTES])
+            yield encode(data[start : start + PIECE_BYTES])
 
 
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
