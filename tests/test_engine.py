@@ -20,7 +20,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from aiohttp import web
-from fakes import requests_of
 
 from config import Config
 from engines import server
@@ -29,6 +28,7 @@ from engines.pool import Pool
 from engines.reward_model import ScoringEngine
 from engines.server import STREAM_INTERVAL, buckets, checkpoint_shapes, server_flags
 from reporting.timeline import Timeline
+from tests.fakes import requests_of
 from tests.tiny_models import EOS, make_tiny_qwen3
 
 REPOSITORY = Path(__file__).parents[1]
