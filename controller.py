@@ -61,7 +61,7 @@ class Controller:
     placement: Placement  # of the actor, the critics, and the engines
     rewards: Rewards
     prompts: Prompts
-    sampling: Sampling  # of answers; `greedy` of those that a sample's own flag asks for
+    sampling: Sampling  # of answers; `greedy` of samples that say so
     greedy: Sampling
     timeline: Timeline
     report: Report

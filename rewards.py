@@ -173,9 +173,7 @@ class Rewards:
         asks = {}
         for judge in self.judges:
             pair = (sample.question, judge.format.shown(text, sample.finish))
-            # by their digests: the tasks of a step outlive its images
-            key = (judge, *pair, *(image.digest for image in sample.media))
-            asks[key] = partial(judge.ask, *pair, pool, sample.media)
+            asks[judge, *pair, sample.media] = partial(judge.ask, *pair, pool, sample.media)
         for rule in self.rules:
             asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
         asked = self._tasks

@@ -57,17 +57,18 @@ class ImageReader:
         names = [f"{where}: {file}" if isinstance(file, Path) else where for file in files]
         return tuple(self.read(partial(content, number), name) for number, name in enumerate(names))
 
-    def read(self, read: Callable[[], bytes], where: str) -> Image:
+    def read(self, content: Callable[[], bytes], where: str) -> Image:
         """ValueError that says `where` unless it is a still image, whole, of a size that can be taken."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        data, size, side = read(), self._processor.size, self._side
+        data, size, side = content(), self._processor.size, self._side
         width, height = decoded(data, where).size
         try:
             sides = smart_resize(height, width, side, size["shortest_edge"], size["longest_edge"])
         except ValueError as error:  # one side is 200 times the other
             raise ValueError(f"{where}: {error}") from None
-        return Image(sha256(data).digest(), (1, sides[0] // side, sides[1] // side), self.image_token, read)
+        shape = (1, sides[0] // side, sides[1] // side)
+        return Image(sha256(data).digest(), shape, self.image_token, content)
 
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Of all: [patches, numbers of a patch], and [images, 3]: frames, rows and columns of patches."""
