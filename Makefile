@@ -1,5 +1,6 @@
 # make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU 1, full
-# make test      installs into .venv, then lints and passes the tests, on the CPU
+# make test      installs into .venv, then lints and passes the tests of the default tier, on the CPU
+# make test-all  the same, then the slow ones; make test-long: chaos and machines, by hand
 # make papers    installs, then writes the papers' tables beside ours into docs/papers
 # make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed
 PYTHON ?= python3
@@ -13,12 +14,19 @@ export OMP_NUM_THREADS ?= 1
 # seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-.PHONY: run test test-gpu lint install papers
+.PHONY: run test test-all test-long test-gpu lint install papers
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q
 run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
 
 test: install lint
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder tests
+	$(PYTEST) -n 2 --no-loadscope-reorder -m "not slow and not long and not gpu" tests
+
+test-all: test
+	$(PYTEST) -n 2 --no-loadscope-reorder -m slow tests
+
+test-long: install
+	$(PYTEST) -m long tests
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/test_gpu.py $(ARGS)

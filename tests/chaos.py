@@ -31,23 +31,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
 from columns import timing_free
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "runs" / "chaos"
 PR_SET_CHILD_SUBREAPER = 36
-DEADLINE_S = 420.0  # for one start of a trial to end: longer than any wait that the settings below allow
+DEADLINE_S = (
+    420.0  # for one start of a trial to end: longer than any wait that the settings below allow
+)
 LONG_S = 1800.0  # for any other
 GONE_S = 60.0  # for all processes of a start to be gone after its launcher
 MOST_STARTS = 5
 STEPS = 6  # of a trial
 MODES = ("partial", "full", "fused")
-SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4 --eval-every 100"
+SMALL = (
+    f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4 --eval-every 100"
+)
 WAITS = "--timeout-s 120"
 # a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
-CLEAR_STOPS = ("engine is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
+CLEAR_STOPS = (
+    "engine is left to ask",
+    "third failure in a row",
+    "didn't start again",
+    "doesn't end:",
+)
 DAMAGE_STOPS = ("checkpoints is whole",)  # where a person has to decide
-PARTS = ("tokens_trained", "tokens_filtered", "tokens_carried")  # what becomes of the tokens that are written
+PARTS = (
+    "tokens_trained",
+    "tokens_filtered",
+    "tokens_carried",
+)  # what becomes of the tokens that are written
 LAUNCHERS = set()  # process ids, for whose end subprocess asks
 
 
@@ -134,7 +148,10 @@ class Start:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
         environment |= {} if self.replies is None else {"CHAOS_REPLIES": str(self.replies)}
         self.log = self.out.with_suffix(".log")
-        self.began, self.said_before = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
+        self.began, self.said_before = (
+            time.monotonic(),
+            self.log.stat().st_size if self.log.exists() else 0,
+        )
         with self.log.open("ab") as log:
             how = dict(cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
             self.process = psutil.Popen([*map(str, command)], **how)
@@ -181,7 +198,9 @@ class Start:
 def rows_of(out):
     """The whole rows of a run's metrics.jsonl."""
     path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.open() if line.endswith("\n")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.open() if line.endswith("\n")] if path.exists() else []
+    )
 
 
 def is_done(out, steps):
@@ -201,9 +220,22 @@ def fingerprint(out, steps):
 
 def source():
     """A hash of everything that a run's numbers may come from."""
-    rooms = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "recipes", "cpu")
-    files = sorted([*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))])
-    return hashlib.sha256(b"".join(str(path).encode() + path.read_bytes() for path in files)).hexdigest()
+    rooms = (
+        "engines",
+        "training",
+        "scheduling",
+        "runtime",
+        "reporting",
+        "commands",
+        "recipes",
+        "cpu",
+    )
+    files = sorted(
+        [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
+    )
+    return hashlib.sha256(
+        b"".join(str(path).encode() + path.read_bytes() for path in files)
+    ).hexdigest()
 
 
 def unbroken(name, arguments, steps, port):
@@ -217,7 +249,9 @@ def unbroken(name, arguments, steps, port):
         start = Start(out, port, arguments)
         status, wrong = start.end()
         assert status == 0 and not wrong, f"the unbroken run failed: {wrong} {start.said()[-3000:]}"
-        size = sum(path.stat().st_size for path in (out / "checkpoints" / f"step_{steps}").rglob("*"))
+        size = sum(
+            path.stat().st_size for path in (out / "checkpoints" / f"step_{steps}").rglob("*")
+        )
         facts = fingerprint(out, steps) | {"seconds": start.seconds(), "checkpoint_bytes": size}
         kept.write_text(json.dumps(facts))
         took = f"{start.seconds():.0f} s, a checkpoint of {size / 1e6:.1f} MB"
@@ -227,7 +261,9 @@ def unbroken(name, arguments, steps, port):
 
 def same_in_both(row):
     """A row of metrics.jsonl without what depends on timing or tells of faults."""
-    return {name: value for name, value in timing_free(row).items() if not name.startswith("faults/")}
+    return {
+        name: value for name, value in timing_free(row).items() if not name.startswith("faults/")
+    }
 
 
 def difference(found, expected):
@@ -237,7 +273,9 @@ def difference(found, expected):
     """
     if len(found["rows"]) != len(expected["rows"]):
         return f"steps {[row['step'] for row in found['rows']]} instead of {len(expected['rows'])} rows"
-    for row, other in zip(map(same_in_both, found["rows"]), map(same_in_both, expected["rows"]), strict=True):
+    for row, other in zip(
+        map(same_in_both, found["rows"]), map(same_in_both, expected["rows"]), strict=True
+    ):
         for name in sorted(row.keys() | other.keys()):
             if row.get(name) != other.get(name):
                 return f"step {row['step']}: {name} {row.get(name)} instead of {other.get(name)}"
@@ -260,11 +298,17 @@ class Fault:
     checkpoint_bytes: int
     told: str = ""
     tolerated: tuple[str, ...] = CLEAR_STOPS
-    later: list = field(default_factory=list)  # (time, process, only at the run's end): they go on then
+    later: list = field(
+        default_factory=list
+    )  # (time, process, only at the run's end): they go on then
 
     def strike(self, start, rng):
         strikes = {"kill": self.signal_one, "stop": self.signal_one, "kill tree": self.kill_tree}
-        strikes |= {"writer": self.strike_writer, "end": self.ask_to_end, "full disk": self.fill_disk}
+        strikes |= {
+            "writer": self.strike_writer,
+            "end": self.ask_to_end,
+            "full disk": self.fill_disk,
+        }
         strikes |= {"flip": self.flip, "replies": lambda *_: "replies of engines are lost or late"}
         self.told = strikes[self.name](start, rng)
 
@@ -330,7 +374,9 @@ class Fault:
         start.wait_for(lambda: (start.out / "logs").exists() and not rows_of(start.out))
         folder.mkdir(exist_ok=True)
         kilobytes = int(self.checkpoint_bytes * rng.uniform(0.3, 2.5) / 1024)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True
+        )
         return f"a disk of {kilobytes / 1024:.1f} MB under the checkpoints"
 
     def flip(self, start, rng):
@@ -361,7 +407,10 @@ NAMES += ["end", "full disk", "replies", "flip"]
 
 def trial(number, mode, port):
     """One trial; returns what was wrong, a list of lines, empty if nothing."""
-    rng, arguments = random.Random(f"chaos {number}"), [*SMALL.split(), *WAITS.split(), "--mode", mode]
+    rng, arguments = (
+        random.Random(f"chaos {number}"),
+        [*SMALL.split(), *WAITS.split(), "--mode", mode],
+    )
     expected = unbroken(mode, arguments, STEPS, port)
     names = [NAMES[number % len(NAMES)]] + [rng.choice(NAMES)] * (rng.random() < 0.3)
     faults = [Fault(name, expected["checkpoint_bytes"]) for name in names]
@@ -385,14 +434,24 @@ def trial(number, mode, port):
             errors = [line for line in said.splitlines() if line.startswith("error:")]
             stop = next((line for line in errors if any(words in line for words in tolerated)), "")
             if starts > len(faults) and not is_done(out, STEPS) and not stop:
-                wrong.append(f"start {starts} had no fault and ended with status {status}: {said[-1500:]}")
+                wrong.append(
+                    f"start {starts} had no fault and ended with status {status}: {said[-1500:]}"
+                )
         if not stop and not wrong:
-            different = difference(fingerprint(out, STEPS), expected) if is_done(out, STEPS) else "not done"
+            different = (
+                difference(fingerprint(out, STEPS), expected) if is_done(out, STEPS) else "not done"
+            )
             wrong += [f"differs from the unbroken run: {different}"] * bool(different)
     finally:
         subprocess.run(["umount", out / "checkpoints"], capture_output=True)
     how = "; ".join(fault.told for fault in faults if fault.told)
-    ended = f"BROKEN: {' | '.join(wrong)}" if wrong else f"clear stop: {stop}" if stop else "the same numbers"
+    ended = (
+        f"BROKEN: {' | '.join(wrong)}"
+        if wrong
+        else f"clear stop: {stop}"
+        if stop
+        else "the same numbers"
+    )
     took = f"{starts} starts, {time.monotonic() - began:.0f} s"
     print(f"trial {number} ({mode}): {how} -> {ended} ({took})", flush=True)
     if not wrong:
@@ -413,7 +472,9 @@ def broken_run(out, mode, steps, arguments, port):
 
     def end(start, name, may=(0,)):
         status, wrong = start.end()
-        assert status in may and not wrong, f"{name}: status {status} {wrong} {start.said()[-3000:]}"
+        assert status in may and not wrong, (
+            f"{name}: status {status} {wrong} {start.said()[-3000:]}"
+        )
         print(f"  {mode}: {name} after {len(rows_of(out))} rows", flush=True)
 
     start = Start(out, port, arguments)
@@ -432,7 +493,9 @@ def broken_run(out, mode, steps, arguments, port):
     end(start, "kill -9 of a rank", (1,))
     start = Start(out, port + 100, arguments)
     reached(start, marks[3])
-    assert start.wait_for(lambda: list(out.glob("checkpoints/step_*.partial-*"))), start.said()[-3000:]
+    assert start.wait_for(lambda: list(out.glob("checkpoints/step_*.partial-*"))), start.said()[
+        -3000:
+    ]
     kill_all(family())
     end(start, "kill -9 of all in a save", (-9,))
     end(Start(out, port, arguments), "the end")
@@ -447,7 +510,9 @@ def settings_of(mode, steps):
 def compare(name, found, expected):
     """Print what differs between two runs; returns whether anything does that may not."""
     worst, exact = {}, []
-    for row, other in zip(map(same_in_both, found["rows"]), map(same_in_both, expected["rows"]), strict=True):
+    for row, other in zip(
+        map(same_in_both, found["rows"]), map(same_in_both, expected["rows"]), strict=True
+    ):
         for column in sorted(row.keys() | other.keys()):
             a, b = row.get(column), other.get(column)
             if a != b and column in ("train/loss", "train/grad_norm"):
@@ -456,9 +521,12 @@ def compare(name, found, expected):
                 exact.append(f"step {row['step']} {column}: {a} and {b}")
     weights = found["weights"] == expected["weights"] and found["weights"] is not None
     losses = ", ".join(f"{column} {value:.1e}" for column, value in worst.items()) or "equal"
-    print(f"{name}: {len(found['rows'])} rows; losses and gradient norms: {losses}; "
-          f"final weights bit-equal: {weights}; "
-          f"other columns that differ: {len(exact)} {exact[:5]}", flush=True)  # fmt: skip
+    print(
+        f"{name}: {len(found['rows'])} rows; losses and gradient norms: {losses}; "
+        f"final weights bit-equal: {weights}; "
+        f"other columns that differ: {len(exact)} {exact[:5]}",
+        flush=True,
+    )
     return bool(exact) or not weights or any(value > 1e-6 for value in worst.values())
 
 
@@ -479,10 +547,14 @@ def exact(modes, steps, port, extra):
         broken_run(runs / "broken", mode, steps, arguments, port)
         found[mode, "broken"] = fingerprint(runs / "broken", steps)
         for name in ("again", "broken"):
-            differs |= compare(f"{mode}: {name} against unbroken", found[mode, name], found[mode, "unbroken"])
+            differs |= compare(
+                f"{mode}: {name} against unbroken", found[mode, name], found[mode, "unbroken"]
+            )
     for mode in modes[1:]:
         first = modes[0]
-        differs |= compare(f"{mode} against {first}", found[mode, "unbroken"], found[first, "unbroken"])
+        differs |= compare(
+            f"{mode} against {first}", found[mode, "unbroken"], found[first, "unbroken"]
+        )
     return differs
 
 
@@ -512,7 +584,9 @@ def account(name, out, steps, stops):
     curve = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     rows, folder = rows[:steps], out / "checkpoints" / f"step_{steps}"
     state = json.loads((folder / "common.json").read_text())
-    trained = [state["config"]["prompts_per_step"] - int(row["rollout/lacking_groups"]) for row in rows]
+    trained = [
+        state["config"]["prompts_per_step"] - int(row["rollout/lacking_groups"]) for row in rows
+    ]
     assert all(trained), "a step that kept nothing doesn't tell how many groups it filtered"
     shares = [row["reward/zero_std_frac"] for row in rows]
     filtered = [round(n * share / (1 - share)) for n, share in zip(trained, shares, strict=True)]
@@ -524,10 +598,17 @@ def account(name, out, steps, stops):
     became = f"{sum(trained)} trained + {sum(filtered)} filtered + {waiting} waiting"
     print(f"{name}: {drawn} prompts drawn = {became}", flush=True)
     sums = [sum(tokens[part]) for part in ("tokens", *PARTS[:2])]
-    print(f"  {sums[0]} tokens written + {[n for n in extra if n]} in a step that was stopped "
-          f"= {sums[1]} trained + {sums[2]} filtered "
-          f"+ {tokens[PARTS[2]][-1]} carried; accuracy {curve}", flush=True)  # fmt: skip
-    return drawn != sum(trained) + sum(filtered) + waiting or min(extra) < 0 or sum(map(bool, extra)) > stops
+    print(
+        f"  {sums[0]} tokens written + {[n for n in extra if n]} in a step that was stopped "
+        f"= {sums[1]} trained + {sums[2]} filtered "
+        f"+ {tokens[PARTS[2]][-1]} carried; accuracy {curve}",
+        flush=True,
+    )
+    return (
+        drawn != sum(trained) + sum(filtered) + waiting
+        or min(extra) < 0
+        or sum(map(bool, extra)) > stops
+    )
 
 
 def main():

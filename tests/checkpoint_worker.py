@@ -16,14 +16,14 @@ from unittest.mock import AsyncMock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from critic_worker import critic_config
-from fakes import FakeSource
-from parallel_worker import balanced, set_constants
 
 import placement
 from checkpoint import Checkpoints, restore
 from controller import State
+from critic_worker import critic_config
 from data import Prompts
+from fakes import FakeSource
+from parallel_worker import balanced, set_constants
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import Sample
@@ -65,7 +65,9 @@ def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
-        placement=SimpleNamespace(actor=actor, critics=[critic], plans=plans, plan=plans[0], **give),
+        placement=SimpleNamespace(
+            actor=actor, critics=[critic], plans=plans, plan=plans[0], **give
+        ),
         rewards=Rewards(),
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
@@ -107,18 +109,33 @@ async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     await checkpoints.save_now(c)  # which has nothing to do
     assert checkpoints.newest == 2
     (span,) = c.timeline.spans
-    weights = {"weights": weights_of(actor), "critic": weights_of(critic), "saved_critic": saved_critic}
-    return weights | {"metrics": metrics, "saved": saved, "random": random, "save_s": span.end - span.start}
+    weights = {
+        "weights": weights_of(actor),
+        "critic": weights_of(critic),
+        "saved_critic": saved_critic,
+    }
+    return weights | {
+        "metrics": metrics,
+        "saved": saved,
+        "random": random,
+        "save_s": span.end - span.start,
+    }
 
 
 def carry_answers(prompts: Prompts, actor) -> None:
     """Draw prompts that come again, as far as they were answered."""
     drawn = prompts.draw(9)
     owners = prompts.assign_owners(drawn, actor.dp_size)
-    mine = [prompt_id for prompt_id in drawn if owners[prompt_id] == actor.dp_rank and actor.is_head]
+    mine = [
+        prompt_id for prompt_id in drawn if owners[prompt_id] == actor.dp_rank and actor.is_head
+    ]
     groups = [prompts.group(prompt_id) for prompt_id in mine]
     for sample in flat([groups]):
-        sample.response, sample.logprobs, sample.versions = [sample.prompt_id], [-sample.prompt_id / 3], [1]
+        sample.response, sample.logprobs, sample.versions = (
+            [sample.prompt_id],
+            [-sample.prompt_id / 3],
+            [1],
+        )
         sample.media = ()  # as rollout.collect leaves it
     prompts.requeue(drawn, groups)
 
@@ -144,7 +161,9 @@ def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
     from critic import Critic
 
     store = f"file://{out}/{name}.store"
-    dist.init_process_group("gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size
+    )
     _, layout, place = (SAVES | LAYOUTS)[name]
     config, world = critic_config(**layout), World("cpu", 60.0)
     actor, critic = Actor(config, case["model_dir"]), Critic(config, case["model_dir"])
@@ -164,4 +183,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1])
     for name, (size, _, _) in (SAVES | LAYOUTS).items():
-        mp.start_processes(rank_main, (size, case, sys.argv[2], name), nprocs=size, start_method="fork")
+        mp.start_processes(
+            rank_main, (size, case, sys.argv[2], name), nprocs=size, start_method="fork"
+        )

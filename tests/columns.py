@@ -1,5 +1,4 @@
-"""Which columns of metrics.jsonl depend on timing: two runs of one seed agree in all others, to the last bit.
-"""
+"""Which columns of metrics.jsonl depend on timing: runs of one seed agree in all others."""
 
 PREFIXES = ("time/", "perf/", "occupancy/", "split/", "faults/")
 NAMES = {
@@ -23,4 +22,8 @@ NAMES |= {"train/seconds_spread", "train/bubble_frac"}
 
 def timing_free(row: dict) -> dict:
     """A row of metrics.jsonl without what depends on timing, on the mode, and on who served what."""
-    return {name: value for name, value in row.items() if not name.startswith(PREFIXES) and name not in NAMES}
+    return {
+        name: value
+        for name, value in row.items()
+        if not name.startswith(PREFIXES) and name not in NAMES
+    }

@@ -51,7 +51,9 @@ def main(before: Path, after: Path) -> int:
         old, new = one.get(layout, {}), two.get(layout, {})
         found = [name for name in sorted(old) if name not in new or not same(old[name], new[name])]
         differs |= bool(found)
-        print(f"{layout}: {f'{len(found)} differ: {found[:5]}' if found else f'all {len(old)} are equal'}")
+        print(
+            f"{layout}: {f'{len(found)} differ: {found[:5]}' if found else f'all {len(old)} are equal'}"
+        )
     return int(differs or not one)
 
 

@@ -55,7 +55,9 @@ def record(folder: Path) -> None:
 def rows_of(run: Path) -> list[dict]:
     """What is to be equal, row by row."""
     rows = [timing_free(json.loads(line)) for line in (run / "metrics.jsonl").open()]
-    return [{RENAMED.get(name, name): row[name] for name in row if name not in GONE} for row in rows]
+    return [
+        {RENAMED.get(name, name): row[name] for name in row if name not in GONE} for row in rows
+    ]
 
 
 def differences(before: Path, after: Path) -> list[str]:
@@ -76,7 +78,9 @@ def compare(before: Path, after: Path) -> bool:
         found = differences(before / name, after / name)
         differs |= bool(found)
         count = sum(map(len, rows_of(before / name)))
-        print(f"{name}: {f'{len(found)} differ: {found[:3]}' if found else f'all {count} numbers are equal'}")
+        print(
+            f"{name}: {f'{len(found)} differ: {found[:3]}' if found else f'all {count} numbers are equal'}"
+        )
     return differs
 
 

@@ -32,14 +32,20 @@ class TwoStreams(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.split("::")[0]).stem
-        return "whole runs" if file in WHOLE_RUNS else "at the end" if file in AT_THE_END else "others"
+        return (
+            "whole runs" if file in WHOLE_RUNS else "at the end" if file in AT_THE_END else "others"
+        )
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--dry", action="store_true", help="run the tests of a GPU on the CPU, with small sizes")
+    parser.addoption(
+        "--dry", action="store_true", help="run the tests of a GPU on the CPU, with small sizes"
+    )
 
 
 def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "slow: of `make test-all`, not of `make test`")
+    config.addinivalue_line("markers", "long: of `make test-long` alone")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; see test_gpu.py")
 
 
@@ -53,7 +59,9 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
             what = report.nodeid.split("::test_")[-1].replace("_", " ")
             figures = [f"{name} {value}" for name, value in report.user_properties]
             reason = [report.longrepr[2]] if outcome == "skipped" else []
-            rows.append((report.location[1], f"{what:60} | {outcome:7} | {', '.join(figures + reason)}"))
+            rows.append(
+                (report.location[1], f"{what:60} | {outcome:7} | {', '.join(figures + reason)}")
+            )
     terminalreporter.section("dry, on the CPU" if config.option.dry else device_name())
     for _, line in sorted(rows):
         terminalreporter.line(line)

@@ -7,9 +7,9 @@ of every update, and how far values and weights of any rank were from those of t
 from functools import partial
 
 import torch.distributed as dist
-from parallel_worker import actor_config, balanced, each_layout, main
 
 from config import Config
+from parallel_worker import actor_config, balanced, each_layout, main
 from scheduling.balance import flat
 
 

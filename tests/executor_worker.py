@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from critic_worker import critic_config
 from parallel_worker import actor_config, balanced, each_layout, main, set_overlap
-
 from scheduling.balance import flat
 
 SETTINGS = dict(row="ppo", critic_epochs=2, updates_per_step=2, max_tokens_per_micro_batch=32)
@@ -37,9 +37,13 @@ def megatron_run(works: list, schedule: str):
         with torch.set_grad_enabled(not work.forward_only):
             work.stats = get_forward_backward_func()(
                 forward_step_func=lambda rest, module: work.forward(next(rest), module),  # noqa: B023
-                data_iterator=iter(work.micro_batches), model=module, seq_length=0, micro_batch_size=1,
-                num_microbatches=len(work.micro_batches), forward_only=work.forward_only,
-            )  # fmt: skip
+                data_iterator=iter(work.micro_batches),
+                model=module,
+                seq_length=0,
+                micro_batch_size=1,
+                num_microbatches=len(work.micro_batches),
+                forward_only=work.forward_only,
+            )
         config.no_sync_func = config.finalize_model_grads_func = None
         work.passes = [Pass("", Task(0, 0, backward, 0), 0.0, 1.0) for backward in (False, True)]
     return Phase(0.0, 1.0, [])
@@ -73,7 +77,9 @@ def close(trainers: tuple) -> None:
 
 def batch_of(step: int, samples: list) -> list:
     """Samples of weights `step`, with what PPO knows of them but the values."""
-    samples = [replace(s, versions=[step] * len(s.response)) for s in samples if s.advantages is not None]
+    samples = [
+        replace(s, versions=[step] * len(s.response)) for s in samples if s.advantages is not None
+    ]
     rng = random.Random(step)
     for sample in samples:
         sample.logprobs = [-3.0] * len(sample.response)
@@ -98,7 +104,11 @@ def ppo_step(trainers: tuple, step: int, samples: list) -> tuple[dict, list]:
 
 def weights_of(trainers: tuple) -> dict:
     named = ((str(number), trainer) for number, trainer in enumerate(trainers))
-    return {(n, name): tensor.clone() for n, trainer in named for name, tensor in trainer.named_weights()}
+    return {
+        (n, name): tensor.clone()
+        for n, trainer in named
+        for name, tensor in trainer.named_weights()
+    }
 
 
 def gathered(value) -> list:
@@ -114,12 +124,18 @@ def gradients(trainers: tuple, samples: list) -> dict:
 
     found = {}
     for number, trainer in enumerate(trainers):
-        packed = as_sequences([[sample] for sample in samples[:3]] + [samples[3:6], samples[6:7], []])
+        packed = as_sequences(
+            [[sample] for sample in samples[:3]] + [samples[3:6], samples[6:7], []]
+        )
 
         def loss(batch, output):
             values = output if isinstance(output, torch.Tensor) else output.hidden
             chosen = (batch.slots >= 0).float()[None, :, None]
-            return (chosen * values.float() ** 2).sum(), int(chosen.sum()), {"all": values.detach().sum()}
+            return (
+                (chosen * values.float() ** 2).sum(),
+                int(chosen.sum()),
+                {"all": values.detach().sum()},
+            )
 
         stats = trainer._passes(packed, loss)
         mine = {
@@ -166,7 +182,9 @@ def train(model_dir: str, layout: dict, reference: dict, path: str) -> dict:
     """Three PPO steps under every schedule that the layout names, and the gradients of a pass."""
     from training import trainer
 
-    trainer.CLIP_GRAD = 100.0  # the norm's last bit depends on where its parts lie, and would show in weights
+    trainer.CLIP_GRAD = (
+        100.0  # the norm's last bit depends on where its parts lie, and would show in weights
+    )
     layout, batches, results = dict(layout), reference["batches"], {}
     set_overlap(layout.pop("bucket", None))
     names, resumes = layout.pop("schedules"), layout.pop("resumes", False)
@@ -175,7 +193,11 @@ def train(model_dir: str, layout: dict, reference: dict, path: str) -> dict:
             trainers = build(model_dir, schedule, layout)
             found = gradients(trainers, batches[0]) if trainers[0].dp_size == 1 else {}
             history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
-            results[name] = {"gradients": found, "history": history, "weights": weights_of(trainers)}
+            results[name] = {
+                "gradients": found,
+                "history": history,
+                "weights": weights_of(trainers),
+            }
             close(trainers)
     if resumes:
         order = ["fused", "1f1b", "interleaved"]
@@ -247,9 +269,8 @@ def each_then_fail(case: dict, size: int, path: str) -> dict:
 
 
 if __name__ == "__main__":
-    from test_actor import make_samples
-
     import actor  # noqa: F401  before the fork
     import critic  # noqa: F401
+    from test_actor import make_samples
 
     main(each_then_fail, sizes=(2, 4))

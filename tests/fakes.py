@@ -47,7 +47,9 @@ class FakeWorld(SimulatedWorld):
         return pickle.loads(await self._meet(value, pickled_total))
 
     async def exchange(self, outgoing, senders):
-        sent = {rank: pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != self.rank}
+        sent = {
+            rank: pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != self.rank
+        }
         return await super().exchange(outgoing | sent, senders)
 
     def _received(self, parcel):
@@ -94,7 +96,13 @@ class FakeServer:
     """
 
     def __init__(self, device, role, rank):
-        self.device, self.role, self.rank, self.version, self.awake = device, role, rank, None, False
+        self.device, self.role, self.rank, self.version, self.awake = (
+            device,
+            role,
+            rank,
+            None,
+            False,
+        )
         self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
         self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
         self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
@@ -129,12 +137,20 @@ class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
     def __init__(self, role, rank, device, write, capacity=128, model=0):
-        self.role, self.rank, self.capacity, self.awake, self.model = role, rank, capacity, False, model
+        self.role, self.rank, self.capacity, self.awake, self.model = (
+            role,
+            rank,
+            capacity,
+            False,
+            model,
+        )
         self.server = FakeServer(device, role, rank)
         self._write, self.name = write, f"{role} engine of rank {rank}"
 
     def handle(self):
-        other = type(self)(self.role, self.rank, self.server.device, self._write, self.capacity, self.model)
+        other = type(self)(
+            self.role, self.rank, self.server.device, self._write, self.capacity, self.model
+        )
         other.server = self.server
         return other
 
@@ -148,8 +164,14 @@ class FakeEngine:
         if not server.runs:
             raise EngineLost("refused the connection")
         assert server.awake, f"a request came to the {self.name} while it slept"
-        assert self.role == "genrm" or server.version is not None, "asked before it was pushed weights"
-        start, version, aborted = clock(), server.version, asyncio.get_running_loop().create_future()
+        assert self.role == "genrm" or server.version is not None, (
+            "asked before it was pushed weights"
+        )
+        start, version, aborted = (
+            clock(),
+            server.version,
+            asyncio.get_running_loop().create_future(),
+        )
         if self.role == "rollout":
             shown = [[image.digest for image in request.images] for request in requests]
             asked = [to_text(request.prompt).split("+")[0].encode() for request in requests]
@@ -158,7 +180,10 @@ class FakeEngine:
         server.asked.append((start, version))
         server.seeds += [request.seed for request in requests]
         server.aborts.append(aborted)
-        answers, came = [self._answer_to(request, index) for index, request in enumerate(requests)], {}
+        answers, came = (
+            [self._answer_to(request, index) for index, request in enumerate(requests)],
+            {},
+        )
         parts = [(end, a.index) for a in answers for end in part_ends(len(a.tokens), server.part)]
         try:
             for end, index in sorted(parts):
@@ -195,7 +220,9 @@ class FakeEngine:
             waiting = [changed] if server.hangs or server.is_deaf else [changed, aborted]
             timeout = None if server.hangs else max(0.0, due - clock())
             try:
-                done, _ = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                )
             finally:
                 changed.cancel()
             if not server.runs:
@@ -284,7 +311,13 @@ class FakeTrainer:
     """What actor and critic have in common. Its weights are its version."""
 
     def __init__(self, title, rank, size, device, tp):
-        self.title, self.device, self.version, self.awake, self.batches = title, device, 0, False, []
+        self.title, self.device, self.version, self.awake, self.batches = (
+            title,
+            device,
+            0,
+            False,
+            [],
+        )
         self.phases, self.gathering = [], SimpleNamespace(received=0)
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
 
@@ -346,9 +379,9 @@ class FakeActor(FakeTrainer):
             assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, (
                 "a token without its facts"
             )
-            assert sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version, (
-                "written by weights to come"
-            )
+            assert (
+                sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version
+            ), "written by weights to come"
             assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
             number = to_text(sample.prompt).split("+")[0].encode()
             assert [image.digest for image in sample.media] == [number], "not its image"
@@ -376,9 +409,11 @@ class FakeCritic(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert len(sample.values[self.name]) == len(sample.returns[self.name]) == len(sample.response), (
-                "a token without its facts"
-            )
+            assert (
+                len(sample.values[self.name])
+                == len(sample.returns[self.name])
+                == len(sample.response)
+            ), "a token without its facts"
         self.log.append("update")
         self.batches.append(samples)
         self.version += 1
@@ -417,7 +452,9 @@ class FakeCheckpoints:
     async def save_now(self, c):
         await c.world.barrier()
         placement = c.placement
-        assert not placement.rollout.awake and not placement.genrm.awake, "saved while an engine was awake"
+        assert not placement.rollout.awake and not placement.genrm.awake, (
+            "saved while an engine was awake"
+        )
         self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
 
 
@@ -452,8 +489,7 @@ class AwaitedWriter(BackgroundWriter):
 
 
 class FakeReport:
-    """Keeps what each step came to; `carried` and `requeued` as they were at its end, for they change later.
-    """
+    """Keeps what each step came to; `carried` and `requeued` as they were at its end."""
 
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
@@ -471,7 +507,10 @@ class FakeReport:
 
     async def step(self, c, step, batch, samples, stats):
         held = [sample for group in batch.carried for sample in group]
-        facts = {(s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions)) for s in held}
+        facts = {
+            (s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions))
+            for s in held
+        }
         self.carried.append(facts)
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
@@ -482,7 +521,10 @@ class FakeReport:
 
 def requests_of(prompts, sampling, limits=(), seeds=()):
     """A request of each prompt; by default of sampling's limit, without a seed."""
-    limits, seeds = limits or [sampling.max_new_tokens] * len(prompts), seeds or [None] * len(prompts)
+    limits, seeds = (
+        limits or [sampling.max_new_tokens] * len(prompts),
+        seeds or [None] * len(prompts),
+    )
     return [Request(p, sampling, *each) for p, *each in zip(prompts, limits, seeds, strict=True)]
 
 
@@ -533,7 +575,10 @@ def write_verdict(prompt, index, sampling):
 def write_on(prompt, index, sampling):
     """An answer that follows from the question and its number in the group alone, wherever it goes on."""
     question, begun = to_text(prompt).split("=")
-    number, skill = int(question.split("+")[0]), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
+    number, skill = (
+        int(question.split("+")[0]),
+        random.Random(question).choice([0.0, 0.3, 0.6, 1.0]),
+    )
     rng = random.Random(f"{question} {index}")
     text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
     places = range(len(begun), len(text))
@@ -544,7 +589,9 @@ def judge_on(prompt, index, sampling):
     """The verdict of a perfect judge, wherever it goes on."""
     asked, begun = to_text(prompt).split("?")
     verdict = write_verdict([ord(c) for c in asked], index, sampling)
-    return replace(verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :])
+    return replace(
+        verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :]
+    )
 
 
 class FakeTokenizer:
@@ -562,8 +609,12 @@ class FakeTokenizer:
 
 def fake_config(mode="partial", **settings):
     """The settings of a simulated run."""
-    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, save_every=0)
-    defaults |= dict(max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100, timeout_s=100.0)
+    defaults = dict(
+        mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, save_every=0
+    )
+    defaults |= dict(
+        max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100, timeout_s=100.0
+    )
     defaults |= dict(judge_format=("addition",))
     name, *_ = settings.get("algorithm", ("grpo",))
     if "cost" in ALGORITHMS[name].signals:
@@ -572,10 +623,25 @@ def fake_config(mode="partial", **settings):
 
 
 def simulate(
-    mode, size, *, tp=1, write=write_answer, verdict=write_verdict, world_class=FakeWorld, prepare=None,
-    prepare_controller=None, controllers=None, out=Path(), resumed=None, loop=controller.train, events=(),
-    writer=LateWriter, look=lambda servers, controllers: None, engine_class=FakeEngine, **settings,
-):  # fmt: skip
+    mode,
+    size,
+    *,
+    tp=1,
+    write=write_answer,
+    verdict=write_verdict,
+    world_class=FakeWorld,
+    prepare=None,
+    prepare_controller=None,
+    controllers=None,
+    out=Path(),
+    resumed=None,
+    loop=controller.train,
+    events=(),
+    writer=LateWriter,
+    look=lambda servers, controllers: None,
+    engine_class=FakeEngine,
+    **settings,
+):
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
 
     prepare: called with all servers, prepare_controller with each controller, before they start. A list given
@@ -620,14 +686,21 @@ def simulate(
 def fake_engines(engine_class, config, plans, devices, write, verdict):
     """One for each role and lead of any plan."""
     hosts = sorted(
-        {(role, lead) for plan in plans for role in ("rollout", "genrm") for lead in plan.leads(role)}
+        {
+            (role, lead)
+            for plan in plans
+            for role in ("rollout", "genrm")
+            for lead in plan.leads(role)
+        }
     )
     engines = []
     for role, rank in hosts:
         judges = max(1, len(config.judge_models))
         model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
         engines.append(
-            engine_class(role, rank, devices[rank], write if role == "rollout" else verdict, model=model)
+            engine_class(
+                role, rank, devices[rank], write if role == "rollout" else verdict, model=model
+            )
         )
     return engines
 
@@ -635,14 +708,21 @@ def fake_engines(engine_class, config, plans, devices, write, verdict):
 def fake_controller(config, plans, world, handles, device, clock, out, writer, tp):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    of = {role: [handle for handle in handles if handle.role == role] for role in ("rollout", "genrm")}
+    of = {
+        role: [handle for handle in handles if handle.role == role] for role in ("rollout", "genrm")
+    }
     pools = {role: Pool(engines, world, timeline, config) for role, engines in of.items()}
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
     tokenizers = [FakeTokenizer()] * len(config.judge_models)
-    sampling, kept = Sampling(1.0, config.max_new_tokens), (config.continues_answers, algorithm.greedy)
+    sampling, kept = (
+        Sampling(1.0, config.max_new_tokens),
+        (config.continues_answers, algorithm.greedy),
+    )
     saving = config.save_every > 0
-    checkpoints = Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
+    checkpoints = (
+        Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
+    )
     return controller.Controller(
         config=config,
         algorithm=algorithm,

@@ -5,14 +5,16 @@ of every step, and how far the weights of any rank are from those of the plain r
 """
 
 import torch.distributed as dist
-from parallel_worker import main
 
 from config import Config
+from parallel_worker import main
 
 
 def config_of(command: str, model_dir: str, **layout) -> Config:
     """A small run's."""
-    small = dict(max_model_len=48, max_tokens_per_micro_batch=48, max_new_tokens=8, judge_max_new_tokens=8)
+    small = dict(
+        max_model_len=48, max_tokens_per_micro_batch=48, max_new_tokens=8, judge_max_new_tokens=8
+    )
     rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, temperature=0.7)
     return Config(command=command, model=model_dir, **small | rates | layout)
 
@@ -34,8 +36,14 @@ def learn(command: str, model_dir: str, layout: dict, reference: dict, export_to
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (metrics, held_out, distance))
     learner.trainer.close()
-    assert all(other[:2] == (metrics, held_out) for other in everyone), "metrics differ between ranks"
-    return {"metrics": metrics, "held_out": held_out, "weight_distance": max(other[2] for other in everyone)}
+    assert all(other[:2] == (metrics, held_out) for other in everyone), (
+        "metrics differ between ranks"
+    )
+    return {
+        "metrics": metrics,
+        "held_out": held_out,
+        "weight_distance": max(other[2] for other in everyone),
+    }
 
 
 def every_command(case: dict, size: int, path: str) -> dict:

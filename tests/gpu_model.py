@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-WIDTHS = dict(hidden_size=1536, intermediate_size=4608, num_hidden_layers=16, num_attention_heads=12)
+WIDTHS = dict(
+    hidden_size=1536, intermediate_size=4608, num_hidden_layers=16, num_attention_heads=12
+)
 WIDTHS |= dict(num_key_value_heads=4, vocab_size=32768)
 SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=2, vocab_size=512)
@@ -34,10 +36,15 @@ def make_model(directory: Path, widths: dict[str, int]) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        **widths, head_dim=128, tie_word_embeddings=False, max_position_embeddings=4096,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        **widths,
+        head_dim=128,
+        tie_word_embeddings=False,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)

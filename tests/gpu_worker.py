@@ -23,12 +23,12 @@ if sys.argv[2] == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from gpu_model import SIZES
-from parallel_worker import balanced, set_constants
 
 from config import Config
 from engines import server
 from engines.engine import Answer, Engine, Request, Sampling
+from gpu_model import SIZES
+from parallel_worker import balanced, set_constants
 from runtime import rendezvous
 from sample import Sample
 
@@ -36,7 +36,9 @@ DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
 BATCHES = (1, 8, 64, 256)
 START_S = 400.0  # for an engine to come up
-WEIGHT_BYTES = 2 * sum(torch.Size(shape).numel() for shape in server.checkpoint_shapes(MODEL).values())
+WEIGHT_BYTES = 2 * sum(
+    torch.Size(shape).numel() for shape in server.checkpoint_shapes(MODEL).values()
+)
 # FLOP/s of a device in bfloat16, dense, by its name; the same chips with PCIe have less
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 PEAKS |= {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12}
@@ -52,7 +54,9 @@ def note(check: str, **found: float) -> None:
 
 def settings(**changes) -> Config:
     context = SIZE.prompt + max(SIZE.answer, SIZE.speed_answer) + 8
-    sizes = dict(max_model_len=context, max_new_tokens=SIZE.answer, judge_max_new_tokens=SIZE.answer)
+    sizes = dict(
+        max_model_len=context, max_new_tokens=SIZE.answer, judge_max_new_tokens=SIZE.answer
+    )
     sizes |= dict(max_tokens_per_micro_batch=SIZE.micro_batch, max_running_requests=max(BATCHES))
     learning = dict(lr=3e-5, lr_warmup_steps=0, mem_fraction=0.5, deterministic=False)
     return Config(**sizes | learning | dict(device=DEVICE, dtype="bfloat16") | changes)
@@ -91,8 +95,14 @@ async def waited(work: Awaitable[None]) -> float:
 def differences(samples: list[Sample], rows: list[list[float]]) -> dict[str, float]:
     """Of the samples' own log-probabilities and others."""
     pairs = [zip(s.logprobs, row, strict=True) for s, row in zip(samples, rows, strict=True)]
-    apart = torch.tensor([abs(a - b) for row in pairs for a, b in row], dtype=torch.float64).sort().values
-    return dict(mean=apart.mean().item(), p999=apart[int(0.999 * len(apart))].item(), max=apart[-1].item())
+    apart = (
+        torch.tensor([abs(a - b) for row in pairs for a, b in row], dtype=torch.float64)
+        .sort()
+        .values
+    )
+    return dict(
+        mean=apart.mean().item(), p999=apart[int(0.999 * len(apart))].item(), max=apart[-1].item()
+    )
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -106,7 +116,10 @@ def random_samples(actor) -> list[Sample]:
     for number in range(SIZE.answers):
         length = SIZE.answer * (number + 1) // SIZE.answers
         sample = Sample(number, 0, random_tokens(SIZE.prompt, number))
-        sample.response, sample.advantages = random_tokens(length, -number - 1), [(-1.0) ** number] * length
+        sample.response, sample.advantages = (
+            random_tokens(length, -number - 1),
+            [(-1.0) ** number] * length,
+        )
         samples.append(sample)
     for sample, row in zip(samples, actor.logprobs(samples), strict=True):
         sample.logprobs = row
@@ -195,7 +208,10 @@ def hand_over(actor) -> None:
     here = torch.zeros(SIZE.copy_bytes, dtype=torch.uint8, pin_memory=HAS_GPU)
     pairs = {"to_device": (there, here), "to_host": (here, there)}
     for name, (to, source) in pairs.items():
-        times = [timed(lambda to=to, source=source: to.copy_(source, non_blocking=True)) for _ in range(6)]
+        times = [
+            timed(lambda to=to, source=source: to.copy_(source, non_blocking=True))
+            for _ in range(6)
+        ]
         note("hand_over", **{f"{name}_bytes_per_s": SIZE.copy_bytes / statistics.median(times[1:])})
 
 
@@ -216,12 +232,18 @@ def training_pass(recompute: str = "") -> None:
     peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
     parts = trainer_parts(server.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
     note("memory", peak=peak, predicted=sum(parts.values()))
-    seconds = statistics.median(timed(lambda: actor._passes(packed, cross_entropy_loss)) for _ in range(5))
+    seconds = statistics.median(
+        timed(lambda: actor._passes(packed, cross_entropy_loss)) for _ in range(5)
+    )
     # a multiply-add is two operations; going back takes twice what going forward takes
-    products = sum(forward_cost(read_hf_config(MODEL), SIZE.sequence) for chosen in packed for _ in chosen)
+    products = sum(
+        forward_cost(read_hf_config(MODEL), SIZE.sequence) for chosen in packed for _ in chosen
+    )
     rate = 2 * 3 * products / seconds
     tokens_per_s = sum(map(len, packed)) * SIZE.sequence / seconds
-    note("pass", seconds=seconds, flop_per_s=rate, tokens_per_s=tokens_per_s, mfu=rate / peak_rate())
+    note(
+        "pass", seconds=seconds, flop_per_s=rate, tokens_per_s=tokens_per_s, mfu=rate / peak_rate()
+    )
 
 
 def peak_rate() -> float:
@@ -249,7 +271,9 @@ async def answers_of(engine: Engine, requests: list[Request]) -> list[Answer]:
 async def sampled(engine: Engine) -> list[Sample]:
     sampling = Sampling(1.0, SIZE.answer, ignore_eos=True)
     prompts = [random_tokens(SIZE.prompt, number) for number in range(SIZE.answers)]
-    answers = await answers_of(engine, [Request(prompt, sampling, SIZE.answer) for prompt in prompts])
+    answers = await answers_of(
+        engine, [Request(prompt, sampling, SIZE.answer) for prompt in prompts]
+    )
     samples = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         sample = Sample(number, 0, prompt, response=answer.tokens, logprobs=answer.logprobs)
@@ -264,7 +288,9 @@ async def speed(engine: Engine) -> None:
     for batch in BATCHES:
         seconds = []
         for attempt in range(3):  # the first may still be loading kernels
-            prompts = [random_tokens(SIZE.prompt, 1000 * attempt + number) for number in range(batch)]
+            prompts = [
+                random_tokens(SIZE.prompt, 1000 * attempt + number) for number in range(batch)
+            ]
             requests = [Request(prompt, sampling, SIZE.speed_answer) for prompt in prompts]
             start = time.perf_counter()
             answers = await answers_of(engine, requests)
@@ -287,7 +313,13 @@ async def serve_and_learn(tp: str = "1") -> None:
         awake = used_bytes()
         await engine.sleep()
         total = torch.cuda.mem_get_info()[1] if HAS_GPU else 0
-        note("release", before=before, awake=awake, asleep=used_bytes(), share=config.mem_fraction * total)
+        note(
+            "release",
+            before=before,
+            awake=awake,
+            asleep=used_bytes(),
+            share=config.mem_fraction * total,
+        )
         actor = Actor(config, MODEL)
         note("agreement", **differences(written, actor.logprobs(written)))
         for version in (1, 2):
@@ -311,7 +343,14 @@ async def push(engine: Engine, actor) -> None:
     push_s = await waited(engine.load_weights(actor.named_weights(), actor.version))
     actor.sleep()
     kv_s = await waited(engine.wake_kv_cache())
-    note("moves", weights=WEIGHT_BYTES, room=room, wake_weights_s=weights_s, push_s=push_s, wake_kv_s=kv_s)
+    note(
+        "moves",
+        weights=WEIGHT_BYTES,
+        room=room,
+        wake_weights_s=weights_s,
+        push_s=push_s,
+        wake_kv_s=kv_s,
+    )
 
 
 async def same_tokens() -> None:
@@ -341,7 +380,9 @@ def request(number: int) -> Request:
     """Every fourth is greedy; the lengths of the prompts differ."""
     prompt = random_tokens(SIZE.prompt - number % 7, number)
     temperature = 0.0 if number % 4 == 0 else 1.0
-    return Request(prompt, Sampling(temperature, SIZE.answer, ignore_eos=True), SIZE.answer, seed=number)
+    return Request(
+        prompt, Sampling(temperature, SIZE.answer, ignore_eos=True), SIZE.answer, seed=number
+    )
 
 
 def equal_answers(some: list[Answer], others: list[Answer]) -> dict[str, float]:

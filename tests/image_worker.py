@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from parallel_worker import actor_config, balanced, main
 
+from parallel_worker import actor_config, balanced, main
 from sample import Sample
 
 LR = 1e-3
@@ -96,7 +96,9 @@ def work(case: dict, size: int, path: str) -> dict:
     """Results by name, of the layouts of `size` ranks; of some from the checkpoint of another."""
     results = {}
     for name, sizes in case["beside"].items() if size == 2 else ():
-        results[name] = train_beside(case["model_dirs"]["qwen3_vl"], sizes, case["samples"]["qwen3_vl"])
+        results[name] = train_beside(
+            case["model_dirs"]["qwen3_vl"], sizes, case["samples"]["qwen3_vl"]
+        )
     for name, (family, ranks, sizes, source) in case["layouts"].items():
         if ranks == size:
             model_dir, samples = case["model_dirs"][family], case["samples"][family]

@@ -56,20 +56,29 @@ def save_model(directory, answers=None, steps=0, seed=0) -> Path:
 
     tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(directory))
     config = Qwen3Config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=384, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.1,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=384,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     torch.manual_seed(seed)
     rng, model = random.Random(seed), Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for _ in range(steps):
         inputs, labels = [], []
         for messages, answer in (answers(rng) for _ in range(16)):
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            prompt = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
             response = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
             inputs.append(torch.tensor(prompt + response))
             labels.append(torch.tensor([-100] * len(prompt) + response))
@@ -77,7 +86,9 @@ def save_model(directory, answers=None, steps=0, seed=0) -> Path:
             inputs, batch_first=True, padding_value=tokenizer.pad_token_id
         )
         labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-        model(input_ids=inputs, labels=labels).loss.backward()  # padding comes last: causality alone hides it
+        model(
+            input_ids=inputs, labels=labels
+        ).loss.backward()  # padding comes last: causality alone hides it
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(directory)

@@ -24,7 +24,9 @@ from scheduling.balance import flat, pack, packed_length, plan_batch
 
 def actor_config(row: str = "grpo", **changes) -> Config:
     """A small run's; a change that isn't a setting of the run's is one of the algorithm's."""
-    own = {field.name: changes.pop(field.name) for field in fields(Settings) if field.name in changes}
+    own = {
+        field.name: changes.pop(field.name) for field in fields(Settings) if field.name in changes
+    }
     small = dict(temperature=0.8, max_tokens_per_micro_batch=48, max_new_tokens=20, steps=4)
     rates = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1)
     algorithm = (row, *(f"{name}={value}" for name, value in own.items()))
@@ -51,7 +53,9 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
 
     patch(model, "overlaps", lambda device: bucket is not None)
     patch(
-        trainer, "DistributedDataParallelConfig", partial(DistributedDataParallelConfig, bucket_size=bucket)
+        trainer,
+        "DistributedDataParallelConfig",
+        partial(DistributedDataParallelConfig, bucket_size=bucket),
     )
 
 
@@ -66,10 +70,16 @@ def supervised(trainer, sequences: list, lr: float) -> float:
 
 def balanced(batch: list, actor) -> list:
     """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
-    samples = {(sample.prompt_id, sample.index): sample for sample in batch if sample.advantages is not None}
+    samples = {
+        (sample.prompt_id, sample.index): sample
+        for sample in batch
+        if sample.advantages is not None
+    }
     tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
     plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
-    return [[[samples[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan]
+    return [
+        [[samples[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan
+    ]
 
 
 def contiguous(batch: list, actor) -> list:
@@ -79,9 +89,12 @@ def contiguous(batch: list, actor) -> list:
     """
     samples, packed = [sample for sample in batch if sample.advantages is not None], []
     for rank in range(actor.dp_size):
-        share = samples[rank * len(samples) // actor.dp_size : (rank + 1) * len(samples) // actor.dp_size]
+        share = samples[
+            rank * len(samples) // actor.dp_size : (rank + 1) * len(samples) // actor.dp_size
+        ]
         lengths = [
-            packed_length(len(sample.prompt) + len(sample.response), actor.config.cp) for sample in share
+            packed_length(len(sample.prompt) + len(sample.response), actor.config.cp)
+            for sample in share
         ]
         packed.append(
             [
@@ -99,7 +112,10 @@ def whole_gradient(actor) -> torch.Tensor:
     Data parallelism alone).
     """
     part = torch.cat(
-        [bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank] for bucket in actor.ddps[0].buffers[0].buckets]
+        [
+            bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank]
+            for bucket in actor.ddps[0].buffers[0].buckets
+        ]
     )
     parts = [torch.empty_like(part) for _ in range(actor.dp_size)]
     dist.all_gather(parts, part)
@@ -134,10 +150,13 @@ def sequence_update(actor, batch: list) -> dict[str, float]:
     And with texts: as many as no number of ranks divides, in several micro-batches.
     """
     before = actor.algorithm
-    settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5, clip_low=0.2, clip_high=0.28)
+    settings = dict(
+        kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5, clip_low=0.2, clip_high=0.28
+    )
     actor.algorithm = replace(ALGORITHMS["gspo"], **settings)
     actor.texts = [
-        ([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)]) for number in range(1, 6)
+        ([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)])
+        for number in range(1, 6)
     ]
     batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     for sample in batch:
@@ -179,7 +198,9 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
     stale = stale_update(actor, reference["batches"][1])
     sequences = sequence_update(actor, reference["batches"][1])
     uneven = supervised(
-        actor, [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)], 1e-3
+        actor,
+        [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)],
+        1e-3,
     )
     spread = (
         spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor)))
@@ -210,13 +231,17 @@ def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict
 def each_layout(train: Callable[..., dict], case: dict, size: int, path: str) -> dict:
     """Results by name, of the layouts of `size` ranks."""
     return {
-        name: train(case["model_dirs"][family], layout, case["references"][family], f"{path}.{name}")
+        name: train(
+            case["model_dirs"][family], layout, case["references"][family], f"{path}.{name}"
+        )
         for name, (family, ranks, layout) in case["layouts"].items()
         if ranks == size
     }
 
 
-def rank_main(rank: int, size: int, work: Callable[[dict, int, str], dict], case: dict, path: str) -> None:
+def rank_main(
+    rank: int, size: int, work: Callable[[dict, int, str], dict], case: dict, path: str
+) -> None:
     store, timeout = f"file://{path}.store{size}", datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", store, timeout=timeout, rank=rank, world_size=size)
     results = work(case, size, path)
@@ -231,7 +256,9 @@ def main(work: Callable[[dict, int, str], dict], sizes: tuple[int, ...]) -> None
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
     for size in sizes:
-        mp.start_processes(rank_main, (size, work, case, sys.argv[2]), nprocs=size, start_method="fork")
+        mp.start_processes(
+            rank_main, (size, work, case, sys.argv[2]), nprocs=size, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from parallel_worker import actor_config, main
 
+from parallel_worker import actor_config, main
 from training.hf_weights import HFWeights, global_parameters, is_tied_copy
 from training.resharding import Gathering, Layout
 
@@ -64,7 +64,10 @@ def gather(actor, parts: int, carried: Carried) -> list[dict]:
     layout = Layout(config.pp, config.tp, ranks // (config.pp * config.tp), parts)
     gathering, whole = gathering_of(actor, layout), HFWeights(actor.model_dir)
     carried.bytes = 0
-    found = {name: tensor.clone() for name, tensor in (actor.named_weights() if parts == 1 else gathering)}
+    found = {
+        name: tensor.clone()
+        for name, tensor in (actor.named_weights() if parts == 1 else gathering)
+    }
     part = rank % config.tp * parts // config.tp
     wanted = {name: slice_of(name, whole[name], part, parts) for name in found}
     shards = [

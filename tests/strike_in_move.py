@@ -23,7 +23,9 @@ rollout.MEETING_INTERVAL_S = 0.02
 async def use_and_strike(self, leads, move=False):
     """The engine that is to go on with the tail dies, the first time that it is chosen in a step."""
     step = self.timeline.step
-    is_cut = self.role == "rollout" and 0 < len(leads) < len(self.awake) and step not in [0, *struck]
+    is_cut = (
+        self.role == "rollout" and 0 < len(leads) < len(self.awake) and step not in [0, *struck]
+    )
     moment = MOMENTS[len(struck)] if is_cut and len(struck) < len(MOMENTS) else None
     struck.extend([step] if moment else [])
 

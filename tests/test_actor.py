@@ -19,16 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_worker import actor_config, balanced, set_constants, set_overlap, supervised
-from test_attention import varlen
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
-from workers import run_worker
 
 from algorithms import Algorithm, algorithm_of
+from parallel_worker import actor_config, balanced, set_constants, set_overlap, supervised
 from sample import Sample
 from scheduling.balance import pack, packed_length
+from test_attention import varlen
 from training import ptx
 from training.packing import NO_TARGET, make_micro_batches, zigzag
+from workers import run_worker
 
 VOCAB = 64
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
@@ -70,9 +70,9 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
     """Log-probability and entropy of every response token, one sequence at a time."""
     ids = torch.tensor([sample.prompt + sample.response])
     log_softmax = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1] / temperature, -1)
-    return log_softmax[range(len(sample.response)), sample.response], -(log_softmax.exp() * log_softmax).sum(
-        -1
-    )
+    return log_softmax[range(len(sample.response)), sample.response], -(
+        log_softmax.exp() * log_softmax
+    ).sum(-1)
 
 
 def make_samples(step: int) -> list[Sample]:
@@ -83,8 +83,12 @@ def make_samples(step: int) -> list[Sample]:
     rng = random.Random(step)
     samples = []
     for index in range(16):
-        prompt, response = ([rng.randrange(VOCAB) for _ in range(rng.randint(1, high))] for high in (8, 20))
-        sample = Sample(index // 4, index % 4, prompt, response=response, versions=[step] * len(response))
+        prompt, response = (
+            [rng.randrange(VOCAB) for _ in range(rng.randint(1, high))] for high in (8, 20)
+        )
+        sample = Sample(
+            index // 4, index % 4, prompt, response=response, versions=[step] * len(response)
+        )
         sample.advantages = [rng.gauss(0, 1)] * len(response)
         if index in (5, 11) or (step == 2 and index != 6):
             sample.advantages = None
@@ -144,7 +148,9 @@ def plain_reference(model_dir: str) -> dict:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
         batches.append(copy.deepcopy(samples))
-        metrics.append({**plain_step(model, optimizer, samples, config), "train/lr": LEARNING_RATES[step]})
+        metrics.append(
+            {**plain_step(model, optimizer, samples, config), "train/lr": LEARNING_RATES[step]}
+        )
         metrics[-1] |= {"train/skipped": 0.0, "train/not_finite": 0.0}
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"batches": batches, "metrics": metrics, "weights": weights}
@@ -178,7 +184,8 @@ def references(tmp_path_factory) -> dict:
     """By family: the model directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
     model_dirs = {
-        family: make_model(path / family, family, tied=family == "qwen2") for family in ("qwen3", "qwen2")
+        family: make_model(path / family, family, tied=family == "qwen2")
+        for family in ("qwen3", "qwen2")
     }
     return {
         "model_dirs": model_dirs,
@@ -207,7 +214,10 @@ def test_a_layout_trains_as_the_plain_reference(name, references, layouts_path):
     for step, expected in enumerate(reference["metrics"]):
         got = {metric: result["metrics"][step][metric] for metric in expected}
         assert got == pytest.approx(expected, abs=tolerance), f"update {step}"
-    assert result["metrics"][0]["train/micro_batches"] >= 2 and result["metrics"][1]["train/clip_frac"] > 0.05
+    assert (
+        result["metrics"][0]["train/micro_batches"] >= 2
+        and result["metrics"][1]["train/clip_frac"] > 0.05
+    )
     assert result["logprob_distance"] < 2 * tolerance
     assert (
         result["weight_distance"] < 5 * tolerance
@@ -235,7 +245,9 @@ def test_balanced_micro_batches_train_as_contiguous_ones(ranks, layouts_path):
             "train/tokens",
         ):
             assert got[name] == pytest.approx(expected[name], abs=1e-5), f"update {step}: {name}"
-    for step, (gradient, other) in enumerate(zip(ours["gradients"], plain["gradients"], strict=True)):
+    for step, (gradient, other) in enumerate(
+        zip(ours["gradients"], plain["gradients"], strict=True)
+    ):
         assert gradient.abs().max() > 1e-3 and torch.allclose(gradient, other, rtol=0, atol=1e-5), (
             f"update {step}"
         )
@@ -255,11 +267,14 @@ def test_one_stale_answer_under_every_layout(name, layouts_path):
         {"qwen3": "tp2", "qwen2": "tp2_tied"}[family]
     ]["stale"]
     assert (
-        0 < expected["train/stale_token_frac"] < 0.2 and abs(expected["train/stale_weight_mean"] - 1) > 0.01
+        0 < expected["train/stale_token_frac"] < 0.2
+        and abs(expected["train/stale_weight_mean"] - 1) > 0.01
     )
     for metric in ("loss", "grad_norm", "kl", "tokens", "stale_token_frac", "stale_weight_mean"):
         tolerance = 0.1 if layout.get("dtype") == "bfloat16" else 1e-4
-        assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
+        assert got[f"train/{metric}"] == pytest.approx(
+            expected[f"train/{metric}"], abs=tolerance
+        ), metric
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -274,11 +289,22 @@ def test_sequence_ratios_and_the_entropy_s_gradient_under_every_layout(name, lay
         {"qwen3": "dp2", "qwen2": "pp2_tied"}[family]
     ]["sequences"]
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
-    for metric in ("loss", "ptx_loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens"):
+    for metric in (
+        "loss",
+        "ptx_loss",
+        "grad_norm",
+        "entropy",
+        "kl",
+        "reference_kl",
+        "clip_frac",
+        "tokens",
+    ):
         tolerance = (
             0.1 if layout.get("dtype") == "bfloat16" else 1e-3
         )  # five updates have made more of rounding errors
-        assert got[f"train/{metric}"] == pytest.approx(expected[f"train/{metric}"], abs=tolerance), metric
+        assert got[f"train/{metric}"] == pytest.approx(
+            expected[f"train/{metric}"], abs=tolerance
+        ), metric
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -372,7 +398,9 @@ def gradient(actor, samples, monkeypatch) -> torch.Tensor:
     return actor.ddps[0].buffers[0].grad_data.clone()
 
 
-def test_the_split_into_micro_batches_does_not_change_the_gradient(make_actor, model_dir, monkeypatch):
+def test_the_split_into_micro_batches_does_not_change_the_gradient(
+    make_actor, model_dir, monkeypatch
+):
     actor = make_actor(model_dir)
     samples = on_policy_samples(actor)
     gradients, counts = [], []
@@ -392,13 +420,17 @@ def test_attention_in_one_call_gives_the_same_gradient(make_actor, model_dir, mo
     samples = on_policy_samples(actor)
     expected = gradient(actor, samples, monkeypatch)
     calls = []
-    monkeypatch.setattr("training.model.varlen_attn", lambda *a, **b: calls.append(a) or varlen(*a, **b))
+    monkeypatch.setattr(
+        "training.model.varlen_attn", lambda *a, **b: calls.append(a) or varlen(*a, **b)
+    )
     monkeypatch.setattr("training.model.has_varlen", lambda query: True)
     assert torch.allclose(gradient(actor, samples, monkeypatch), expected, rtol=0, atol=1e-6)
     assert len(calls) >= actor.chunks[0].config.num_layers
 
 
-def test_the_fused_swiglu_gives_the_same_gradient_and_keeps_less(make_actor, model_dir, monkeypatch):
+def test_the_fused_swiglu_gives_the_same_gradient_and_keeps_less(
+    make_actor, model_dir, monkeypatch
+):
     """As on CUDA, where it is compiled. Of [tokens, ffn]: 3 instead of 5, with the next layer's input."""
     actor = make_actor(model_dir)
     samples = on_policy_samples(actor)
@@ -426,7 +458,12 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
 
     Off-policy, in two optimizer steps of several micro-batches each.
     """
-    changes = {"kl_coef": 0.3, "entropy_coef": 0.2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
+    changes = {
+        "kl_coef": 0.3,
+        "entropy_coef": 0.2,
+        "updates_per_step": 2,
+        "max_tokens_per_micro_batch": 60,
+    }
     changes |= {"clip_low": 0.2, "clip_high": 0.28}  # gspo's own would cut everything
     actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
     samples = on_policy_samples(actor)
@@ -459,8 +496,15 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
     Other texts in each of two steps.
     """
     texts = [([1, 2], [3, 4, 5]), ([6], [7] * 9), ([8, 9, 10], [11, 12]), ([13], [14, 15, 16, 17])]
-    changes = {"ptx_coef": 0.5, "ptx_batch": 2, "updates_per_step": 2, "max_tokens_per_micro_batch": 60}
-    actor = make_actor(model_dir, row="cispo", kl_coef=0.3, ptx_data="texts", temperature=1.0, **changes)
+    changes = {
+        "ptx_coef": 0.5,
+        "ptx_batch": 2,
+        "updates_per_step": 2,
+        "max_tokens_per_micro_batch": 60,
+    }
+    actor = make_actor(
+        model_dir, row="cispo", kl_coef=0.3, ptx_data="texts", temperature=1.0, **changes
+    )
     samples = on_policy_samples(actor)
     for sample in samples:
         sample.reference_logprobs = [logprob - 0.1 for logprob in sample.logprobs]
@@ -473,7 +517,9 @@ def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
         examples = [Sample(0, 0, prompt, response=response) for prompt, response in chosen]
         losses.append(-torch.cat([plain_logprobs(model, example, 1.0)[0] for example in examples]))
         optimizer.zero_grad()
-        (plain_row_loss(model, part, actor.config, actor.algorithm) + 0.5 * losses[-1].mean()).backward()
+        (
+            plain_row_loss(model, part, actor.config, actor.algorithm) + 0.5 * losses[-1].mean()
+        ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
         optimizer.step()
     assert metrics["train/ptx_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
@@ -488,7 +534,10 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
     total, tokens, row = 0.0, 0, config.algorithm[0]
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
-        log_ratio, advantages = logprobs - torch.tensor(sample.logprobs), torch.tensor(sample.advantages)
+        log_ratio, advantages = (
+            logprobs - torch.tensor(sample.logprobs),
+            torch.tensor(sample.advantages),
+        )
         ratio = (log_ratio.mean() if row == "gspo" else log_ratio).exp()
         cut = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         loss = -torch.min(ratio * advantages, cut * advantages)
@@ -516,7 +565,9 @@ def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
 
 def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     actor = make_actor(model_dir)
-    update(actor, on_policy_samples(actor))  # so that Adam has momentum, which would move the weights
+    update(
+        actor, on_policy_samples(actor)
+    )  # so that Adam has momentum, which would move the weights
     before, samples = weights_of(actor), on_policy_samples(actor)
     for sample in samples:
         sample.advantages = None
@@ -543,8 +594,12 @@ def test_updates_per_step_deals_the_samples_to_optimizer_steps(make_actor, model
     parts.append(update(actor, samples[1::2]))
     assert all(torch.equal(together[name], tensor) for name, tensor in actor.named_weights())
     assert metrics["train/tokens"] == sum(part["train/tokens"] for part in parts)
-    assert metrics["train/grad_norm"] == pytest.approx(sum(part["train/grad_norm"] for part in parts) / 2)
-    assert metrics["train/engine_logprob_diff_max"] < 1e-5 < parts[1]["train/engine_logprob_diff_max"]
+    assert metrics["train/grad_norm"] == pytest.approx(
+        sum(part["train/grad_norm"] for part in parts) / 2
+    )
+    assert (
+        metrics["train/engine_logprob_diff_max"] < 1e-5 < parts[1]["train/engine_logprob_diff_max"]
+    )
 
 
 def test_a_step_of_cross_entropy_is_that_of_plain_transformers(make_actor, model_dir):
@@ -559,7 +614,9 @@ def test_a_step_of_cross_entropy_is_that_of_plain_transformers(make_actor, model
     assert actor.version == 0
 
 
-def test_a_disagreement_with_the_engine_stops_before_the_weights_move(make_actor, model_dir, monkeypatch):
+def test_a_disagreement_with_the_engine_stops_before_the_weights_move(
+    make_actor, model_dir, monkeypatch
+):
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir)
     samples, before = on_policy_samples(actor), weights_of(actor)
@@ -568,7 +625,9 @@ def test_a_disagreement_with_the_engine_stops_before_the_weights_move(make_actor
     actor = make_actor(model_dir)
     for sample in samples:
         sample.logprobs = [logprob + 0.01 for logprob in sample.logprobs]
-    with pytest.raises(ValueError, match=r"by 1.00e-02 in the mean, more than the 1.00e-04 that --dtype fl"):
+    with pytest.raises(
+        ValueError, match=r"by 1.00e-02 in the mean, more than the 1.00e-04 that --dtype fl"
+    ):
         update(actor, samples)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
@@ -589,9 +648,15 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     if where == "loss":
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
-        hook = next(iter(actor.parameters())).register_hook(lambda gradient: gradient * float(value))
+        hook = next(iter(actor.parameters())).register_hook(
+            lambda gradient: gradient * float(value)
+        )
     metrics = update(actor, samples)
-    assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (1, 1, 0)
+    assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (
+        1,
+        1,
+        0,
+    )
     assert all(map(math.isfinite, metrics.values())) and actor.version == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
     assert len(adam) > 10 and all(
@@ -681,7 +746,9 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
     return stale, fresh, weights
 
 
-def test_the_gradient_of_a_stale_token_has_its_importance_weight(make_actor, model_dir, monkeypatch):
+def test_the_gradient_of_a_stale_token_has_its_importance_weight(
+    make_actor, model_dir, monkeypatch
+):
     """At ratio 1 a loss with a weight is the loss of an advantage with it.
 
     Only fresh tokens are compared with the engine.
@@ -693,13 +760,19 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(make_actor, mod
     assert expected.abs().max() > 1e-3
     assert torch.allclose(gradient(actor, stale, monkeypatch), expected, rtol=0, atol=1e-6)
     metrics = update(actor, stale)
-    assert metrics["train/stale_token_frac"] == len(weights) / sum(len(sample.response) for sample in stale)
-    assert metrics["train/stale_weight_mean"] == pytest.approx(sum(weights) / len(weights), abs=1e-5)
+    assert metrics["train/stale_token_frac"] == len(weights) / sum(
+        len(sample.response) for sample in stale
+    )
+    assert metrics["train/stale_weight_mean"] == pytest.approx(
+        sum(weights) / len(weights), abs=1e-5
+    )
     assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/clip_frac"] == 0
 
 
 @pytest.mark.parametrize("step_size", [1e-3, 3e-2])
-def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, monkeypatch, step_size):
+def test_stale_tokens_are_held_to_the_start_of_the_step(
+    make_actor, model_dir, monkeypatch, step_size
+):
     """With two updates: the second's ratio is to the weights before the first, whether or not the clip
     then cuts it."""
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
@@ -712,7 +785,9 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, m
     assert (metrics[0]["train/clip_frac"] > 0.05) == (step_size == 3e-2)
     assert metrics[0]["train/clip_frac"] == pytest.approx(metrics[1]["train/clip_frac"])
     assert metrics[0]["train/loss"] == pytest.approx(metrics[1]["train/loss"], abs=1e-5)
-    assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0])
+    assert all(
+        torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0]
+    )
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -721,12 +796,18 @@ def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, upd
 
     Masked: that of some tokens is 0.
     """
-    for settings in ({"tis_cap": 1.5}, {"icepop_bound": 2.0}, {"tis_cap": 1.5, "icepop_bound": 2.0}):
+    for settings in (
+        {"tis_cap": 1.5},
+        {"icepop_bound": 2.0},
+        {"tis_cap": 1.5, "icepop_bound": 2.0},
+    ):
         metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
         for corrected in (True, False):
             changes = settings if corrected else {}
             actor, rng = (
-                make_actor(model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes),
+                make_actor(
+                    model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes
+                ),
                 random.Random(0),
             )
             samples, masked = on_policy_samples(actor), 0
@@ -789,7 +870,9 @@ def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypa
                 assert actor.ddps[0].buffers[0].param_data.untyped_storage().size() == 0
                 actor.wake()
                 monkeypatch.setattr(actor, "device", torch.device("cpu"))
-            supervised(actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3)
+            supervised(
+                actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3
+            )
         weights.append(weights_of(actor))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -802,7 +885,8 @@ def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 << 30)
     check_room(30 << 30, "the actor")
     with pytest.raises(
-        ValueError, match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB"
+        ValueError,
+        match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB",
     ):
         check_room(31 << 30, "the actor")
 
@@ -812,7 +896,9 @@ def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
     time."""
     from actor import Actor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the fixture takes it down
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # the fixture takes it down
     threads = []
     for _ in range(3):
         actor = Actor(actor_config(), model_dir)
@@ -827,7 +913,9 @@ def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
 def test_learning_rate_of_every_update():
     from actor import learning_rate
 
-    assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(LEARNING_RATES)
+    assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(
+        LEARNING_RATES
+    )
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
     assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
@@ -856,10 +944,13 @@ def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_
 # --------------------------------------------------------------------------------- the Hugging Face directory
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0,
-    "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -895,7 +986,10 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
     from training.model import forward_cost, read_hf_config
 
     path = make_model(tmp_path / "model", family, tied=True)
-    hf, plain = read_hf_config(path), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    hf, plain = (
+        read_hf_config(path),
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"),
+    )
     quadratic = (forward_cost(hf, 200) - 2 * forward_cost(hf, 100)) / 20_000
     for tokens in (1, 10, 100):
         with FlopCounterMode(display=False) as counter:
@@ -949,7 +1043,9 @@ def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, mes
 def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir):
     from training.model import read_hf_config, transformer_config
 
-    with pytest.raises(ValueError, match=f"--model {tmp_path}/nothing: not a Hugging Face model directory"):
+    with pytest.raises(
+        ValueError, match=f"--model {tmp_path}/nothing: not a Hugging Face model directory"
+    ):
         make_actor(f"{tmp_path}/nothing")
     with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
         transformer_config(read_hf_config(model_dir), actor_config(tp=4))
@@ -1016,7 +1112,9 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened(
     assert set(adam_steps(actor)) == {4.0}
 
 
-def test_a_fused_adamw_is_adamw_and_so_are_its_checkpoints(make_actor, model_dir, tmp_path, monkeypatch):
+def test_a_fused_adamw_is_adamw_and_so_are_its_checkpoints(
+    make_actor, model_dir, tmp_path, monkeypatch
+):
     """Written by either, read by either, from several buckets."""
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
     weights, losses = {}, {}
@@ -1039,7 +1137,9 @@ def test_a_fused_adamw_is_adamw_and_so_are_its_checkpoints(make_actor, model_dir
         assert set(adam_steps(actor)) == {3.0}
     assert list(losses.values()) == pytest.approx([losses[None, None]] * 4, abs=1e-5)
     for other in weights.values():
-        assert all(torch.allclose(other[n], x, rtol=0, atol=1e-5) for n, x in weights[None, None].items())
+        assert all(
+            torch.allclose(other[n], x, rtol=0, atol=1e-5) for n, x in weights[None, None].items()
+        )
 
 
 def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
@@ -1056,13 +1156,17 @@ def test_a_fresh_actor_can_be_saved(make_actor, model_dir, tmp_path):
     cp=st.sampled_from([1, 2, 4]),
     tp_with_sp=st.sampled_from([1, 2]),
 )
-def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(sequences, cp, tp_with_sp):
+def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(
+    sequences, cp, tp_with_sp
+):
     """In micro-batches of which some are empty.
 
     A micro-batch has the tokens that packing counted, and few more for sp.
     """
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
-    sequences = [([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences]
+    sequences = [
+        ([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences
+    ]
     lengths = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences]
     packed = [[sequences[index] for index in chosen] for chosen in [[], *pack(lengths, 64), []]]
     responses = [token for chosen in packed for _, response in chosen for token in response]
@@ -1071,14 +1175,17 @@ def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(s
         batches = make_micro_batches(packed, cp=cp, cp_rank=rank, tp_with_sp=tp_with_sp)
         for batch, chosen_sequences in zip(batches, packed, strict=True):
             counted = sum(
-                packed_length(len(prompt) + len(response), cp) for prompt, response in chosen_sequences
+                packed_length(len(prompt) + len(response), cp)
+                for prompt, response in chosen_sequences
             )
             total = sum(queries for queries, _ in batch.lengths) * cp
             assert counted <= total <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
             chosen = batch.slots != NO_TARGET
             assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == total
             assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
-            assert [responses[slot] for slot in batch.slots[chosen]] == batch.targets[chosen].tolist()
+            assert [responses[slot] for slot in batch.slots[chosen]] == batch.targets[
+                chosen
+            ].tolist()
             seen += batch.slots[chosen].tolist()
     assert sorted(seen) == list(range(len(responses)))
 
@@ -1092,7 +1199,9 @@ def test_the_import_hook_stays_out_where_cuda_is(monkeypatch):
     from cpu import megatron as cpu_megatron
 
     monkeypatch.setattr(
-        sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, cpu_megatron._Finder)]
+        sys,
+        "meta_path",
+        [finder for finder in sys.meta_path if not isinstance(finder, cpu_megatron._Finder)],
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = list(sys.meta_path)

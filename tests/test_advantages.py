@@ -4,13 +4,13 @@ import copy
 from statistics import fmean, pstdev
 
 import pytest
-from fakes import simulate, to_text, write_answer, write_verdict
 
 import algorithms
 import genrm
 from algorithms import ALGORITHMS
 from controller import State
 from engines.engine import Answer
+from fakes import simulate, to_text, write_answer, write_verdict
 
 LAYOUTS = [("full", 1, 1), ("partial", 4, 2), ("partial", 3, 1)]
 
@@ -21,7 +21,9 @@ def trained_on(controllers, step):
     for c in controllers:
         for sample in c.report.steps[step][2]:
             known = samples.setdefault((sample.prompt_id, sample.index), sample)
-            assert known.advantages == sample.advantages, "ranks of one model-parallel group disagree"
+            assert known.advantages == sample.advantages, (
+                "ranks of one model-parallel group disagree"
+            )
     return samples
 
 
@@ -92,7 +94,10 @@ def test_the_kl_in_the_reward_comes_off_before_the_score_or_off_its_token(mode, 
             signals = algorithms.signals_of([sample], controllers[0].algorithm)
             reward = signals["reward"][sample.prompt_id][sample.index]
             if row == "grpo":
-                assert reward == pytest.approx(sample.reward - sum(kls)) and len(set(sample.advantages)) == 1
+                assert (
+                    reward == pytest.approx(sample.reward - sum(kls))
+                    and len(set(sample.advantages)) == 1
+                )
             else:
                 expected = [sample.reward - sample.baseline - sum(kls[t:]) for t in range(len(kls))]
                 assert sample.advantages == pytest.approx(expected)
@@ -115,14 +120,21 @@ def write_or_settle(prompt, index, sampling):
 
 @pytest.mark.parametrize(
     "mode,size,more",
-    [("full", 2, {}), ("partial", 4, {}), ("partial", 2, {"over_dispatch": 1.5}), ("full", 2, {"tp": 2})],
+    [
+        ("full", 2, {}),
+        ("partial", 4, {}),
+        ("partial", 2, {"over_dispatch": 1.5}),
+        ("full", 2, {"tp": 2}),
+    ],
 )
 def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, size, more):
     """One a group, beside the sampled ones; its reward is their baseline.
 
     Also of a group that was cut off and came again.
     """
-    options = dict(algorithm=("remax",), write=write_or_settle, steps=4, answers_per_prompt=3, **more)
+    options = dict(
+        algorithm=("remax",), write=write_or_settle, steps=4, answers_per_prompt=3, **more
+    )
     controllers, _ = simulate(mode, size, **options)
     for step in range(4):
         samples, batches = trained_on(controllers, step), batches_of(controllers, step)
@@ -161,9 +173,12 @@ def test_a_group_whose_greedy_answer_has_no_verdict_is_filtered(monkeypatch):
 
     options = dict(write=settle_elsewhere, verdict=unreadable_when_settled)
     controllers, _ = simulate("partial", 2, algorithm=("remax",), **options)
-    filtered = [group for step in range(3) for b in batches_of(controllers, step) for group in b.filtered]
+    filtered = [
+        group for step in range(3) for b in batches_of(controllers, step) for group in b.filtered
+    ]
     assert any(
-        group[-1].reward is None and len({sample.reward for sample in group[:-1]}) == 2 for group in filtered
+        group[-1].reward is None and len({sample.reward for sample in group[:-1]}) == 2
+        for group in filtered
     )
     for step in range(3):
         assert all(prompt_id % 4 != 1 for prompt_id, _ in trained_on(controllers, step))

@@ -64,7 +64,13 @@ def settings_of(row: str = "grpo", **changes) -> Algorithm:
 def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fields) -> Sample:
     """One answer of so many tokens."""
     return Sample(
-        prompt_id, index, prompt=[1], response=[2] * tokens, logprobs=[-0.5] * tokens, reward=reward, **fields
+        prompt_id,
+        index,
+        prompt=[1],
+        response=[2] * tokens,
+        logprobs=[-0.5] * tokens,
+        reward=reward,
+        **fields,
     )
 
 
@@ -113,12 +119,20 @@ def plain_scores(row: str, rewards: list[float]) -> list[float]:
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
         others = [r for j, r in enumerate(rewards) if j != i]
         standardised = (reward - mean) / (std + 1e-4)
-        scores.append({
-            "grpo": standardised, "gspo": standardised, "cispo": standardised,
-            "dr_grpo": reward - mean, "reinforce++_baseline": reward - mean,
-            "rloo": reward - sum(others) / len(others) if others else 0.0,
-            "reinforce++": reward, "remax": reward, "ppo": reward, "safe_rlhf": reward,
-        }[row])  # fmt: skip
+        scores.append(
+            {
+                "grpo": standardised,
+                "gspo": standardised,
+                "cispo": standardised,
+                "dr_grpo": reward - mean,
+                "reinforce++_baseline": reward - mean,
+                "rloo": reward - sum(others) / len(others) if others else 0.0,
+                "reinforce++": reward,
+                "remax": reward,
+                "ppo": reward,
+                "safe_rlhf": reward,
+            }[row]
+        )
     return scores
 
 
@@ -144,7 +158,9 @@ def test_gae_by_hand():
 
     0 + 0.5 * 0.2 - 0.4 = -0.3.
     """
-    advantages, returns = gae([0.0, 0.0, 1.0], [0.4, 0.2, 0.6], settings_of(gamma=0.5, gae_lambda=0.5))
+    advantages, returns = gae(
+        [0.0, 0.0, 1.0], [0.4, 0.2, 0.6], settings_of(gamma=0.5, gae_lambda=0.5)
+    )
     assert advantages == pytest.approx([-0.3 + 0.25 * 0.2, 0.1 + 0.25 * 0.4, 0.4])
     assert returns == pytest.approx([0.15, 0.4, 1.0])
 
@@ -159,13 +175,16 @@ def test_the_estimators_are_the_plain_double_loop(tokens, gamma, lam):
     config = settings_of(gamma=gamma, gae_lambda=lam)
     ahead = [*values[1:], 0.0]
     deltas = [
-        r + gamma * after - v for r, v, after in zip(rewards, values, ahead[: len(values)], strict=True)
+        r + gamma * after - v
+        for r, v, after in zip(rewards, values, ahead[: len(values)], strict=True)
     ]
     steps = range(len(tokens))
     expected = [sum((gamma * lam) ** (k - t) * deltas[k] for k in steps if k >= t) for t in steps]
     advantages, returns = gae(rewards, values, config)
     assert advantages == pytest.approx(expected, abs=1e-6)
-    assert returns == pytest.approx([a + v for a, v in zip(expected, values, strict=True)], abs=1e-6)
+    assert returns == pytest.approx(
+        [a + v for a, v in zip(expected, values, strict=True)], abs=1e-6
+    )
     plain = [sum(gamma ** (k - t) * rewards[k] for k in steps if k >= t) for t in steps]
     assert reward_to_go(rewards, None, config)[0] == pytest.approx(plain, abs=1e-6)
 
@@ -190,21 +209,28 @@ def test_grpo_s_advantages_have_the_bits_that_they_always_had():
     rng, config = random.Random(0), settings_of()
     for trial in range(50):
         rewards = [round(rng.random(), rng.choice([0, 2, 9])) for _ in range(8)]
-        group = [answer(trial, index, reward, rng.randint(1, 9)) for index, reward in enumerate(rewards)]
+        group = [
+            answer(trial, index, reward, rng.randint(1, 9)) for index, reward in enumerate(rewards)
+        ]
         rng.shuffle(group)
         known = {trial: dict(enumerate(rewards))}
         assert signals_of(group, config) == {"reward": known}
         set_scores(group[:3], [{"reward": known}], config)
         set_advantages(group[:3], config)
         for sample in group[:3]:
-            assert sample.advantages == [(sample.reward - fmean(rewards)) / (pstdev(rewards) + 1e-4)] * len(
-                sample.response
-            )
+            assert sample.advantages == [
+                (sample.reward - fmean(rewards)) / (pstdev(rewards) + 1e-4)
+            ] * len(sample.response)
             assert sample.returns == {}
 
 
 def test_advantages_go_by_the_prompt_whatever_the_order():
-    samples = [answer(7, 0, 1.0, 2), answer(8, 0, 0.5, 1), answer(7, 1, 0.0, 3), answer(8, 1, 0.5, 0)]
+    samples = [
+        answer(7, 0, 1.0, 2),
+        answer(8, 0, 0.5, 1),
+        answer(7, 1, 0.0, 3),
+        answer(8, 1, 0.5, 0),
+    ]
     with_advantages(samples, settings_of())
     one = 0.5 / 0.5001
     assert samples[0].advantages == pytest.approx([one, one])
@@ -217,8 +243,12 @@ def test_a_sample_without_a_reward_is_refused():
         signals_of([answer(3, 1, None, 2)], settings_of())
 
 
-TOKEN = st.tuples(*[st.floats(-4, 0, width=32)] * 3, FLOATS)  # logprobs: engine's, reference's, now; value
-ANSWER = st.tuples(st.integers(0, 4).map(lambda reward: reward / 4), st.lists(TOKEN, min_size=1, max_size=6))
+TOKEN = st.tuples(
+    *[st.floats(-4, 0, width=32)] * 3, FLOATS
+)  # logprobs: engine's, reference's, now; value
+ANSWER = st.tuples(
+    st.integers(0, 4).map(lambda reward: reward / 4), st.lists(TOKEN, min_size=1, max_size=6)
+)
 GROUPS = st.lists(st.lists(ANSWER, min_size=2, max_size=4), min_size=1, max_size=4)
 
 
@@ -262,14 +292,19 @@ def plain_kl(name: str, log_ratio: float) -> tuple[float, float]:
 
 def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[float]]:
     """By sample, one token at a time."""
-    by_token, has_critic = row in ("reinforce++", "remax", "ppo", "safe_rlhf"), row in ("ppo", "safe_rlhf")
+    by_token, has_critic = (
+        row in ("reinforce++", "remax", "ppo", "safe_rlhf"),
+        row in ("ppo", "safe_rlhf"),
+    )
     result = {}
     for draw, group in enumerate(groups):
         rewards, kls = [], []
         for reward, tokens in group:
             kls.append(
                 [
-                    config.kl_coef * plain_kl(config.kl_estimator, e - r)[0] * (config.kl_in == "reward")
+                    config.kl_coef
+                    * plain_kl(config.kl_estimator, e - r)[0]
+                    * (config.kl_in == "reward")
                     for e, r, *_ in tokens
                 ]
             )
@@ -280,13 +315,17 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
                     * (len(tokens) - config.overlong_from)
                     / (config.max_new_tokens - config.overlong_from)
                 )
-            rewards.append(reward - min(over, config.overlong_penalty) - (0.0 if by_token else sum(kls[-1])))
+            rewards.append(
+                reward - min(over, config.overlong_penalty) - (0.0 if by_token else sum(kls[-1]))
+            )
         for index, (score, (reward, tokens)) in enumerate(
             zip(plain_scores(row, rewards), group, strict=True)
         ):
 
             def credit(score, sign, values, kl=kls[index]):
-                given = [sign * kl[t] * by_token + score * (t == len(kl) - 1) for t in range(len(kl))]
+                given = [
+                    sign * kl[t] * by_token + score * (t == len(kl) - 1) for t in range(len(kl))
+                ]
                 weight = config.gamma * (config.gae_lambda if has_critic else 1.0)
                 deltas = [
                     r + config.gamma * after - v
@@ -300,24 +339,36 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
             if row == "safe_rlhf":
                 costs = credit(cost_of(reward, tokens), 1, [0.3 - value / 2 for value in values])
                 result[draw, index] = [
-                    (a - LAMBDA * c) / (1 + LAMBDA) for a, c in zip(result[draw, index], costs, strict=True)
+                    (a - LAMBDA * c) / (1 + LAMBDA)
+                    for a, c in zip(result[draw, index], costs, strict=True)
                 ]
     if row in ("reinforce++", "reinforce++_baseline", "ppo", "safe_rlhf"):
         every = [a for row_of in result.values() for a in row_of]
         mean = sum(every) / len(every)
         std = math.sqrt(sum((a - mean) ** 2 for a in every) / len(every))
-        result = {key: [(a - mean) / (std + 1e-8) for a in row_of] for key, row_of in result.items()}
+        result = {
+            key: [(a - mean) / (std + 1e-8) for a in row_of] for key, row_of in result.items()
+        }
     return result
 
 
-CHANGES = st.fixed_dictionaries({
-    "gamma": st.sampled_from([1.0, 0.9]), "gae_lambda": st.sampled_from([1.0, 0.8]),
-    "kl_coef": st.sampled_from([0.0, 0.3]), "kl_in": st.sampled_from(["reward", "loss"]),
-    "kl_estimator": st.sampled_from(list(KL_ESTIMATORS)), "entropy_coef": st.sampled_from([0.0, 0.1]),
-    "overlong_from": st.sampled_from([0, 3]), "overlong_penalty": st.just(0.5), "max_new_tokens": st.just(6),
-    "clip_low": st.just(0.2), "clip_high": st.just(0.28),
-    "tis_cap": st.sampled_from([0.0, 2.0]), "icepop_bound": st.sampled_from([0.0, 3.0]),
-})  # fmt: skip
+CHANGES = st.fixed_dictionaries(
+    {
+        "gamma": st.sampled_from([1.0, 0.9]),
+        "gae_lambda": st.sampled_from([1.0, 0.8]),
+        "kl_coef": st.sampled_from([0.0, 0.3]),
+        "kl_in": st.sampled_from(["reward", "loss"]),
+        "kl_estimator": st.sampled_from(list(KL_ESTIMATORS)),
+        "entropy_coef": st.sampled_from([0.0, 0.1]),
+        "overlong_from": st.sampled_from([0, 3]),
+        "overlong_penalty": st.just(0.5),
+        "max_new_tokens": st.just(6),
+        "clip_low": st.just(0.2),
+        "clip_high": st.just(0.28),
+        "tis_cap": st.sampled_from([0.0, 2.0]),
+        "icepop_bound": st.sampled_from([0.0, 3.0]),
+    }
+)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -370,12 +421,17 @@ def test_remax_takes_the_greedy_answer_s_reward_off():
     group = [answer(0, 0, 1.0, 2), answer(0, 1, 0.25, 3), answer(0, 2, 0.5, 6, greedy=True)]
     set_baseline(group, config)
     assert [sample.baseline for sample in group] == [0.25] * 3
-    assert [sample.advantages for sample in with_advantages(group[:2], config)] == [[0.75] * 2, [0.0] * 3]
+    assert [sample.advantages for sample in with_advantages(group[:2], config)] == [
+        [0.75] * 2,
+        [0.0] * 3,
+    ]
     set_baseline(group[:2], config)
     assert group[0].baseline == 0.0
 
 
-@pytest.mark.parametrize("parts", [[[1.0, 2.0], [3.0]], [[], [1.0, 2.0, 3.0], []], [[2.0], [1.0], [3.0]]])
+@pytest.mark.parametrize(
+    "parts", [[[1.0, 2.0], [3.0]], [[], [1.0, 2.0, 3.0], []], [[2.0], [1.0], [3.0]]]
+)
 def test_whitening_by_hand(parts):
     """Mean 2, population std sqrt(2/3), however the tokens are shared out."""
     sample = answer(0, 0, 0.0, 3, advantages=[1.0, 2.0, 3.0])
@@ -403,7 +459,12 @@ def inputs_of(logprobs, old, advantages, lengths=None) -> LossInputs:
     [
         (1.00, 2.0, -2.00, False),  # on-policy
         (1.25, 2.0, -2.50, False),  # above 1 + 0.2, but clip-higher leaves room up to 1.28
-        (1.50, 2.0, -2.56, True),  # a good token is already likelier by more than 1.28: no more push
+        (
+            1.50,
+            2.0,
+            -2.56,
+            True,
+        ),  # a good token is already likelier by more than 1.28: no more push
         (0.50, 2.0, -1.00, False),  # a good token became less likely: full push back
         (0.50, -2.0, 1.60, True),  # a bad token is already less likely than 1 - 0.2
         (1.50, -2.0, 3.00, False),  # a bad token became likelier: full push back
@@ -425,7 +486,9 @@ def test_gspo_loss_by_hand():
     And -1, beyond the clip.
     """
     logprobs = torch.tensor([-0.9, -0.7, -2.0], requires_grad=True)
-    loss, clipped = gspo_loss(inputs_of(logprobs, [-1.0] * 3, [2.0, 2.0, -1.0], [2, 1]), settings_of())
+    loss, clipped = gspo_loss(
+        inputs_of(logprobs, [-1.0] * 3, [2.0, 2.0, -1.0], [2, 1]), settings_of()
+    )
     assert loss.tolist() == pytest.approx(
         [-2 * math.exp(0.2), -2 * math.exp(0.2), 0.8]
     ) and clipped.tolist() == [False, False, True]
@@ -437,7 +500,9 @@ def test_cispo_loss_by_hand():
     """Ratios 1.5 and 0.5: their weights are cut to 1.28 and 0.8, and both keep a gradient."""
     logprobs = torch.tensor([-1.0 + math.log(1.5), -1.0 + math.log(0.5), -1.0], requires_grad=True)
     loss, clipped = cispo_loss(inputs_of(logprobs, [-1.0] * 3, [2.0, 2.0, -1.0]), settings_of())
-    assert loss.tolist() == pytest.approx((-torch.tensor([2.56, 1.6, -1.0]) * logprobs.detach()).tolist())
+    assert loss.tolist() == pytest.approx(
+        (-torch.tensor([2.56, 1.6, -1.0]) * logprobs.detach()).tolist()
+    )
     loss.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([-2.56, -1.6, 1.0]) and clipped.tolist() == [
         True,
@@ -490,7 +555,9 @@ def plain_objective(groups, row: str, advantages, config, stale) -> tuple[float,
 
     stale: which tokens older weights wrote. The entropy of a token stands for itself: 0.7 of its logprob.
     """
-    answers = {(d, i): tokens for d, group in enumerate(groups) for i, (_, tokens) in enumerate(group)}
+    answers = {
+        (d, i): tokens for d, group in enumerate(groups) for i, (_, tokens) in enumerate(group)
+    }
     corrects = config.tis_cap or config.icepop_bound
     total, slopes, divisor = 0.0, {}, 0.0
     for key, tokens in answers.items():
@@ -508,7 +575,9 @@ def plain_objective(groups, row: str, advantages, config, stale) -> tuple[float,
                 weight = min(off, config.behavior_weight_cap)
             elif corrects:
                 weight = min(off, config.tis_cap) if config.tis_cap else off
-                kept[t] = not config.icepop_bound or 1 / config.icepop_bound <= off <= config.icepop_bound
+                kept[t] = (
+                    not config.icepop_bound or 1 / config.icepop_bound <= off <= config.icepop_bound
+                )
             a, r = advantages[key][t], s if row == "gspo" else math.exp(now[t] - old[t])
             cut = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
             loss, slope = -r * a, -r * a
@@ -538,7 +607,9 @@ def near_a_kink(groups, row, config) -> bool:
     bounds = [1 - config.clip_low, 1 + config.clip_high, config.behavior_weight_cap]
     bounds += [config.tis_cap or 9e9, config.icepop_bound or 9e9, 1 / (config.icepop_bound or 9e9)]
     offs = [now - engine for group in groups for _, tokens in group for engine, _, now, _ in tokens]
-    offs += [sum(t[2] - t[0] for t in tokens) / len(tokens) for group in groups for _, tokens in group]
+    offs += [
+        sum(t[2] - t[0] for t in tokens) / len(tokens) for group in groups for _, tokens in group
+    ]
     return any(abs(off - math.log(bound)) < 1e-4 for off in offs for bound in bounds)
 
 
@@ -586,9 +657,13 @@ def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(
     for micro_batch in micro_batches:
         targets = exact(pack_targets(micro_batch, 1, {}, config, CPU), micro_batch, config)
         where = [((s.prompt_id, s.index), t) for s in micro_batch for t in range(len(s.response))]
-        logprobs = torch.tensor([now[place] for place in where], dtype=torch.float64, requires_grad=True)
+        logprobs = torch.tensor(
+            [now[place] for place in where], dtype=torch.float64, requires_grad=True
+        )
         order = torch.tensor(rng.sample(range(len(where)), len(where)), dtype=torch.int64)
-        loss, stats = policy_loss(targets, config, same, order, logprobs[order], 0.7 * logprobs[order])
+        loss, stats = policy_loss(
+            targets, config, same, order, logprobs[order], 0.7 * logprobs[order]
+        )
         loss.sum().backward()
         slopes |= dict(zip(where, logprobs.grad.tolist(), strict=True))
         total, divisor = total + loss.sum().item(), divisor + stats["divisor"].item()
@@ -611,7 +686,9 @@ def exact(targets: PackedTargets, samples: list[Sample], config: Algorithm) -> P
     names = ("logprobs", "advantages", "reference_logprobs")
     rows = {name: [x for sample in samples for x in vars(sample)[name] or ()] for name in names}
     rows["weights"] = [
-        weight for sample in samples for weight in mean(len(sample.response), config.max_new_tokens)[0]
+        weight
+        for sample in samples
+        for weight in mean(len(sample.response), config.max_new_tokens)[0]
     ]
     rows = {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
     columns = {
@@ -668,13 +745,20 @@ def test_a_sequence_s_mean_over_context_parallel_ranks(pieces, groups, seed):
     for piece in range(pieces):
         mine = sequence[holder == piece]
         tokens = LossInputs(
-            x[holder == piece], x[holder == piece], x[holder == piece], mine, divisor, lambda part: sums
+            x[holder == piece],
+            x[holder == piece],
+            x[holder == piece],
+            mine,
+            divisor,
+            lambda part: sums,
         )
         plain = [
             sum(v.item() for v, s in zip(x, sequence, strict=True) if s == one) / lengths[one]
             for one in mine.tolist()
         ]
-        assert tokens.mean_of_sequence(x[holder == piece]).tolist() == pytest.approx(plain, abs=1e-9)
+        assert tokens.mean_of_sequence(x[holder == piece]).tolist() == pytest.approx(
+            plain, abs=1e-9
+        )
 
 
 # ---------------------------------------------------------------------------- tokens that older weights wrote
@@ -692,13 +776,17 @@ def targets_from(engine, advantages, stale, proximal) -> PackedTargets:
     """Tokens of one answer each, every one of the same weight."""
     ones = torch.ones(len(engine), dtype=engine.dtype)
     sequence = torch.arange(len(engine))
-    return PackedTargets(engine, advantages, stale, proximal, ones, ones.long(), sequence, ones, None)
+    return PackedTargets(
+        engine, advantages, stale, proximal, ones, ones.long(), sequence, ones, None
+    )
 
 
 def columns_of(tokens) -> tuple[torch.Tensor, PackedTargets]:
     """float64 tensors of (now, engine, proximal, advantage, stale) rows: what trains now, with a gradient,
     and what is known."""
-    now, engine, proximal, advantages, stale = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    now, engine, proximal, advantages, stale = (
+        torch.tensor(column) for column in zip(*tokens, strict=True)
+    )
     return now.double().requires_grad_(), targets_from(
         engine.double(), advantages.double(), stale, proximal.double()
     )
@@ -709,11 +797,15 @@ def test_importance_weights_by_hand():
     proximal, stale = torch.tensor([-1.0] * 4), torch.tensor([True, True, True, False])
     engine = torch.tensor([-1.0 - math.log(1.5), -1.0 + math.log(4), -9.0, -3.0])
     targets = targets_from(engine, torch.zeros(4), stale, proximal)
-    old, weights, kept = importance_weights(targets, SETTINGS, torch.arange(4), torch.full((4,), -2.0))
+    old, weights, kept = importance_weights(
+        targets, SETTINGS, torch.arange(4), torch.full((4,), -2.0)
+    )
     assert weights.tolist() == pytest.approx([1.5, 0.25, 2.0, 1.0]) and kept.all()
     assert old.tolist() == [-1.0, -1.0, -1.0, -3.0]
     corrected = settings_of(tis_cap=3.0, icepop_bound=5.0)  # e^2 is beyond the bound
-    old, weights, kept = importance_weights(targets, corrected, torch.arange(4), torch.full((4,), -2.0))
+    old, weights, kept = importance_weights(
+        targets, corrected, torch.arange(4), torch.full((4,), -2.0)
+    )
     assert old.tolist() == [-1.0] * 4 and kept.tolist() == [True, True, True, False]
     assert weights.tolist() == pytest.approx([1.5, 0.25, 2.0, 0.0])
 
@@ -726,7 +818,10 @@ def test_in_bfloat16_gspo_learns_from_bad_answers_too(sigma, lost):
     have a gradient of exactly 0. To the trainer's own it is 1.
     """
     answers, tokens = 400, 500
-    off = torch.randn(answers, tokens, generator=torch.Generator().manual_seed(0)) * sigma - sigma**2 / 2
+    off = (
+        torch.randn(answers, tokens, generator=torch.Generator().manual_seed(0)) * sigma
+        - sigma**2 / 2
+    )
     engine, advantages = -off.flatten() - 1.0, torch.tensor([1.0, -1.0]).repeat(answers // 2)
     shares = {}
     for dtype in ("float32", "bfloat16"):
@@ -736,22 +831,32 @@ def test_in_bfloat16_gspo_learns_from_bad_answers_too(sigma, lost):
         targets = targets_from(engine, advantages.repeat_interleave(tokens), fresh, None)
         sequence = torch.arange(answers).repeat_interleave(tokens)
         targets = replace(targets, sequence=sequence, lengths=torch.full((answers,), tokens))
-        loss, _ = policy_loss(targets, algorithm, same, torch.arange(len(now)), now, torch.zeros(len(now)))
+        loss, _ = policy_loss(
+            targets, algorithm, same, torch.arange(len(now)), now, torch.zeros(len(now))
+        )
         loss.sum().backward()
         has_none = (now.grad.view(answers, tokens) == 0).all(1)
-        shares[dtype] = has_none.float().mean().item(), has_none[advantages < 0].float().mean().item()
+        shares[dtype] = (
+            has_none.float().mean().item(),
+            has_none[advantages < 0].float().mean().item(),
+        )
     assert shares["float32"][1] == pytest.approx(lost, abs=0.1)
     assert shares["bfloat16"] == (0.0, 0.0)
 
 
 def test_in_bfloat16_engines_are_corrected_for():
     """By default; gspo insists, and takes either way."""
-    assert algorithm_of(Config(dtype="bfloat16")).tis_cap == 2.0 and algorithm_of(Config()).tis_cap == 0.0
+    assert (
+        algorithm_of(Config(dtype="bfloat16")).tis_cap == 2.0
+        and algorithm_of(Config()).tis_cap == 0.0
+    )
     assert algorithm_of(Config(algorithm=("grpo", "tis_cap=0"), dtype="bfloat16")).tis_cap == 0.0
     masked = ("gspo", "tis_cap=0", "icepop_bound=3")
     assert algorithm_of(Config(algorithm=masked, dtype="bfloat16")).icepop_bound == 3.0
     assert algorithm_of(Config(algorithm=("gspo", "tis_cap=0"))).tis_cap == 0.0
-    with pytest.raises(ValueError, match="gspo tis_cap=0 needs tis_cap or icepop_bound with --dtype"):
+    with pytest.raises(
+        ValueError, match="gspo tis_cap=0 needs tis_cap or icepop_bound with --dtype"
+    ):
         algorithm_of(Config(algorithm=("gspo", "tis_cap=0"), dtype="bfloat16"))
 
 
@@ -760,13 +865,19 @@ def test_what_is_no_number_is_no_agreement_with_the_engine():
     for differences, agrees in (([0.0, 1e-5], True), ([0.0, 1.0], False), ([0.0, math.nan], False)):
         found = difference_stats(torch.tensor(differences))
         stats = {name: value.item() for name, value in found.items()}
-        with nullcontext() if agrees else pytest.raises(ValueError, match="differ from the engine's by"):
+        with (
+            nullcontext()
+            if agrees
+            else pytest.raises(ValueError, match="differ from the engine's by")
+        ):
             Actor._check_engine(SimpleNamespace(config=Config()), stats)
 
 
 def test_the_kl_in_the_reward_is_nothing_at_equal_weights():
     """Whatever the engine's numbers are, per answer; and k1 by default."""
-    algorithm = algorithm_of(Config(algorithm=("rloo", "kl_coef=0.1", "kl_in=reward"), dtype="bfloat16"))
+    algorithm = algorithm_of(
+        Config(algorithm=("rloo", "kl_coef=0.1", "kl_in=reward"), dtype="bfloat16")
+    )
     assert algorithm.kl_estimator == "k1"
     own = [-0.5, -2.0, -9.0] * 700
     sample = Sample(0, 0, [1], response=[2] * len(own), logprobs=[x + 0.04 for x in own])
@@ -785,7 +896,9 @@ def test_the_loss_of_stale_tokens_is_the_plain_loop(tokens):
     """Loss, gradient and sums; targets come in another order than slots."""
     now, targets = columns_of(tokens)
     slots = torch.tensor(range(len(tokens))).flip(0)
-    losses, stats = policy_loss(targets, SETTINGS, same, slots, now[slots], torch.zeros(len(tokens)))
+    losses, stats = policy_loss(
+        targets, SETTINGS, same, slots, now[slots], torch.zeros(len(tokens))
+    )
     losses.sum().backward()
     total_weight, clips, fresh_difference = 0.0, 0, 0.0
     for (new, engine, proximal, advantage, stale), loss, slope in zip(
@@ -804,7 +917,9 @@ def test_the_loss_of_stale_tokens_is_the_plain_loop(tokens):
     assert stats["stale_token_frac"].item() == sum(stale for *_, stale in tokens)
     assert stats["clip_frac"].item() == clips
     assert stats["stale_weight"].item() == pytest.approx(total_weight)
-    assert stats["kl"].item() == pytest.approx(sum(engine - new for new, engine, *_ in tokens), abs=1e-9)
+    assert stats["kl"].item() == pytest.approx(
+        sum(engine - new for new, engine, *_ in tokens), abs=1e-9
+    )
     assert stats["engine_logprob_diff_max"].item() == pytest.approx(fresh_difference)
 
 
@@ -834,18 +949,30 @@ def test_without_a_pass_before_the_weights_that_train_are_the_proximal_ones():
     targets = targets_from(engine, torch.tensor([2.0, 2.0]), stale, None)
     losses, stats = policy_loss(targets, SETTINGS, same, torch.tensor([0, 1]), now, torch.zeros(2))
     losses.sum().backward()
-    assert losses.tolist() == pytest.approx([-3.0, -4.0]) and now.grad.tolist() == pytest.approx([-3.0, -4.0])
+    assert losses.tolist() == pytest.approx([-3.0, -4.0]) and now.grad.tolist() == pytest.approx(
+        [-3.0, -4.0]
+    )
     assert stats["clip_frac"].item() == 0
 
 
 def test_packed_targets_by_slot():
     """One column entry a response token, in the order of the samples."""
-    one = Sample(0, 0, [1], response=[5, 6], logprobs=[-1.0, -2.0], versions=[2, 3], advantages=[0.5, 0.5])
+    one = Sample(
+        0, 0, [1], response=[5, 6], logprobs=[-1.0, -2.0], versions=[2, 3], advantages=[0.5, 0.5]
+    )
     two = Sample(0, 1, [1], response=[7], logprobs=[-3.0], versions=[3], advantages=[-0.5])
     by_sequence = settings_of(mean="sequence")
     known = pack_targets([two, one], 3, {(0, 0): [-1.5, -2.5]}, by_sequence, CPU)
-    assert known.stale.tolist() == [False, True, False] and known.advantages.tolist() == [-0.5, 0.5, 0.5]
-    assert known.engine_logprobs.tolist() == [-3.0, -1.0, -2.0] and known.proximal_logprobs.tolist()[1:] == [
+    assert known.stale.tolist() == [False, True, False] and known.advantages.tolist() == [
+        -0.5,
+        0.5,
+        0.5,
+    ]
+    assert known.engine_logprobs.tolist() == [
+        -3.0,
+        -1.0,
+        -2.0,
+    ] and known.proximal_logprobs.tolist()[1:] == [
         -1.5,
         -2.5,
     ]
@@ -856,7 +983,11 @@ def test_packed_targets_by_slot():
         and known.reference_logprobs is None
     )
     one.reference_logprobs, two.reference_logprobs = [-1.0, -1.0], [-7.0]
-    assert pack_targets([two, one], 3, {}, SETTINGS, CPU).reference_logprobs.tolist() == [-7.0, -1.0, -1.0]
+    assert pack_targets([two, one], 3, {}, SETTINGS, CPU).reference_logprobs.tolist() == [
+        -7.0,
+        -1.0,
+        -1.0,
+    ]
     assert pack_targets([], 3, {}, SETTINGS, CPU).proximal_logprobs is None
 
 
@@ -888,14 +1019,24 @@ def test_metrics_of_two_optimizer_steps_by_hand():
         "skipped": 1.0,
     }
     assert update_metrics([first, second], 0.01) == {
-        "train/loss": 0.5, "train/reference_kl": 0.5, "train/masked_frac": 0.2,
-        "train/entropy": 0.4, "train/kl": 0.1, "train/clip_frac": 0.3, "train/grad_norm": 0.5,
+        "train/loss": 0.5,
+        "train/reference_kl": 0.5,
+        "train/masked_frac": 0.2,
+        "train/entropy": 0.4,
+        "train/kl": 0.1,
+        "train/clip_frac": 0.3,
+        "train/grad_norm": 0.5,
         "train/lr": 0.01,
-        "train/tokens": 10.0, "train/skipped": 1.0, "train/not_finite": 0.0,
-        "train/engine_logprob_diff_mean": 0.05, "train/engine_logprob_diff_p999": 10 ** (90 / 16 - 7),
+        "train/tokens": 10.0,
+        "train/skipped": 1.0,
+        "train/not_finite": 0.0,
+        "train/engine_logprob_diff_mean": 0.05,
+        "train/engine_logprob_diff_p999": 10 ** (90 / 16 - 7),
         "train/engine_logprob_diff_max": 0.1,
-        "train/seconds_spread": 0.25, "train/stale_token_frac": 0.4, "train/stale_weight_mean": 1.5,
-    }  # fmt: skip
+        "train/seconds_spread": 0.25,
+        "train/stale_token_frac": 0.4,
+        "train/stale_weight_mean": 1.5,
+    }
     assert update_metrics([second], 0.01)["train/stale_weight_mean"] == 1.0
     third = first | {"not_finite": 1.0, "skipped": 1.0}
     skips = update_metrics([first, second, third], 0.01)
@@ -908,7 +1049,9 @@ def test_metrics_of_two_optimizer_steps_by_hand():
 def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
     assert algorithm_of(Config(algorithm=("gspo",))).clip_high == 4e-4
     got = algorithm_of(
-        Config(algorithm=("gspo", "clip_high=1e-3", "ptx_batch=3", "kl_in=reward"), max_new_tokens=50)
+        Config(
+            algorithm=("gspo", "clip_high=1e-3", "ptx_batch=3", "kl_in=reward"), max_new_tokens=50
+        )
     )
     assert (got.clip_low, got.clip_high, got.ptx_batch, got.kl_in, got.max_new_tokens) == (
         3e-4,
@@ -923,7 +1066,10 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
 @pytest.mark.parametrize(
     "given, message",
     [
-        (("a2c",), r"--algorithm a2c is unknown; choose one of: grpo, dr_grpo, rloo, reinforce\+\+, "),
+        (
+            ("a2c",),
+            r"--algorithm a2c is unknown; choose one of: grpo, dr_grpo, rloo, reinforce\+\+, ",
+        ),
         (("ppo", "lambda=1"), r"lambda=1 is none of the settings clip_low=0.2, clip_high=0.28, "),
         (("ppo", "gamma"), "gamma= is none of the settings"),
         (("ppo", "gamma=half"), "gamma=half is none of the settings"),
@@ -956,7 +1102,9 @@ def test_what_a_run_gives_that_an_algorithm_cannot_use():
     with pytest.raises(ValueError, match="needs --answers-per-prompt 2 or more"):
         algorithm_of(Config(answers_per_prompt=1))
     assert algorithm_of(Config(algorithm=("remax",), answers_per_prompt=1)).greedy
-    assert algorithm_of(Config(algorithm=("ppo",), answers_per_prompt=1)).critics  # which are its baseline
+    assert algorithm_of(
+        Config(algorithm=("ppo",), answers_per_prompt=1)
+    ).critics  # which are its baseline
     with pytest.raises(ValueError, match="needs a critic for --critic"):
         algorithm_of(Config(model="m", rule=("right",), critic="c"))
     assert algorithm_of(Config(algorithm=("safe_rlhf",), cost_rule=("length:9",))).critics == (
@@ -971,11 +1119,16 @@ def test_every_setting_says_what_it_is_for():
     for field in fields(Settings):
         assert f"    {field.name}: {field.type} = " in source
         (line,) = [
-            line for line in source.splitlines() if line.startswith(f"    {field.name}: {field.type} = ")
+            line
+            for line in source.splitlines()
+            if line.startswith(f"    {field.name}: {field.type} = ")
         ]
         assert len(line.split("#")[1].split()) > 2
 
 
 def test_algorithms_import_without_torch():
     code = "import algorithms, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode
+        == 0
+    )

@@ -29,7 +29,17 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def varlen(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`, which refuses other types and takes window_size for causal."""
     for starts, x, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
@@ -54,7 +64,9 @@ def model(monkeypatch):
 
 def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
     """Of padded sequences of these lengths."""
-    return make_micro_batches([[([0], [0] * length) for length in lengths]], cp, rank, tp_with_sp=1)[0]
+    return make_micro_batches(
+        [[([0], [0] * length) for length in lengths]], cp, rank, tp_with_sp=1
+    )[0]
 
 
 @pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
@@ -92,7 +104,10 @@ def test_a_layer_waits_for_nothing_and_torch_takes_its_arguments(model, monkeypa
     """On tensors without values nothing can be read back, and the real function checks what it is given."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert inspect.signature(varlen).parameters.keys() <= inspect.signature(varlen_attn).parameters.keys()
+    assert (
+        inspect.signature(varlen).parameters.keys()
+        <= inspect.signature(varlen_attn).parameters.keys()
+    )
     monkeypatch.setattr(model, "varlen_attn", varlen_attn)
     monkeypatch.setattr(model, "has_varlen", lambda query: True)
     batch = batch_of([3, 5], cp=1, rank=0).to(torch.device("meta"))
@@ -101,16 +116,23 @@ def test_a_layer_waits_for_nothing_and_torch_takes_its_arguments(model, monkeypa
         torch.empty(8, heads, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for heads in (HEADS, kv_heads, kv_heads)
     )
-    attention = model.PackedAttention(None, pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1)))
+    attention = model.PackedAttention(
+        None, pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    )
     output = attention(query, key, value, None, packed_seq_params=packing)
     output.sum().backward()
     assert output.shape == query.grad.shape == (8, HEADS, DIM) and key.grad.shape == key.shape
 
 
-@pytest.mark.parametrize("dtype, device, way", [
-    (torch.float32, "cpu", False), (torch.bfloat16, "cpu", False),
-    (torch.float32, "cuda", False), (torch.bfloat16, "cuda", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, device, way",
+    [
+        (torch.float32, "cpu", False),
+        (torch.bfloat16, "cpu", False),
+        (torch.float32, "cuda", False),
+        (torch.bfloat16, "cuda", True),
+    ],
+)
 def test_which_attention_is_chosen(model, dtype, device, way):
     assert model.has_varlen(SimpleNamespace(dtype=dtype, is_cuda=device == "cuda")) == way
 
@@ -126,7 +148,9 @@ def test_rotary_embedding_is_megatron_s_bit_for_bit(model, dtype, scaled, cp):
     lengths, kind = [64, 8, 300], "llama3" if scaled else "default"
     hf = {"rope_parameters": {"rope_theta": 5e3, "rope_type": kind, "factor": 32.0}}
     frequencies = model.rotary_frequencies(hf, SimpleNamespace(kv_channels=24))
-    theirs = RotaryEmbedding(24, 1.0, rotary_base=5e3, rope_scaling=scaled, rope_scaling_factor=32.0)
+    theirs = RotaryEmbedding(
+        24, 1.0, rotary_base=5e3, rope_scaling=scaled, rope_scaling_factor=32.0
+    )
     starts = torch.tensor([0, *lengths]).cumsum(0)
     for rank in range(cp):
         packing = model.packing_of(batch_of(lengths, cp, rank), frequencies, dtype)

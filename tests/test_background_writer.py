@@ -42,7 +42,11 @@ def test_a_writer_is_nice_and_hears_no_signal_of_the_terminal():
     """It is in a group of its own, and its signals don't reach the rank's event loop."""
 
     def facts():
-        return os.nice(0), os.getpgid(0) == os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        return (
+            os.nice(0),
+            os.getpgid(0) == os.getpid(),
+            signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        )
 
     assert ended(BackgroundWriter(facts)) == ((min(os.nice(0) + 10, 19), True, True), "")
 
@@ -50,7 +54,10 @@ def test_a_writer_is_nice_and_hears_no_signal_of_the_terminal():
 def test_how_a_writer_fails():
     """An error of any kind, and a death: both reach the rank."""
     missing = ended(BackgroundWriter(lambda: Path("/nowhere/file").write_text("x")))
-    assert missing == (None, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'")
+    assert missing == (
+        None,
+        "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'",
+    )
     assert ended(BackgroundWriter(lambda: {}["key"])) == (None, "KeyError: 'key'")
     assert ended(BackgroundWriter(lambda: sys.exit("two\nlines"))) == (None, "SystemExit: two")
     killed = ended(BackgroundWriter(lambda: os.kill(os.getpid(), signal.SIGKILL)))

@@ -7,13 +7,21 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fakes import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
+from fakes import FakeWorld
 from sample import Sample
-from scheduling.balance import flat, karmarkar_karp, pack, pack_evenly, packed_length, plan_batch, spread
+from scheduling.balance import (
+    flat,
+    karmarkar_karp,
+    pack,
+    pack_evenly,
+    packed_length,
+    plan_batch,
+    spread,
+)
 
 
 def cost(tokens: int) -> int:
@@ -80,7 +88,10 @@ def best_makespan(costs: list[int], shares: int) -> int:
     return best(tuple(range(len(costs))))
 
 
-@given(costs=st.lists(st.integers(1, 1000), min_size=12, max_size=12), shares=st.sampled_from([2, 3, 4]))
+@given(
+    costs=st.lists(st.integers(1, 1000), min_size=12, max_size=12),
+    shares=st.sampled_from([2, 3, 4]),
+)
 @settings(max_examples=60, deadline=None)
 def test_karmarkar_karp_beside_the_best_there_is(costs, shares):
     """At most 2 - 1 / shares times the optimum, as shares are no further apart than one sample."""
@@ -93,7 +104,9 @@ def test_karmarkar_karp_is_near_the_best_there_is():
     rng, ratios = random.Random(0), []
     for _ in range(100):
         costs, shares = [round(100 * 10 ** rng.random()) for _ in range(12)], rng.choice([2, 3, 4])
-        ratios.append(max(sums(costs, karmarkar_karp(costs, shares))) / best_makespan(costs, shares))
+        ratios.append(
+            max(sums(costs, karmarkar_karp(costs, shares))) / best_makespan(costs, shares)
+        )
     assert sum(ratios) / len(ratios) < 1.03 and max(ratios) < 1.12
 
 
@@ -109,7 +122,11 @@ def fewest_micro_batches(lengths: list[int], budget: int) -> int:
         ways = [fewest((*rooms, budget - lengths[number]), number + 1)]
         for place, room in enumerate(rooms):
             if room >= lengths[number] and room not in rooms[:place]:
-                ways.append(fewest((*rooms[:place], room - lengths[number], *rooms[place + 1 :]), number + 1))
+                ways.append(
+                    fewest(
+                        (*rooms[:place], room - lengths[number], *rooms[place + 1 :]), number + 1
+                    )
+                )
         return min(ways)
 
     return fewest((), 0)
@@ -161,7 +178,9 @@ def linear_search(lengths: list[int], costs: list[int], budget: int, multiple: i
 
 
 @given(
-    lengths=st.lists(st.integers(2, 60), max_size=60), budget=st.integers(60, 120), multiple=st.integers(1, 8)
+    lengths=st.lists(st.integers(2, 60), max_size=60),
+    budget=st.integers(60, 120),
+    multiple=st.integers(1, 8),
 )
 @settings(deadline=None)
 def test_few_micro_batches_are_found_without_trying_every_number(lengths, budget, multiple):
@@ -173,18 +192,25 @@ def test_few_micro_batches_are_found_without_trying_every_number(lengths, budget
     if first <= max(-(-sum(lengths) // budget), 1) + 2 * multiple:
         assert count == first
     if count > multiple:
-        tried = karmarkar_karp(costs, count - multiple), spread(lengths, costs, budget, count - multiple)
+        tried = (
+            karmarkar_karp(costs, count - multiple),
+            spread(lengths, costs, budget, count - multiple),
+        )
         assert all(not packed or max(sums(lengths, packed)) > budget for packed in tried)
 
 
 @given(
-    lengths=st.lists(st.integers(1, 40), max_size=60), budget=st.integers(40, 80), count=st.integers(1, 60)
+    lengths=st.lists(st.integers(1, 40), max_size=60),
+    budget=st.integers(40, 80),
+    count=st.integers(1, 60),
 )
 def test_spread(lengths, budget, count):
     """Beside its rule as it reads, which looks at every micro-batch; none if one finds no room."""
     costs, expected = [cost(length) for length in lengths], [[] for _ in range(count)]
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        open_ones = [chosen for chosen in expected if sums(lengths, [chosen])[0] + lengths[sample] <= budget]
+        open_ones = [
+            chosen for chosen in expected if sums(lengths, [chosen])[0] + lengths[sample] <= budget
+        ]
         if not open_ones:
             expected = []
             break
@@ -203,13 +229,17 @@ def test_pack_deals_each_sequence_once_within_the_budget(lengths, budget):
 def test_a_sequence_that_does_not_fit_is_named():
     """By both ways of packing, with the setting."""
     for attempt in (lambda: pack([5, 31], 30), lambda: pack_evenly([5, 31], [1, 1], 30, 2)):
-        with pytest.raises(ValueError, match="31 tokens does not fit into --max-tokens-per-micro-batch 30"):
+        with pytest.raises(
+            ValueError, match="31 tokens does not fit into --max-tokens-per-micro-batch 30"
+        ):
             attempt()
 
 
 # ---------------------------------------------------------------- the plan
 
-batches = st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 7)), st.integers(2, 60), max_size=40)
+batches = st.dictionaries(
+    st.tuples(st.integers(0, 9), st.integers(0, 7)), st.integers(2, 60), max_size=40
+)
 
 
 @given(
@@ -276,7 +306,9 @@ def test_a_long_tail_is_evened_out(dp_size, budget):
     for seed in range(20):
         tokens = tail_workload(seed)
         plan = plan_batch(tokens, cost, config(budget), dp_size)
-        assert max_over_mean([sum(cost(tokens[key]) for key in flat(share)) for share in plan]) < 1.03
+        assert (
+            max_over_mean([sum(cost(tokens[key]) for key in flat(share)) for share in plan]) < 1.03
+        )
     tokens, size = tail_workload(4), 128 // dp_size
     assert max(tokens.values()) > 8 * min(tokens.values())
     costs = [cost(tokens[key]) for key in sorted(tokens)]
@@ -303,12 +335,16 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
     costs = dict(cost=cost, image_cost=lambda prompt: 0)
-    actors = [SimpleNamespace(dp_rank=rank // tp, dp_size=size // tp, **costs) for rank in range(size)]
+    actors = [
+        SimpleNamespace(dp_rank=rank // tp, dp_size=size // tp, **costs) for rank in range(size)
+    ]
 
     async def all_ranks():
         calls = []
         for samples, world, actor in zip(held, worlds, actors, strict=True):
-            c = SimpleNamespace(config=config(100, 2), world=world, placement=SimpleNamespace(actor=actor))
+            c = SimpleNamespace(
+                config=config(100, 2), world=world, placement=SimpleNamespace(actor=actor)
+            )
             c.algorithm = SimpleNamespace(gathers_signals=True)  # of samples that have no reward
             c.prompts = SimpleNamespace(attach_images=lambda samples: None)
             calls.append(controller.exchange(samples, c))
@@ -339,10 +375,16 @@ def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
     tokens = {(s.prompt_id, s.index): len(s.prompt) + len(s.response) for s in samples}
     plan = plan_batch(tokens, cost, config(100, 2), 4 // tp)
     for rank, mini_batches in enumerate(results):
-        keys = [[[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches]
+        keys = [
+            [[(s.prompt_id, s.index) for s in micro] for micro in mini] for mini in mini_batches
+        ]
         assert keys == plan[rank // tp]
         parcels = [
-            parcel for world in worlds for sent in world.sent for to, parcel in sent.items() if to == rank
+            parcel
+            for world in worlds
+            for sent in world.sent
+            for to, parcel in sent.items()
+            if to == rank
         ]
         assert all(sample.key in flat(plan[rank // tp]) for parcel in parcels for sample in parcel)
     travelled = [s.key for world in worlds for parcel in world.sent[0].values() for s in parcel]

@@ -36,12 +36,11 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fakes import FakeReport, FakeWorld, fake_config, judge_on, simulate, to_text, write_on
-
 import checkpoint
 import rollout
 from data import Prompts
 from engines.pool import MAX_STALLS, Pool
+from fakes import FakeReport, FakeWorld, fake_config, judge_on, simulate, to_text, write_on
 from runtime import atomic_files
 from runtime.atomic_files import complete_rows
 
@@ -51,7 +50,10 @@ LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 HELD_OUT = 2  # prompts of an evaluation
 MOST_LIVES = 3  # before the last one, in which no run is ended
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
-CLEAR_STOPS = ("engine is left to ask", "didn't start again")  # of a run, which may be started again
+CLEAR_STOPS = (
+    "engine is left to ask",
+    "didn't start again",
+)  # of a run, which may be started again
 LOST_TRACKS = "checkpoints is whole"  # of a start, after which a person has to decide
 
 
@@ -181,7 +183,9 @@ def check_moment(servers, controllers):
     actors = [c.placement.actor for c in controllers]
     newest = max(actor.version for actor in actors)
     for server in servers:
-        assert server.version is None or server.version <= newest, "an engine has weights that no actor has"
+        assert server.version is None or server.version <= newest, (
+            "an engine has weights that no actor has"
+        )
         if server.aborts and server.runs:
             assert server.awake, "an engine is asked while it sleeps"
             is_new = server.role == "genrm" or server.version == actors[server.rank].version
@@ -208,14 +212,18 @@ def check_files(out, damaged, best, keep):
             assert (common["step"], shards) == (step, {str(step)}), "states of two steps are mixed"
             assert len(list(folder.glob("controllers/*"))) == common["ranks"]
     was_archived = best in damaged and list(out.glob(f"checkpoints/archived_{best}-*"))
-    has_best = best is None or best in steps or was_archived or sum(step > best for step in steps) >= keep
+    has_best = (
+        best is None or best in steps or was_archived or sum(step > best for step in steps) >= keep
+    )
     assert has_best, f"the checkpoint of step {best} was complete, and is gone"
 
 
 def check_history(config, rows, controllers):
     """Over all lives: every prompt was trained on or filtered once, or waits; steps had their batches."""
     *rows, last = rows
-    assert [row["step"] for row in rows] == list(range(config.steps)) and last["step"] == config.steps
+    assert [row["step"] for row in rows] == list(range(config.steps)) and last[
+        "step"
+    ] == config.steps
     used, begun = Counter(), {}
     for row in rows:
         names = ("kept", "filtered", "carried")
@@ -229,7 +237,9 @@ def check_history(config, rows, controllers):
         assert accounted == Counter(range(row["cursor"])), wrong
         assert set(fates["carried"]) <= set(row["requeued"])
         assert len(fates["kept"]) + row["missing"] == config.prompts_per_step
-        judged = [[prompt, index] for prompt, index, _, _, reward in row["kept"] if reward is not None]
+        judged = [
+            [prompt, index] for prompt, index, _, _, reward in row["kept"] if reward is not None
+        ]
         assert row["batch"] == judged, f"step {row['step']}: the batch isn't what was kept"
         check_answers(row, begun)
     assert {c.placement.actor.version for c in controllers} == {config.steps}
@@ -242,7 +252,9 @@ def check_answers(row, begun):
         old_text, old_versions = begun.pop((prompt, index), ("", []))
         kept = text.startswith(old_text) and versions[: len(old_versions)] == old_versions
         assert kept, "what was written was lost"
-        is_of_step = len(text) == len(versions) and set(versions[len(old_versions) :]) <= {row["step"]}
+        is_of_step = len(text) == len(versions) and set(versions[len(old_versions) :]) <= {
+            row["step"]
+        }
         assert is_of_step, "written by other weights"
     begun |= {(prompt, index): (text, versions) for prompt, index, text, versions, _ in row["held"]}
 
@@ -301,7 +313,9 @@ def draw_end(rng, disk):
 
 def flip_a_byte(rng, out):
     """In any file of a checkpoint; returns the step of the one that is damaged, if it is one."""
-    files = sorted(path for path in out.glob("checkpoints/*/**/*") if path.is_file() and path.stat().st_size)
+    files = sorted(
+        path for path in out.glob("checkpoints/*/**/*") if path.is_file() and path.stat().st_size
+    )
     if not files:
         return []
     path = rng.choice(files)
@@ -328,7 +342,9 @@ class Trial:
         for life in range(self.rng.randint(0, MOST_LIVES), -1, -1):
             THE_DISK[0] = disk = Disk()
             faults = [Fault(self.rng) for _ in range(self.rng.choice([0, 0, 1, 1, 2]))]
-            events = [(fault.seconds, fault) for fault in faults] + (draw_end(self.rng, disk) if life else [])
+            events = [(fault.seconds, fault) for fault in faults] + (
+                draw_end(self.rng, disk) if life else []
+            )
             if life and self.rng.random() < 0.3:
                 disk.errors = {self.rng.randrange(40)}
             try:
@@ -385,7 +401,9 @@ class Trial:
         point = self.start()
         assert not list(self.out.glob(f"checkpoints/*{atomic_files.PARTIAL}*"))
         rows = list(complete_rows(self.out / "metrics.jsonl"))
-        assert [row["step"] for row in rows] == list(range(point.step if point else 0)), "a step has no row"
+        assert [row["step"] for row in rows] == list(range(point.step if point else 0)), (
+            "a step has no row"
+        )
         if point is None:
             self.best = None
         elif self.best is not None:
@@ -395,21 +413,34 @@ class Trial:
             c.prompts.held_out = c.prompts.held_out[:HELD_OUT]
             c.report, c.checkpoints.newest = Report(c, self.out), point and point.step
 
-        how = dict(prepare_controller=prepare_controller, controllers=self.controllers, look=check_moment)
+        how = dict(
+            prepare_controller=prepare_controller, controllers=self.controllers, look=check_moment
+        )
         how |= dict(writer=functools.partial(LateWriter, self.rng), resumed=point and point.folder)
         how |= dict(write=write_on, verdict=judge_on)
         rebalance = self.config().rebalance
         with patch.object(rollout, "MEETING_INTERVAL_S", self.interval_s):
-            simulate(*self.layout, out=self.out, events=events, rebalance=rebalance, **how, **self.settings)
+            simulate(
+                *self.layout,
+                out=self.out,
+                events=events,
+                rebalance=rebalance,
+                **how,
+                **self.settings,
+            )
         first = self.controllers[0]
-        failed = THE_DISK[0].errors or any("CHECKPOINT FAILED" in note for note in first.report.notes)
+        failed = THE_DISK[0].errors or any(
+            "CHECKPOINT FAILED" in note for note in first.report.notes
+        )
         if first.stopping and not failed:
             assert first.checkpoints.newest == first.state.step, "a stop wasn't saved"
         return not first.stopping
 
     def between_lives(self):
         """What may have happened when the run is started again."""
-        newest = [c.checkpoints.newest for c in self.controllers if c.checkpoints.newest is not None]
+        newest = [
+            c.checkpoints.newest for c in self.controllers if c.checkpoints.newest is not None
+        ]
         self.best = max(newest, default=self.best)
         if self.rng.random() < 0.12:
             self.damaged |= set(flip_a_byte(self.rng, self.out))
@@ -418,14 +449,20 @@ class Trial:
 
     def is_clear(self, words, disk, faults):
         """Whether a run may end like that: after what was done to it."""
-        clear = (*CLEAR_STOPS, *[LOST_TRACKS] * bool(self.damaged), *["can't be used"] * bool(disk.errors))
+        clear = (
+            *CLEAR_STOPS,
+            *[LOST_TRACKS] * bool(self.damaged),
+            *["can't be used"] * bool(disk.errors),
+        )
         if sum(fault.lost_replies for fault in faults) >= MAX_STALLS:
             clear += ("the third failure in a row",)
         return any(stop in words for stop in clear)
 
     def check_as_unbroken(self, rows):
         """The same samples, whatever happened; and the same prompts come next."""
-        shape = {name: self.settings[name] for name in ("steps", "prompts_per_step", "max_refill_waves")}
+        shape = {
+            name: self.settings[name] for name in ("steps", "prompts_per_step", "max_refill_waves")
+        }
         for row, expected in zip(rows, unbroken(**shape), strict=True):
             names = ("step", "kept", "filtered", "missing", "accuracy")
             facts = {name: [row.get(name), expected.get(name)] for name in names}
@@ -463,9 +500,13 @@ def try_seed(seed, folder):
         with ExitStack() as stack:
             for module, name, half in STRUCK:
                 stack.enter_context(patch.object(module, name, struck(vars(module)[name], half)))
-            stack.enter_context(patch.object(checkpoint, "POLL_S", 1.0))  # few looks at a writer that hangs
+            stack.enter_context(
+                patch.object(checkpoint, "POLL_S", 1.0)
+            )  # few looks at a writer that hangs
             return trial.run(), ""
-    except Exception as error:  # of any kind: a broken invariant, here or in the fakes, or the code's own
+    except (
+        Exception
+    ) as error:  # of any kind: a broken invariant, here or in the fakes, or the code's own
         return "", f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         for path in folder.glob("run*"):
@@ -502,7 +543,9 @@ def test_no_seed_breaks_an_invariant(block):
 def forgotten():
     """A prompt that comes again is forgotten."""
     real = Prompts.requeue
-    return patch.object(Prompts, "requeue", lambda self, prompts, groups: real(self, prompts[:-1], groups))
+    return patch.object(
+        Prompts, "requeue", lambda self, prompts, groups: real(self, prompts[:-1], groups)
+    )
 
 
 def twice():

@@ -22,10 +22,8 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
-from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from workers import run_worker
 
 import checkpoint
 import placement
@@ -33,14 +31,18 @@ import rollout
 from config import Config
 from controller import State
 from data import Prompts
+from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from sample import Sample
 from scheduling.rebalance import RequestStats, StepStats
+from workers import run_worker
 
 ROOT = Path(__file__).parent.parent
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
-EVERY_FILE |= {f"megatron/{name}" for name in (".metadata", "metadata.json", "common.pt", "__0_0.distcp")}
+EVERY_FILE |= {
+    f"megatron/{name}" for name in (".metadata", "metadata.json", "common.pt", "__0_0.distcp")
+}
 
 
 def files_of(folder: Path) -> set[str]:
@@ -99,16 +101,23 @@ def exact_times(engines):
 @contextlib.contextmanager
 def exact_meetings():
     """Controllers meet on the same grid."""
-    with patch.object(rollout, "MEETING_INTERVAL_S", 1 / 16), patch.object(checkpoint, "POLL_S", 1 / 16):
+    with (
+        patch.object(rollout, "MEETING_INTERVAL_S", 1 / 16),
+        patch.object(checkpoint, "POLL_S", 1 / 16),
+    ):
         yield
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(name=st.sampled_from(list(RUNS)), stop=st.integers(1, 5), offset=st.integers(0, 10**6))
 @example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
 @example(name="the same in turns", stop=1, offset=744211)
 @example(name="the same in turns", stop=4, offset=762795)
-@example(name="the tail isn't waited for", stop=3, offset=695061)  # others' outstanding tokens were kept
+@example(
+    name="the tail isn't waited for", stop=3, offset=695061
+)  # others' outstanding tokens were kept
 @example(name="tp", stop=3, offset=123649)
 @exact_meetings()
 def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
@@ -171,7 +180,9 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
 def test_the_checksums_are_read_by_sha256sum(tmp_path):
     simulate("full", 2, steps=1, save_every=1, out=tmp_path)
     folder = tmp_path / "checkpoints" / "step_1"
-    output = subprocess.run(["sha256sum", "-c", CHECKSUMS], cwd=folder, capture_output=True, text=True)
+    output = subprocess.run(
+        ["sha256sum", "-c", CHECKSUMS], cwd=folder, capture_output=True, text=True
+    )
     assert output.returncode == 0 and output.stdout.count(": OK\n") == len(listed_in(folder)) == 8
 
 
@@ -277,13 +288,17 @@ def controllers_with(ranks: int, groups: dict[int, tuple[int, list[Sample]]], **
     """Controllers between two steps: prompt_id -> (its owner, its group)."""
     controllers = []
     for rank in range(ranks):
-        c = SimpleNamespace(prompts=Prompts(FakeSource(), 1, keeps_groups=True), state=State(**state))
+        c = SimpleNamespace(
+            prompts=Prompts(FakeSource(), 1, keeps_groups=True), state=State(**state)
+        )
         actor = SimpleNamespace(dp_rank=rank, dp_size=ranks, is_head=True)
         c.placement = SimpleNamespace(plans=PLANS, plan=PLANS[0], actor=actor)
         c.world, c.config = SimpleNamespace(rank=rank, size=ranks), SimpleNamespace(seed=1)
         c.rewards = Counts([rank, 0], [0, 3 * rank])
         c.prompts.owners = {prompt_id: owner for prompt_id, (owner, _) in groups.items()}
-        c.prompts.requeue(list(groups), [group for owner, group in groups.values() if owner == rank])
+        c.prompts.requeue(
+            list(groups), [group for owner, group in groups.values() if owner == rank]
+        )
         controllers.append(c)
     return controllers
 
@@ -320,17 +335,31 @@ def test_the_state_comes_back_whole(owners, ranks, history, plan, kept, cursor):
         assert [common for common, _ in again] == [common for common, _ in states]
         assert [own["groups"] for _, own in again] == [own["groups"] for _, own in states]
         assert after[0].state.history == history
-    held = {prompt_id: (c.world.rank, group) for c in after for prompt_id, group in c.prompts.groups.items()}
+    held = {
+        prompt_id: (c.world.rank, group)
+        for c in after
+        for prompt_id, group in c.prompts.groups.items()
+    }
     assert sum(len(c.prompts.groups) for c in after) == len(held)
-    assert held == {prompt_id: (owner % ranks, group) for prompt_id, (owner, group) in owners.items()}
+    assert held == {
+        prompt_id: (owner % ranks, group) for prompt_id, (owner, group) in owners.items()
+    }
     for c in after:
-        assert all(c.prompts.assign_owners([p], ranks) == {p: rank} for p, (rank, _) in held.items())
+        assert all(
+            c.prompts.assign_owners([p], ranks) == {p: rank} for p, (rank, _) in held.items()
+        )
         assert c.placement.plan == (plan if ranks == 4 else PLANS[0])
         assert c.state.history == [] or ranks == 4
         assert (c.prompts.cursor, c.state.step, c.state.groups_per_kept) == (cursor, 7, kept)
         assert (c.state.empty_steps, c.state.skips) == (2, 1)
-    assert [sum(counts) for counts in zip(*(c.rewards.failed for c in after), strict=True)] == [6, 0]
-    assert [sum(counts) for counts in zip(*(c.rewards.parsed for c in after), strict=True)] == [0, 18]
+    assert [sum(counts) for counts in zip(*(c.rewards.failed for c in after), strict=True)] == [
+        6,
+        0,
+    ]
+    assert [sum(counts) for counts in zip(*(c.rewards.parsed for c in after), strict=True)] == [
+        0,
+        18,
+    ]
 
 
 @pytest.mark.parametrize("plans", [PLANS[:1], PLANS[1:]])
@@ -396,9 +425,13 @@ def test_a_writer_that_hangs_is_not_waited_for_for_ever(tmp_path):
             Hanging.started += 1
             self.patience = 10**9 if Hanging.started == 2 else 0  # one rank's, in the first save
 
-    controllers, _ = simulate("partial", 2, steps=3, save_every=1, keep=9, out=tmp_path, writer=Hanging)
+    controllers, _ = simulate(
+        "partial", 2, steps=3, save_every=1, keep=9, out=tmp_path, writer=Hanging
+    )
     (note,) = [note for note in controllers[0].report.notes if "CHECKPOINT" in note]
-    failure = "CHECKPOINT FAILED: step 1 could not be saved: not written after 100 s; there is none yet"
+    failure = (
+        "CHECKPOINT FAILED: step 1 could not be saved: not written after 100 s; there is none yet"
+    )
     assert note.startswith(failure)
     assert saved_steps(tmp_path) == [3, 2] and len(controllers[0].report.steps) == 3
 
@@ -415,7 +448,9 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
         "full", 2, steps=3, save_every=1, out=tmp_path, prepare_controller=fail_on_rank_1
     )
     (note,) = controllers[0].report.notes
-    assert note.startswith("CHECKPOINT FAILED: step 2 could not be saved: OSError: [Errno 27] File too large")
+    assert note.startswith(
+        "CHECKPOINT FAILED: step 2 could not be saved: OSError: [Errno 27] File too large"
+    )
     assert note.endswith("; that of step 1 stays the newest, training goes on")
     assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
 
@@ -455,7 +490,9 @@ def test_a_disk_that_is_full_at_the_very_end(tmp_path, monkeypatch, place):
 
     if place == "complete_shards":
         real = FakeActor.snapshot
-        monkeypatch.setattr(FakeActor, "snapshot", lambda self, folder: (real(self, folder)[0], fail))
+        monkeypatch.setattr(
+            FakeActor, "snapshot", lambda self, folder: (real(self, folder)[0], fail)
+        )
     else:
         real = vars(checkpoint)[place]
         is_last = {"sync_and_hash": lambda path, names: "megatron/.metadata" in names}
@@ -463,7 +500,10 @@ def test_a_disk_that_is_full_at_the_very_end(tmp_path, monkeypatch, place):
         late = lambda *args: fail() if is_last[place](*args) else real(*args)  # noqa: E731
         monkeypatch.setattr(checkpoint, place, late)
     controllers, _ = simulate("full", 2, steps=2, save_every=100, out=tmp_path)
-    assert "saved: [Errno 28] No space left on device; there is none yet" in controllers[1].report.notes[0]
+    assert (
+        "saved: [Errno 28] No space left on device; there is none yet"
+        in controllers[1].report.notes[0]
+    )
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -473,8 +513,12 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     real_sync, real_rename = os.fsync, Path.rename
     path_of = lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: E731
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)) or real_sync(fd))
-    monkeypatch.setattr(Path, "rename", lambda *paths: renamed.append(len(synced)) or real_rename(*paths))
-    monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {"weight": self.version}, raising=False)
+    monkeypatch.setattr(
+        Path, "rename", lambda *paths: renamed.append(len(synced)) or real_rename(*paths)
+    )
+    monkeypatch.setattr(
+        FakeActor, "whole_weights", lambda self: {"weight": self.version}, raising=False
+    )
 
     def write_hf(self, weights, folder):
         folder.mkdir()
@@ -519,7 +563,9 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path):
     run.kill()
     run.wait()
     for writer in writers:
-        wait_for(lambda writer=writer: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+        wait_for(
+            lambda writer=writer: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE
+        )
     checkpoints = tmp_path / "checkpoints"
     assert writers and atomic_files.steps_in(checkpoints) == [1]
     assert not atomic_files.verify(checkpoints / "step_1")
@@ -533,13 +579,17 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path):
 def saved(tmp_path_factory) -> Path:
     """A checkpoint of two ranks, and what every layout made of it."""
     import torch
+
     from test_actor import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
     batches = [[sample for sample in make_samples(seed) if sample.advantages] for seed in (0, 1, 3)]
     for step, batch in enumerate(batches):
         for sample in batch:
-            sample.versions, sample.logprobs = [step] * len(sample.response), [-4.0] * len(sample.response)
+            sample.versions, sample.logprobs = (
+                [step] * len(sample.response),
+                [-4.0] * len(sample.response),
+            )
     case = {"batches": [[vars(sample) for sample in batch] for batch in batches]}
     case["model_dir"] = make_model(out / "model", "qwen3", tied=True)
     torch.save(case, out / "case.pt")
@@ -563,9 +613,13 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
     expected, got = result(saved, "save"), result(saved, name)
     assert (got["version"], got["step"]) == (3, 2)
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
-    metrics += [f"critic/{name}" for name in ("value_loss", "explained_variance", "grad_norm", "lr")]
+    metrics += [
+        f"critic/{name}" for name in ("value_loss", "explained_variance", "grad_norm", "lr")
+    ]
     for metric in metrics:
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-4), metric
+        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-4), (
+            metric
+        )
     for model in ("weights", "critic"):
         for weight, tensor in expected[model].items():
             assert (got[model][weight] - tensor).abs().max() < 5e-5, weight
@@ -589,7 +643,9 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
             k: v for k, v in expected["metrics"].items() if k not in timed
         }
         for model in ("weights", "critic"):
-            assert all(torch.equal(got[model][name], tensor) for name, tensor in expected[model].items())
+            assert all(
+                torch.equal(got[model][name], tensor) for name, tensor in expected[model].items()
+            )
         assert torch.equal(got["random"], expected["random"])
     assert not torch.equal(result(saved, "dp2", 0)["random"], result(saved, "dp2", 1)["random"])
 
@@ -607,7 +663,9 @@ def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
         model, weights = kind.from_pretrained(checkpoint / folder), result(saved, "save")[which]
         assert dict(model.named_parameters()).keys() == weights.keys()
         assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
-    assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= listed_in(checkpoint)
+    assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= listed_in(
+        checkpoint
+    )
 
 
 def test_one_flipped_byte_in_any_file_shows(saved, tmp_path):
@@ -633,7 +691,10 @@ def flip(path: Path, at: int, bits: int) -> None:
 
 
 @settings(deadline=None)
-@given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=5), ends=st.tuples(*[st.floats(0, 1)] * 2))
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    ends=st.tuples(*[st.floats(0, 1)] * 2),
+)
 def test_a_stretch_of_a_tensor_is_a_few_boxes(shape, ends):
     """Which are the stretch, element for element and in order; one by hand: a tail, a row, a head."""
     from training import sharded_checkpoint
@@ -679,7 +740,9 @@ def test_a_disk_that_is_really_full(tmp_path):
     """A file system of a few pages, where one may be mounted: the run goes on, and has room."""
     small = tmp_path / "small"
     small.mkdir()
-    if ctypes.CDLL(None, use_errno=True).mount(b"tmpfs", str(small).encode(), b"tmpfs", 0, b"size=80k"):
+    if ctypes.CDLL(None, use_errno=True).mount(
+        b"tmpfs", str(small).encode(), b"tmpfs", 0, b"size=80k"
+    ):
         pytest.skip(f"mounting a file system: {os.strerror(ctypes.get_errno())}")
     try:
 

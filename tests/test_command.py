@@ -17,18 +17,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import models
 import psutil
 import pytest
 
+import models
+
 ROOT = Path(__file__).parent.parent
-SMALL = ["--steps", "2", "--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12"]
+SMALL = [
+    "--steps",
+    "2",
+    "--prompts-per-step",
+    "4",
+    "--answers-per-prompt",
+    "4",
+    "--max-new-tokens",
+    "12",
+]
 SMALL += ["--judge-max-new-tokens", "32"]
 SMALL += ["--max-running-requests", "32", "--eval-every", "2"]
 METRICS = [
     *("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean"),
     *("rollout/response_len_max", "rollout/truncated_frac", "rollout/waves", "rollout/aborted"),
-    *("genrm/accept_frac", "genrm/failed", "genrm/p50_s", "genrm/p99_s", "genrm/false_positive_frac"),
+    *(
+        "genrm/accept_frac",
+        "genrm/failed",
+        "genrm/p50_s",
+        "genrm/p99_s",
+        "genrm/false_positive_frac",
+    ),
     *("train/loss", "train/grad_norm", "train/entropy", "train/kl", "train/clip_frac", "train/lr"),
     *(
         "train/engine_logprob_diff_max",
@@ -37,7 +53,14 @@ METRICS = [
         "time/serve_s",
         "time/rollout_s",
     ),
-    *("time/genrm_s", "time/train_s", "time/switch_s", "time/sync_s", "occupancy/rollout", "occupancy/genrm"),
+    *(
+        "time/genrm_s",
+        "time/train_s",
+        "time/switch_s",
+        "time/sync_s",
+        "occupancy/rollout",
+        "occupancy/genrm",
+    ),
     *("perf/tokens_per_s", "split/rollout_ranks"),
 ]
 
@@ -142,7 +165,9 @@ class Run:
         assert self.status == 1 and len(self.ours) == 1, self.stderr
         for needle in ("error: ", *needles):
             assert needle in self.ours[0], f"{needle!r} not in: {self.stderr}"
-        assert "exitcode  : 2 " in self.stderr and f"traceback : {self.ours[0]}" in self.stderr, self.stderr
+        assert "exitcode  : 2 " in self.stderr and f"traceback : {self.ours[0]}" in self.stderr, (
+            self.stderr
+        )
         self.check_no_traceback_of_ours()
 
 
@@ -211,13 +236,23 @@ BAD_INPUT = {
         "--judge-format chat",
     ),
     # what the files tell
-    "weights cut short": lambda own: bad_model(own, "cut", WEIGHTS, lambda old: old[:-1000], WEIGHTS),
+    "weights cut short": lambda own: bad_model(
+        own, "cut", WEIGHTS, lambda old: old[:-1000], WEIGHTS
+    ),
     "unsupported architecture": lambda own: bad_model(
         own, "other", "config.json", lambda old: GPT2.encode(), "gpt2"
     ),
-    "no weights": lambda own: bad_model(own, "no-weights", WEIGHTS, lambda old: None, "safetensors"),
-    "config.json isn't JSON": lambda own: bad_model(own, "not-json", "config.json", lambda old: b"{"),
-    "missing model": lambda own: (with_own(own, "--mode", "full", model="nowhere"), 1, str(own / "nowhere")),
+    "no weights": lambda own: bad_model(
+        own, "no-weights", WEIGHTS, lambda old: None, "safetensors"
+    ),
+    "config.json isn't JSON": lambda own: bad_model(
+        own, "not-json", "config.json", lambda old: b"{"
+    ),
+    "missing model": lambda own: (
+        with_own(own, "--mode", "full", model="nowhere"),
+        1,
+        str(own / "nowhere"),
+    ),
     "malformed JSONL": lambda own: bad_data(
         own, "bad.jsonl", GOOD_ROW + "{nope}\n", "bad.jsonl:2", "not valid"
     ),
@@ -233,8 +268,16 @@ BAD_INPUT = {
     ),
     # what the settings alone tell: before torch is imported
     "one rank": lambda own: (["--mode", "partial"], 1, "--mode partial needs at least 2 ranks"),
-    "no rank for genrm": lambda own: (["--rollout-ranks", "2"], 2, "--rollout-ranks 2 leaves 0 of 2 ranks"),
-    "unknown algorithm": lambda own: (["--algorithm", "ppp"], 2, "--algorithm ppp is unknown; choose one of"),
+    "no rank for genrm": lambda own: (
+        ["--rollout-ranks", "2"],
+        2,
+        "--rollout-ranks 2 leaves 0 of 2 ranks",
+    ),
+    "unknown algorithm": lambda own: (
+        ["--algorithm", "ppp"],
+        2,
+        "--algorithm ppp is unknown; choose one of",
+    ),
     "unknown flag": lambda own: (["--stepz", "3"], 2, "--stepz"),
     "unknown preset": lambda own: (
         ["--preset", "huge"],
@@ -256,7 +299,9 @@ def handles_sigterm(process):
 def importing(run):
     """Both ranks run and have installed their handlers, and no more."""
     ranks = [
-        process for process, command in run.processes() if "run.py" in command and "torchrun" not in command
+        process
+        for process, command in run.processes()
+        if "run.py" in command and "torchrun" not in command
     ]
     return len(ranks) == run.ranks and all(handles_sigterm(rank) for rank in ranks)
 
@@ -312,7 +357,9 @@ def launcher_killed(own, run):
     try:
         run.wait_for(importing)
         [torchrun] = [
-            p for p, command in run.processes() if "torchrun" in command and p.ppid() == run.guard.pid
+            p
+            for p, command in run.processes()
+            if "torchrun" in command and p.ppid() == run.guard.pid
         ]
         torchrun.kill()
     finally:
@@ -344,7 +391,9 @@ SCENARIOS |= {name: badly(name) for name in BAD_INPUT}
 @pytest.fixture(scope="module")
 def runs(request, own, tmp_path_factory):
     """name -> the run, two at a time; only those that this session's tests ask for."""
-    asked = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    asked = {
+        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+    }
     home, pool = tmp_path_factory.mktemp("runs"), ThreadPoolExecutor(2)
     begun = {
         name: pool.submit(scenario, own, Run(home / str(number), 21000 + 20 * number))
@@ -386,7 +435,8 @@ def test_ctrl_c(run, name):
     if name == "serving":
         (line,) = run.ours
         assert re.match(
-            r"stopped after \d+ of 100000 steps; go on with: torchrun --nproc-per-node 2 run.py ", line
+            r"stopped after \d+ of 100000 steps; go on with: torchrun --nproc-per-node 2 run.py ",
+            line,
         )
         done = int(line.split()[2])
         assert (run.folder / "out" / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
@@ -430,7 +480,9 @@ def test_its_metrics(run):
         assert not set(METRICS) - row.keys()
         assert row["train/engine_logprob_diff_max"] <= 1e-4
         assert row["split/rollout_ranks"] == 1 and 1 <= row["rollout/waves"] <= 4
-        assert row["reward/unfiltered_mean"] == row["genrm/accept_frac"] and 0 < row["reward/mean"] < 1
+        assert (
+            row["reward/unfiltered_mean"] == row["genrm/accept_frac"] and 0 < row["reward/mean"] < 1
+        )
         assert row["genrm/failed"] == 0 and row["train/grad_norm"] > 0
         assert row["time/step_s"] >= row["time/serve_s"] + row["time/train_s"]
     assert 0 <= rows[0]["eval/accuracy"] <= 1 and 0 <= last["eval/accuracy"] <= 1

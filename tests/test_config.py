@@ -29,11 +29,9 @@ from run import check_settings, describe
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # DESIGN.md: names that scripts outside may rely on
-PROMISED = (
-    "preset mode out steps seed resume model judge rule data algorithm prompts_per_step answers_per_prompt"
-)
-PROMISED += " rollout_ranks rebalance over_dispatch tp pp cp sp max_tokens_per_micro_batch lr save_every keep"
-PROMISED += " save_hf_every deterministic dry_run rollout_only train_only replay"
+PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step
+answers_per_prompt rollout_ranks rebalance over_dispatch tp pp cp sp max_tokens_per_micro_batch lr
+save_every keep save_hf_every deterministic dry_run rollout_only train_only replay"""
 RESOLVED = ("preset", "out", "judge_format")  # what isn't given follows from the rest
 PATHS = ["--model", "m", "--judge", "j"]
 
@@ -61,7 +59,11 @@ def test_with_a_model_the_fields_defaults():
     assert (config.preset, config.out) == ("base", "runs/base-partial")
     assert (config.lr, config.max_new_tokens, config.max_model_len) == (1e-6, 1024, 0)
     assert parse_config([*PATHS, "--preset", "tiny"]).lr == 5e-4
-    assert [parse_config([name, "--model", "m"]).lr for name in ("sft", "rm", "dpo")] == [1e-5, 1e-5, 1e-6]
+    assert [parse_config([name, "--model", "m"]).lr for name in ("sft", "rm", "dpo")] == [
+        1e-5,
+        1e-5,
+        1e-6,
+    ]
     assert [parse_config([name]).lr for name in ("sft", "rm", "dpo")] == [5e-4] * 3
 
 
@@ -73,12 +75,15 @@ def test_what_is_filled_in_follows_from_the_rest():
     train_only = parse_config(["--train-only", "--replay", "r"])
     assert (train_only.out, train_only.continues_answers) == ("runs/tiny-partial-train-only", True)
     assert (
-        parse_config(["--over-dispatch", "1.5"]).continues_answers and not parse_config([]).continues_answers
+        parse_config(["--over-dispatch", "1.5"]).continues_answers
+        and not parse_config([]).continues_answers
     )
     assert parse_config(["sft"]).out == "runs/sft"
     assert parse_config([*PATHS]).judge_format == ("addition",)
     assert parse_config([*PATHS, "--data", "d"]).judge_format == ("chat",)
-    assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == ("addition",)
+    assert parse_config([*PATHS, "--data", "d", "--judge-format", "addition"]).judge_format == (
+        "addition",
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,9 @@ def test_the_judges_of_a_run(arguments, models):
     """Those of the reward, then those of the cost; valid once the demo's models are in place, too."""
     config = parse_config(arguments)
     assert config.judge_models == models
-    made = dataclasses.replace(config, model="m", judge=config.judge or ("made",) * (models == ("",)))
+    made = dataclasses.replace(
+        config, model="m", judge=config.judge or ("made",) * (models == ("",))
+    )
     assert len(made.judge_models) == len(models)
 
 
@@ -126,7 +133,9 @@ def test_the_command_line_beats_the_preset_which_beats_the_defaults():
             if field.name not in RESOLVED:
                 assert config[field.name] == changes.get(field.name, field.default), field.name
     assert parse_config(["--preset", "cuda", "--lr", "0.5"]).lr == 0.5
-    assert parse_config(["--lr", "0.5", "--preset", "cuda", "--dtype", "float32"]).dtype == "float32"
+    assert (
+        parse_config(["--lr", "0.5", "--preset", "cuda", "--dtype", "float32"]).dtype == "float32"
+    )
     assert parse_config(["sft", "--preset", "cuda", "--lr", "0.5"]).lr == 0.5
 
 
@@ -146,7 +155,9 @@ def test_one_sampled_answer_does_where_a_greedy_one_is_beside_it():
 VALUES = {
     "int": st.integers(1, 9999),
     "float": st.floats(0.01, 0.99),
-    "str": st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8).map(lambda text: "a" + text),
+    "str": st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8).map(
+        lambda text: "a" + text
+    ),
     "bool": st.booleans(),
 }
 # these are checked against others
@@ -157,8 +168,20 @@ CHECKED = {
     "judge_max_new_tokens",
     "max_tokens_per_micro_batch",
 }
-CHECKED |= {"replay", "critic", "model", "data", "dtype", "device", "judge", "cost_judge", "reward_weights"}
-CHECKED |= {name for name, field in FIELDS.items() if field.type == "bool" or field.type.startswith("tuple")}
+CHECKED |= {
+    "replay",
+    "critic",
+    "model",
+    "data",
+    "dtype",
+    "device",
+    "judge",
+    "cost_judge",
+    "reward_weights",
+}
+CHECKED |= {
+    name for name, field in FIELDS.items() if field.type == "bool" or field.type.startswith("tuple")
+}
 OF_RL = {
     field.name
     for name, row in documented_settings().items()
@@ -173,7 +196,11 @@ def within_limits(name):
     low, high = LIMITS.get(name, (0, 10**9))
     if FIELDS[name].type == "int":
         return st.integers(int(low), int(min(high, 10**9)))
-    return st.floats(low, min(high, 1e9)) if FIELDS[name].type == "float" else VALUES[FIELDS[name].type]
+    return (
+        st.floats(low, min(high, 1e9))
+        if FIELDS[name].type == "float"
+        else VALUES[FIELDS[name].type]
+    )
 
 
 @settings(deadline=None)
@@ -182,7 +209,9 @@ def test_every_setting_comes_back_as_it_was_given(data):
     """Whatever its type, in any order; what isn't given keeps its default."""
     names = data.draw(st.lists(st.sampled_from(FREE), unique=True, max_size=6))
     given_values = {name: data.draw(within_limits(name)) for name in names}
-    arguments = [text for name, value in given_values.items() for text in (f"--{dashed(name)}", str(value))]
+    arguments = [
+        text for name, value in given_values.items() for text in (f"--{dashed(name)}", str(value))
+    ]
     config = dataclasses.asdict(parse_config(["--preset", "base", *arguments]))
     for name, field in FIELDS.items():
         if name not in RESOLVED or name in given_values:
@@ -222,7 +251,10 @@ NOT_A_NUMBER = "argument --reward-weights: invalid float value: 'much'"
     "arguments,message",
     [
         (["--stepz", "3"], "unrecognized arguments: --stepz 3; see run.py --help"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),  # a new setting would change what it means
+        (
+            ["--step", "3"],
+            "unrecognized arguments: --step 3",
+        ),  # a new setting would change what it means
         (["steps"], "unrecognized arguments: steps"),
         (["--steps"], "argument --steps: expected one argument"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
@@ -231,31 +263,58 @@ NOT_A_NUMBER = "argument --reward-weights: invalid float value: 'much'"
         (["--preset", "huge"], "--preset huge is unknown; choose one of base, tiny, images, cuda"),
         (["--dtype", "float16"], "--dtype float16 is unknown; choose float32 or bfloat16"),
         (["--critic", "c"], "--critic needs --model: the demo's models only know addition"),
-        (["--model", "m"], "--model needs a --judge or a --rule, which say what an answer is worth"),
+        (
+            ["--model", "m"],
+            "--model needs a --judge or a --rule, which say what an answer is worth",
+        ),
         (["--judge", "j"], "--judge needs --model: the demo's models only know addition"),
-        (["--data", "d", "--rule", "right"], "--data needs --model: the demo's models only know addition"),
+        (
+            ["--data", "d", "--rule", "right"],
+            "--data needs --model: the demo's models only know addition",
+        ),
         (["--cost-judge", "c"], "--cost-judge needs --model"),
         (["sft", "--data", "d"], "--data needs --model"),
         (["eval"], "run.py eval needs --model DIR"),
-        (["--model", "m", "--rule", "right", "--reward-weights", "1", "1"], "then each --rule, so 1"),
+        (
+            ["--model", "m", "--rule", "right", "--reward-weights", "1", "1"],
+            "then each --rule, so 1",
+        ),
         ([*PATHS, "k", "--reward-weights", "1"], ONE_EACH),
         (["--rule", "right", "--reward-weights", "1"], ONE_EACH),
-        *[([*PATHS, "k", "--reward-weights", *bad.split()], f"weights {bad}: finite") for bad in BAD_WEIGHTS],
+        *[
+            ([*PATHS, "k", "--reward-weights", *bad.split()], f"weights {bad}: finite")
+            for bad in BAD_WEIGHTS
+        ],
         (["--reward-weights"], "argument --reward-weights: expected at least one argument"),
         (["--reward-weights", "much"], NOT_A_NUMBER),
         (["--sp"], "--sp needs --tp 2"),
         (["--rebalance", "--mode", "full"], "--rebalance moves ranks between the roles"),
-        (["--rollout-only", "--train-only", "--replay", "r"], "--rollout-only never trains and --train-only"),
-        (["--train-only"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
-        (["--replay", "r"], "--train-only and --replay FILE, which a --rollout-only run wrote, go together"),
-        (["--max-model-len", "72"], "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
+        (
+            ["--rollout-only", "--train-only", "--replay", "r"],
+            "--rollout-only never trains and --train-only",
+        ),
+        (
+            ["--train-only"],
+            "--train-only and --replay FILE, which a --rollout-only run wrote, go together",
+        ),
+        (
+            ["--replay", "r"],
+            "--train-only and --replay FILE, which a --rollout-only run wrote, go together",
+        ),
+        (
+            ["--max-model-len", "72"],
+            "--max-new-tokens 72 leaves prompts no room in --max-model-len 72",
+        ),
         (["--max-model-len", "90"], "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
-        (["--max-tokens-per-micro-batch", "255"], "micro-batch 255: one sample may have 256 tokens"),
+        (
+            ["--max-tokens-per-micro-batch", "255"],
+            "micro-batch 255: one sample may have 256 tokens",
+        ),
         ([*PATHS, "--max-new-tokens", "8192"], "micro-batch 8192: one sample may have 8193 tokens"),
         *[([f"--{dashed(name)}", "0"], f"--{dashed(name)} 0: at least 1") for name in POSITIVE],
         (["--tp", "-2"], "--tp -2: at least 1"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_setting_is_named(arguments, message):
     """One line, with the setting, its value and what to choose."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -284,7 +343,10 @@ def test_a_bad_setting_is_named(arguments, message):
         ["--timeout-s", "0"],
         ["--answers-per-prompt", "1"],  # of a group there is no other to compare with
         ["--judge-max-new-tokens", "256"],  # no room for what the judge is asked
-        ["--max-tokens-per-micro-batch", "50"],  # shorter than one answer: fails at the first update
+        [
+            "--max-tokens-per-micro-batch",
+            "50",
+        ],  # shorter than one answer: fails at the first update
         ["--over-dispatch", "0.5"],
     ],
     ids=" ".join,
@@ -311,7 +373,11 @@ ENGINES = "for a rollout engine of 1 and a genrm engine of 1"
     "arguments,ranks,message",
     [
         ([], 1, f"--mode partial needs at least 2 ranks, {ENGINES}; this run has 1"),
-        (["--rollout-ranks", "2"], 2, "--rollout-ranks 2 leaves 0 of 2 ranks for genrm; this run takes 1"),
+        (
+            ["--rollout-ranks", "2"],
+            2,
+            "--rollout-ranks 2 leaves 0 of 2 ranks for genrm; this run takes 1",
+        ),
         (["--rollout-ranks", "-1"], 4, "--rollout-ranks -1"),
         (["--tp", "2"], 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
         (["--tp", "2", "--pp", "2", "--mode", "full"], 2, "= 4 doesn't divide 2 ranks"),
@@ -320,10 +386,18 @@ ENGINES = "for a rollout engine of 1 and a genrm engine of 1"
             2,
             "--max-new-tokens 256 leaves prompts no room in --max-model-len 256",
         ),
-        (["--rollout-ranks", "3", "--rollout-tp", "2"], 8, "--rollout-ranks 3 leaves 5 of 8 ranks for genrm"),
+        (
+            ["--rollout-ranks", "3", "--rollout-tp", "2"],
+            8,
+            "--rollout-ranks 3 leaves 5 of 8 ranks for genrm",
+        ),
         (["--rollout-tp", "2"], 3, "--rollout-tp 2 doesn't divide 3 ranks"),
         (["--genrm-tp", "4"], 6, "--genrm-tp 4 doesn't divide 6 ranks"),
-        (["--rollout-tp", "2"], 2, "--mode partial needs at least 4 ranks, for a rollout engine of 2"),
+        (
+            ["--rollout-tp", "2"],
+            2,
+            "--mode partial needs at least 4 ranks, for a rollout engine of 2",
+        ),
         ([*PATHS, "k"], 2, "engine of 1 for each of 2 judges; this run has 2"),
         ([*PATHS, "--cost-judge", "k"], 2, "engine of 1 for each of 2 judges; this run has 2"),
         (
@@ -331,7 +405,11 @@ ENGINES = "for a rollout engine of 1 and a genrm engine of 1"
             8,
             "leaves 2 of 8 ranks for genrm; this run takes 1, 2, 3, 4, 5",
         ),
-        ([*PATHS, "k", "--mode", "full"], 1, "--mode full needs at least 2 ranks, for a rollout engine of 1"),
+        (
+            [*PATHS, "k", "--mode", "full"],
+            1,
+            "--mode full needs at least 2 ranks, for a rollout engine of 1",
+        ),
         (["--mode", "half"], 2, "--mode half is unknown; choose one of full, partial, fused, auto"),
     ],
 )
@@ -357,12 +435,20 @@ def test_an_engine_stays_on_one_machine(role):
     [
         (["--mode", "full"], 1, placement.Plan("full", (0,), (0,), (0,))),
         ([], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
-        ([], 3, placement.Plan("partial", (0, 1), (2,), (0, 1, 2))),  # 16 prompts need not be shared evenly
+        (
+            [],
+            3,
+            placement.Plan("partial", (0, 1), (2,), (0, 1, 2)),
+        ),  # 16 prompts need not be shared evenly
         ([*PATHS], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
         ([*PATHS, "k"], 4, placement.Plan("partial", (0, 1), (2, 3), (0, 1, 2, 3))),
         ([*PATHS, "k", "--mode", "full"], 2, placement.Plan("full", (0, 1), (0, 1), (0, 1))),
         (["--rollout-ranks", "3"], 4, placement.Plan("partial", (0, 1, 2), (3,), (0, 1, 2, 3))),
-        (["--prompts-per-step", "15", "--tp", "2", "--sp"], 2, placement.Plan("partial", (0,), (1,), (0, 1))),
+        (
+            ["--prompts-per-step", "15", "--tp", "2", "--sp"],
+            2,
+            placement.Plan("partial", (0,), (1,), (0, 1)),
+        ),
     ],
 )
 def test_a_batch_that_fits_gives_its_plan(arguments, ranks, plan):
@@ -376,7 +462,9 @@ def test_a_batch_that_fits_gives_its_plan(arguments, ranks, plan):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     """In one line; a folder that can is made, with those above it, and nothing stays in it."""
     (tmp_path / "a file").touch()
-    with pytest.raises(ValueError, match=rf"--out {tmp_path / name} can't be written: \w+") as caught:
+    with pytest.raises(
+        ValueError, match=rf"--out {tmp_path / name} can't be written: \w+"
+    ) as caught:
         make_out(Config(out=str(tmp_path / name)))
     assert "\n" not in str(caught.value)
     made = make_out(Config(out=str(tmp_path / "deep" / "out")))
@@ -399,7 +487,9 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
 def test_every_setting_is_explained_in_a_group():
     """A comment for each field is its help text; the command is the first word."""
-    settings = {field.name: comment for row in documented_settings().values() for field, comment in row}
+    settings = {
+        field.name: comment for row in documented_settings().values() for field, comment in row
+    }
     assert [*settings] == [*FIELDS][1:] and all(settings.values())
     assert settings["steps"] == "batches to train on"
     assert {
@@ -411,7 +501,12 @@ def test_a_command_has_few_settings_and_its_own():
     """At most 60 for the loop, among them all that are promised; learning from examples has no judge."""
     assert len(OF_RL) <= 60 and set(PROMISED.split()) <= OF_RL
     for name in ("sft", "rm", "dpo", "eval"):
-        for refused in (["--judge", "j"], ["--mode", "full"], ["--dry-run"], ["--updates-per-step", "2"]):
+        for refused in (
+            ["--judge", "j"],
+            ["--mode", "full"],
+            ["--dry-run"],
+            ["--updates-per-step", "2"],
+        ):
             with pytest.raises(ValueError, match=f"unrecognized arguments: {refused[0]}"):
                 parse_config([name, "--model", "m", *refused])
     with pytest.raises(ValueError, match="unrecognized arguments: --dpo-beta"):
@@ -433,9 +528,13 @@ def test_help(command):
         assert (f"\n{group}:\n" in ran.stdout) == (group in COMMANDS[command].groups)
         for field, comment in row:
             default = (
-                "" if field.default in ("", ()) or field.default is False else f" [{as_text(field.default)}]"
+                ""
+                if field.default in ("", ()) or field.default is False
+                else f" [{as_text(field.default)}]"
             )
-            assert (f" {comment}{default} " in f"{shown} ") == (group in COMMANDS[command].groups), field.name
+            assert (f" {comment}{default} " in f"{shown} ") == (
+                group in COMMANDS[command].groups
+            ), field.name
     assert "--no-deterministic" in ran.stdout or command not in ("rl", "eval")
     assert "--no-sp" not in ran.stdout and "--no-rebalance" not in ran.stdout
 
@@ -444,6 +543,8 @@ def test_the_plain_script_says_how_to_start_it():
     """Without torchrun, and with a bad setting: one line, status 2, nothing imported that takes seconds."""
     start = "error: start with: torchrun --nproc-per-node 2 run.py"
     for arguments, message in (([], start), (["--steps", "0"], "error: --steps 0")):
-        ran = subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+        ran = subprocess.run(
+            [sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
         assert ran.returncode == 2 and ran.stdout == ""
         assert ran.stderr.startswith(message) and len(ran.stderr.splitlines()) == 1

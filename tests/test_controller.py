@@ -3,12 +3,12 @@
 from collections import Counter
 
 import pytest
-from fakes import FakeSource, simulate, write_answer, write_verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genrm
 from engines.engine import Answer
+from fakes import FakeSource, simulate, write_answer, write_verdict
 
 LAYOUTS = [
     ("full", 1, 1),
@@ -86,7 +86,9 @@ def test_trainers_that_share_a_table_share_the_device():
     step = [("take", "actor"), ("give", "actor"), ("take", "reward critic"), ("take", "actor")]
     step += [("give", "reward critic"), ("give", "actor")]
     for rank in range(2):
-        mine = [(verb, who) for r, verb, who in log if r == rank and who in ("actor", "reward critic")]
+        mine = [
+            (verb, who) for r, verb, who in log if r == rank and who in ("actor", "reward critic")
+        ]
         assert mine == step[:2] + step * controllers[0].config.steps
     for before, now in zip(alone, controllers, strict=True):
         (critic,), actor = now.placement.critics, now.placement.actor
@@ -119,7 +121,14 @@ def test_every_prompt_is_accounted_for(mode, size, tp):
 
 def test_the_batch_does_not_depend_on_ranks_or_mode():
     """The same prompts make up every step on 1, 2, 3 and 4 ranks, in both modes."""
-    layouts = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4)]
+    layouts = [
+        ("full", 1),
+        ("full", 2),
+        ("full", 4),
+        ("partial", 2),
+        ("partial", 3),
+        ("partial", 4),
+    ]
     runs = [simulate(mode, size)[0] for mode, size in layouts]
     for step in range(3):
         first, *others = [trained(controllers, step) for controllers in runs]
@@ -151,7 +160,9 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         batches = batches_of(controllers, step)
         kept = [s for batch in batches for s in batch.kept]
         assert len({s.prompt_id for s in kept}) == prompts
-        served = [len({s.prompt_id for s in b.kept}) + len(b.filtered) + len(b.carried) for b in batches]
+        served = [
+            len({s.prompt_id for s in b.kept}) + len(b.filtered) + len(b.carried) for b in batches
+        ]
         assert max(served) - min(served) <= 1
         assert trained(controllers, step) == Counter((s.prompt_id, s.index) for s in kept)
         assert max(trained(controllers, step).values()) == 1
@@ -180,7 +191,9 @@ def test_a_wave_costs_a_swap_in_full_mode_only():
         wakes = sum(event == (1, "take", "genrm cache") for event in log)
         assert wakes == (sum(waves) if once_a_wave else len(waves))
         history = controllers[0].state.history
-        assert [stats.genrm.wakes for stats in history] == (waves if once_a_wave else [1] * len(waves))
+        assert [stats.genrm.wakes for stats in history] == (
+            waves if once_a_wave else [1] * len(waves)
+        )
 
 
 def test_a_short_batch_is_trained_on_as_it_is():
@@ -214,7 +227,9 @@ def test_samples_of_a_failed_judgement_are_dropped_not_scored():
     for c in controllers:
         for _, batch, samples, _ in c.report.steps:
             assert all(s.reward is not None for s in batch.kept)
-            assert not any(str(s.prompt_id).startswith("1") for s in samples if s.advantages is not None)
+            assert not any(
+                str(s.prompt_id).startswith("1") for s in samples if s.advantages is not None
+            )
 
 
 def test_identical_answers_are_judged_once():
@@ -254,7 +269,9 @@ def test_a_held_out_answer_that_an_engine_aborts_is_continued():
         begun = len(prompt) - prompt.index(ord("=")) - 1
         answer = write_answer(prompt[: len(prompt) - begun], index, sampling)
         half = len(answer.tokens) // 2
-        tokens, finish = (answer.tokens[begun:], "stop") if begun else (answer.tokens[:half], "abort")
+        tokens, finish = (
+            (answer.tokens[begun:], "stop") if begun else (answer.tokens[:half], "abort")
+        )
         return Answer(index, tokens, [-0.5] * len(tokens), finish, [])
 
     undisturbed, _ = simulate("full", 2)
@@ -287,7 +304,12 @@ def test_controllers_get_equal_work(mode, size):
 def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
     """Any layout: full batches or counted padding, and no prompt in two places."""
     controllers, _ = simulate(
-        mode, size, rollout_ranks=split, max_refill_waves=refills, answers_per_prompt=answers, steps=2
+        mode,
+        size,
+        rollout_ranks=split,
+        max_refill_waves=refills,
+        answers_per_prompt=answers,
+        steps=2,
     )
     for step in range(2):
         batches = batches_of(controllers, step)

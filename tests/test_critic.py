@@ -16,22 +16,26 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 import torch.distributed as dist
-from critic_worker import critic_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallel_worker import set_constants, supervised
-from test_actor import CLIP_GRAD, NEAR, make_model, make_samples, plain_optimizer, save
 from transformers import AutoModelForSequenceClassification
-from workers import run_worker
 
 import controller
 from algorithms import set_scores, signals_of
 from config import Config
+from critic_worker import critic_config
+from parallel_worker import set_constants, supervised
 from sample import Sample
+from test_actor import CLIP_GRAD, NEAR, make_model, make_samples, plain_optimizer, save
 from training.model import check_critic
 from training.packing import NO_TARGET, make_micro_batches
+from workers import run_worker
 
-LEARNING_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
+LEARNING_RATES = [
+    1e-3,
+    2e-3,
+    2e-3,
+]  # by hand from critic_config: critic_lr 2e-3 after 2 steps of warm-up
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:
@@ -54,7 +58,9 @@ def plain_values(model, sample: Sample) -> torch.Tensor:
 def plain_update(model, optimizer, samples: list[Sample], config) -> dict[str, float]:
     """One step token by token; and the metrics from their definitions."""
     tokens = [
-        token for sample in samples for token in zip(sample.returns["reward"], sample.old_values, strict=True)
+        token
+        for sample in samples
+        for token in zip(sample.returns["reward"], sample.old_values, strict=True)
     ]
     loss, cut, clip = 0.0, 0, 0.2
     optimizer.zero_grad()
@@ -82,7 +88,9 @@ def plain_update(model, optimizer, samples: list[Sample], config) -> dict[str, f
     means["return_mean"] = statistics.fmean(target for target, _ in tokens)
     return {
         f"critic/{name}": value
-        for name, value in (means | {"grad_norm": grad_norm, "skipped": 0.0, "not_finite": 0.0}).items()
+        for name, value in (
+            means | {"grad_norm": grad_norm, "skipped": 0.0, "not_finite": 0.0}
+        ).items()
     }
 
 
@@ -109,11 +117,15 @@ def plain_reference(model_dir: str) -> dict:
     optimizer, batches, metrics = plain_optimizer(model), [], []
     for step in range(3):
         samples = trained_on(step)
-        samples = with_returns(samples, [plain_values(model, sample).tolist() for sample in samples], step)
+        samples = with_returns(
+            samples, [plain_values(model, sample).tolist() for sample in samples], step
+        )
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
         batches.append(copy.deepcopy(samples))
-        metrics.append({**plain_update(model, optimizer, samples, config), "critic/lr": LEARNING_RATES[step]})
+        metrics.append(
+            {**plain_update(model, optimizer, samples, config), "critic/lr": LEARNING_RATES[step]}
+        )
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"batches": batches, "metrics": metrics, "weights": weights}
 
@@ -177,7 +189,9 @@ def test_a_layout_learns_as_the_plain_reference(name, references, layouts_path):
     exported = AutoModelForSequenceClassification.from_pretrained(f"{layouts_path}.{name}")
     assert dict(exported.named_parameters()).keys() == reference["weights"].keys()
     for weight, param in exported.named_parameters():
-        assert torch.allclose(param.float(), reference["weights"][weight], rtol=0, atol=5 * tolerance), weight
+        assert torch.allclose(
+            param.float(), reference["weights"][weight], rtol=0, atol=5 * tolerance
+        ), weight
 
 
 # ---------------------------------------------------------------------------------- one rank, in this process
@@ -280,7 +294,8 @@ def rename_head(path: Path, names: dict[str, str], extra: dict = {}) -> None:  #
     from safetensors.torch import load_file, save_file
 
     tensors = {
-        names.get(name, name): tensor for name, tensor in load_file(path / "model.safetensors").items()
+        names.get(name, name): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
     }
     save_file(tensors | extra, path / "model.safetensors", metadata={"format": "pt"})
 
@@ -303,7 +318,9 @@ def test_a_head_of_more_than_a_number_is_refused(start, tmp_path, extra):
 
 def test_the_setting_that_is_wrong_is_the_critics(start, model_dir, tmp_path):
     path = make_model(tmp_path / "model", "qwen3", tied=True)
-    with pytest.raises(ValueError, match=f"--critic {tmp_path}/nothing: not a Hugging Face model directory"):
+    with pytest.raises(
+        ValueError, match=f"--critic {tmp_path}/nothing: not a Hugging Face model directory"
+    ):
         check_critic(SimpleNamespace(model=model_dir, critic=f"{tmp_path}/nothing"))
     Path(path, "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"--critic {path}: no \\*.safetensors"):
@@ -322,13 +339,17 @@ def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
         critic = start(model_dir, lr_warmup_steps=0, row="ppo", critic_epochs=epochs)[1]
         samples = ready(critic, 1)
         for mini_batches in updates:
-            critic.update([[samples[part] for part in micro_batches] for micro_batches in mini_batches])
+            critic.update(
+                [[samples[part] for part in micro_batches] for micro_batches in mini_batches]
+            )
         return weights_of(critic)
 
     whole, micro = weights_after([[slice(None)]]), weights_after([[first, slice(0), second]])
     assert all(torch.allclose(whole[name], micro[name], rtol=0, atol=5e-5) for name in whole)
     mini = weights_after([[first], [second]])
-    assert same_weights(mini, weights_after([[first]], [[second]])) and not same_weights(whole, mini)
+    assert same_weights(mini, weights_after([[first]], [[second]])) and not same_weights(
+        whole, mini
+    )
     assert same_weights(
         weights_after([[first], [second]], epochs=2),
         weights_after([[first]], [[second]], [[first]], [[second]]),
@@ -408,7 +429,9 @@ def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
     for sample in samples:
         sample.returns = {"cost": [1.0] * len(sample.response)}
     metrics = cost.update([[samples]])
-    assert metrics["cost_critic/value_loss"] == 0.5 and metrics["cost_critic/explained_variance"] == 0
+    assert (
+        metrics["cost_critic/value_loss"] == 0.5 and metrics["cost_critic/explained_variance"] == 0
+    )
     assert all(name.startswith("cost_critic/") for name in metrics)
     cost.close()
 
@@ -431,13 +454,21 @@ def test_ppo_steps_of_the_real_models(start, model_dir, monkeypatch):
     config = Config(algorithm=("ppo", *settings), lr=1e-5, critic_lr=3e-3, steps=99)
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor, critic = start(model_dir, config=config)
-    facts = dict(config=config, algorithm=actor.algorithm, world=OneRank(), state=controller.State())
+    facts = dict(
+        config=config, algorithm=actor.algorithm, world=OneRank(), state=controller.State()
+    )
     placement = SimpleNamespace(actor=actor, critics=[critic], give_device_to=AsyncMock())
     c = SimpleNamespace(**facts, placement=placement, references=[Reference(actor)])
     history, samples, before = [], trained_on(0), weights_of(actor)
     for step in range(20):
         batch = [
-            Sample(s.prompt_id, s.index, s.prompt, response=s.response, versions=[step] * len(s.response))
+            Sample(
+                s.prompt_id,
+                s.index,
+                s.prompt,
+                response=s.response,
+                versions=[step] * len(s.response),
+            )
             for s in samples
         ]
         for sample, logprobs in zip(batch, actor.packed_logprobs([batch]), strict=True):
@@ -509,7 +540,11 @@ def test_value_loss_by_hand():
         [[0.1, 0.5, -0.5], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64
     )
     loss, clipped = value_loss(values, old, returns, 0.2)
-    assert loss.tolist() == pytest.approx([0.405, 0.32, 1.125]) and clipped.tolist() == [False, True, False]
+    assert loss.tolist() == pytest.approx([0.405, 0.32, 1.125]) and clipped.tolist() == [
+        False,
+        True,
+        False,
+    ]
     loss, clipped = value_loss(values, old, returns, math.inf)
     assert loss.tolist() == pytest.approx([0.405, 0.125, 1.125]) and not clipped.any()
 
@@ -523,7 +558,9 @@ def test_only_response_tokens_have_a_gradient(sequences, seed):
     """Exactly zero at prompts and padding."""
     from critic import returns_loss
 
-    (batch,) = make_micro_batches([[([1] * p, [2] * r) for p, r in sequences]], cp=1, cp_rank=0, tp_with_sp=4)
+    (batch,) = make_micro_batches(
+        [[([1] * p, [2] * r) for p, r in sequences]], cp=1, cp_rank=0, tp_with_sp=4
+    )
     total, generator = sum(r for _, r in sequences), torch.Generator().manual_seed(seed)
     output = torch.randn(1, batch.tokens.shape[1], 1, generator=generator, requires_grad=True)
     returns, old = torch.randn(2, total, generator=generator)
@@ -534,7 +571,9 @@ def test_only_response_tokens_have_a_gradient(sequences, seed):
         torch.equal(output.grad[0, masked], torch.zeros(int(masked.sum()), 1))
         and (output.grad[0, ~masked] != 0).all()
     )
-    assert tokens == total and stats["returns"].item() == pytest.approx(returns.double().sum().item())
+    assert tokens == total and stats["returns"].item() == pytest.approx(
+        returns.double().sum().item()
+    )
     assert output.grad[0, ~masked, 0].tolist() == pytest.approx(
         (output[0, ~masked, 0] - returns).tolist(), abs=1e-6
     )
@@ -555,7 +594,11 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
     for asked in (False, True):
         actor = start(model_dir, dtype=dtype)[0]
         samples, reference = trained_on(0), Reference(actor)
-        at_start, weights, losses = actor.packed_logprobs([samples[:5], samples[5:]]), weights_of(actor), []
+        at_start, weights, losses = (
+            actor.packed_logprobs([samples[:5], samples[5:]]),
+            weights_of(actor),
+            [],
+        )
         for step in range(3):
             if asked:
                 before = weights_of(actor)
@@ -564,7 +607,9 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
                 assert same_weights(weights_of(actor), before)
             losses.append(
                 supervised(
-                    actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-2
+                    actor,
+                    [(sample.prompt, sample.response) for sample in make_samples(step)],
+                    lr=1e-2,
                 )
             )
         assert not same_weights(weights_of(actor), weights)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import FakeWorld, VirtualClock, simulate
 
 import run
 from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
@@ -18,6 +17,7 @@ from config import PRESETS, parse_config
 from engines import fleet
 from engines.fleet import Fleet, ServerSpec
 from engines.server import server_environment, server_flags
+from fakes import FakeWorld, VirtualClock, simulate
 
 ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
@@ -30,12 +30,18 @@ LARGE = ["--tp", "4", "--sp", "--rollout-tp", "2", "--genrm-tp", "2"]
 def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str:
     """A Hugging Face directory of published sizes in bfloat16; its tensors take no room on the disk."""
     kv, layer = kv_heads * 128, {}
-    for name, shape in (("q_proj", (hidden, hidden)), ("k_proj", (kv, hidden)), ("v_proj", (kv, hidden))):
+    for name, shape in (
+        ("q_proj", (hidden, hidden)),
+        ("k_proj", (kv, hidden)),
+        ("v_proj", (kv, hidden)),
+    ):
         layer |= {f"self_attn.{name}.weight": shape, f"self_attn.{name}.bias": shape[:1]}
     layer |= {"self_attn.o_proj.weight": (hidden, hidden), "mlp.down_proj.weight": (hidden, ffn)}
     layer |= {f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     layer |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    shapes = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    shapes = {
+        f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()
+    }
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
     shapes |= {"model.norm.weight": (hidden,)}
     header, end = {}, 0
@@ -47,7 +53,9 @@ def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str
     with (path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    config = dict(model_type="qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=ffn)
+    config = dict(
+        model_type="qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=ffn
+    )
     config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab)
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
     return str(path)
@@ -89,16 +97,30 @@ def test_sglang_takes_every_flag(models, monkeypatch):
         for device, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16")):
             for mode in ("partial", "full"):
                 for role in ("rollout", "genrm"):
-                    where = ["--preset", preset, "--device", device, "--dtype", dtype, "--mode", mode]
+                    where = [
+                        "--preset",
+                        preset,
+                        "--device",
+                        device,
+                        "--dtype",
+                        dtype,
+                        "--mode",
+                        mode,
+                    ]
                     where += ["--rollout-tp", "2"] if device == "cuda" else []
                     for deterministic in ("--deterministic", "--no-deterministic"):
                         config = parse_config([*where, deterministic])
                         asked.append(server_flags(role, 1, 30002, models["7B"], config))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(
-        [sys.executable, "-c", PARSE], input=json.dumps(asked, default=str), text=True,
-        capture_output=True, cwd=ROOT, env=environment, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", PARSE],
+        input=json.dumps(asked, default=str),
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+    )
     assert found.stdout.splitlines()[-1:] == ["parsed"], found.stderr[-2000:]
     assert len(found.stdout.splitlines()) == 1, found.stdout
     texts = [" ".join(map(str, flags)) for flags in asked]
@@ -107,7 +129,9 @@ def test_sglang_takes_every_flag(models, monkeypatch):
 
 def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
     """SGLang's name is one that it reads."""
-    (home,) = importlib.util.find_spec("sglang").submodule_search_locations  # to import it takes triton
+    (home,) = importlib.util.find_spec(
+        "sglang"
+    ).submodule_search_locations  # to import it takes triton
     on_cuda, on_cpu = (server_environment("key", "/tmp/x", device) for device in ("cuda", "cpu"))
     assert on_cuda["TMS_RETAIN_CPU_BACKUP"] == "1"
     assert on_cuda["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
@@ -157,7 +181,10 @@ class StartingEngine:
 def test_engines_of_a_device_start_in_turn_and_sleep_before_the_trainer(models, monkeypatch, roles):
     """Each has its whole part of the device, in full colocation, too, and the trainer finds it empty."""
     config, gpu, clock = settings(models, "7B"), Gpu(), VirtualClock()
-    StartingEngine.gpu, StartingEngine.weights = gpu, engines_of(config)[f"genrm {models['7B']}"]["weights"]
+    StartingEngine.gpu, StartingEngine.weights = (
+        gpu,
+        engines_of(config)[f"genrm {models['7B']}"]["weights"],
+    )
     monkeypatch.setattr(fleet, "Engine", StartingEngine)
 
     async def start():
@@ -195,11 +222,15 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
             continue
         role = who.split()[0]
         cache = config.mem_fraction * H200 - weights.get(role, 0)
-        mine[who] = states[who] if who in states else weights[role] if who.endswith("weights") else cache
+        mine[who] = (
+            states[who] if who in states else weights[role] if who.endswith("weights") else cache
+        )
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
     predicted = peaks_of(config, trainers, engines, H200)
-    assert peak + ASLEEP == pytest.approx(max(v for k, v in predicted.items() if "reference" not in k))
+    assert peak + ASLEEP == pytest.approx(
+        max(v for k, v in predicted.items() if "reference" not in k)
+    )
     assert max(predicted.values()) <= 0.9 * H200, predicted
     assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
 
@@ -208,7 +239,9 @@ def test_what_does_not_fit_is_said(models):
     """Without recomputation the activations of 16,384 tokens alone are more than the device."""
     shown = memory(settings(models, "7B", "--no-recompute"), [], 8)
     assert shown[-2].startswith("  a device of 141 GB IS TOO SMALL")
-    shown = memory(settings(models, "32B", "--tp", "4", "--sp"), [], 64)  # 65.5 GB of 0.7 x 80 to serve
+    shown = memory(
+        settings(models, "32B", "--tp", "4", "--sp"), [], 64
+    )  # 65.5 GB of 0.7 x 80 to serve
     assert [line[:35] for line in shown[-3:-1]] == [
         "  a device of 80 GB IS TOO SMALL, i",
         "  a device of 141 GB takes it, in G",
@@ -217,7 +250,10 @@ def test_what_does_not_fit_is_said(models):
 
 def test_what_sleeps_on_the_host(models):
     """A 7B: weights 15.2 GB, an eighth of the optimizer 11.4; a reference, a judge, rollout in turns."""
-    for mode, row, needed in (("partial", ["grpo"], "41.9"), ("full", ["grpo", "kl_coef=0.1"], "72.3")):
+    for mode, row, needed in (
+        ("partial", ["grpo"], "41.9"),
+        ("full", ["grpo", "kl_coef=0.1"], "72.3"),
+    ):
         config = settings(models, "7B", "--mode", mode, "--algorithm", *row)
         assert memory(config, [], 8)[-1].endswith(f" at most: {needed} GB")
 
@@ -243,7 +279,9 @@ def test_the_warm_start_trains_in_float32_on_a_device_too(tmp_path, monkeypatch)
     assert (made[0].device, made[0].dtype) == ("cuda", "float32")
 
 
-@pytest.mark.parametrize("devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)])
+@pytest.mark.parametrize(
+    "devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)]
+)
 def test_a_rank_needs_a_device_of_its_own(models, monkeypatch, devices, ranks, fits):
     import torch
 
@@ -251,7 +289,9 @@ def test_a_rank_needs_a_device_of_its_own(models, monkeypatch, devices, ranks, f
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     if fits:
         return run.choose_device(settings(models, "7B"))
-    with pytest.raises(ValueError, match=f"^--device cuda: .* {ranks} on this machine, which has {devices}"):
+    with pytest.raises(
+        ValueError, match=f"^--device cuda: .* {ranks} on this machine, which has {devices}"
+    ):
         run.choose_device(settings(models, "7B"))
 
 
@@ -259,7 +299,9 @@ def test_the_device_says_the_dtype():
     """bfloat16 with CUDA; float32 where no engine's attention has to take it."""
     assert parse_config(["--device", "cuda"]).dtype == "bfloat16"
     assert parse_config(["--device", "cpu"]).dtype == parse_config([]).dtype == "float32"
-    with pytest.raises(ValueError, match=r"^--dtype float32: the engines' attention with --device cuda"):
+    with pytest.raises(
+        ValueError, match=r"^--dtype float32: the engines' attention with --device cuda"
+    ):
         parse_config(["--device", "cuda", "--dtype", "float32"])
     with pytest.raises(ValueError, match=r"^--device tpu is unknown; choose cpu or cuda$"):
         parse_config(["--device", "tpu"])

@@ -75,7 +75,11 @@ def train(out, *flags, port):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, printed
     commands = {p.pid: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
-    left = [command for command in commands.values() if str(out) in command or f"--port {port}" in command]
+    left = [
+        command
+        for command in commands.values()
+        if str(out) in command or f"--port {port}" in command
+    ]
     assert not left, f"left running: {left}"
     return printed
 
@@ -111,7 +115,9 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
     out = tmp_path / "again"
     (out / "spans").mkdir(parents=True)
     (out / "metrics.jsonl").write_text('{"step": 0}\n')
-    printed = train(out, "--steps", "1", "--eval-every", "100", "--prompts-per-step", "2", port=31400)
+    printed = train(
+        out, "--steps", "1", "--eval-every", "100", "--prompts-per-step", "2", port=31400
+    )
     assert "moved the earlier run" in printed
     assert (tmp_path / "again-1" / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2

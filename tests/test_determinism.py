@@ -8,13 +8,13 @@ import random
 from unittest import mock
 
 import pytest
-from columns import timing_free
-from fakes import FakeReport, judge_on, simulate, write_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout
+from columns import timing_free
 from engines.engine import seed_of
+from fakes import FakeReport, judge_on, simulate, write_on
 from reporting import metrics
 from reporting.timeline import Records
 from tests.test_demo import train
@@ -24,7 +24,9 @@ from tests.test_demo import train
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9), st.integers(-300, 10**6), st.integers(0, 64)), unique=True, max_size=50
+        st.tuples(st.integers(0, 9), st.integers(-300, 10**6), st.integers(0, 64)),
+        unique=True,
+        max_size=50,
     )
 )
 def test_seeds_differ_and_fit(keys):
@@ -67,8 +69,14 @@ class MeasuredReport(FakeReport):
         self.metrics = []
 
     async def step(self, c, step, batch, samples, stats):
-        facts = await c.world.gather(metrics.local_facts(c, batch, samples, Records(c.timeline.spans)))
-        row = metrics.summarize(facts) | metrics.serving_metrics(c.state.history[-1], c.config) | stats
+        facts = await c.world.gather(
+            metrics.local_facts(c, batch, samples, Records(c.timeline.spans))
+        )
+        row = (
+            metrics.summarize(facts)
+            | metrics.serving_metrics(c.state.history[-1], c.config)
+            | stats
+        )
         self.metrics.append(row | {"rollout/groups_per_kept": c.state.groups_per_kept})
         await super().step(c, step, batch, samples, stats)
 
@@ -84,7 +92,9 @@ def measured(mode, size, seed, steps=4, **settings):
     def with_metrics(c):
         c.report = MeasuredReport()
 
-    settings |= dict(write=write_on, verdict=judge_on, prepare=prepare, prepare_controller=with_metrics)
+    settings |= dict(
+        write=write_on, verdict=judge_on, prepare=prepare, prepare_controller=with_metrics
+    )
     return simulate(mode, size, steps=steps, **settings)[0]
 
 
@@ -101,11 +111,21 @@ def trained_on(controllers, step):
 def used_up(controllers, step):
     """Prompts that a step filtered, by their owner; and what would be written to samples.jsonl first."""
     batches = [c.report.steps[step][1] for c in controllers]
-    filtered = [(rank, group[0].prompt_id) for rank, batch in enumerate(batches) for group in batch.filtered]
+    filtered = [
+        (rank, group[0].prompt_id) for rank, batch in enumerate(batches) for group in batch.filtered
+    ]
     return sorted(filtered), [(s.prompt_id, s.index) for s in batches[0].kept]
 
 
-LAYOUTS = [("full", 2), ("partial", 2), ("full", 3), ("partial", 3), ("full", 4), ("partial", 4), ("auto", 4)]
+LAYOUTS = [
+    ("full", 2),
+    ("partial", 2),
+    ("full", 3),
+    ("partial", 3),
+    ("full", 4),
+    ("partial", 4),
+    ("auto", 4),
+]
 LAYOUTS += [("fused", 2), ("fused", 4)]
 INTERVALS_S = st.sampled_from([0.01, 0.05, 0.5])
 
@@ -159,7 +179,9 @@ def test_real_runs_are_equal(tmp_path):
     rows, texts = [], []
     for mode, port in (("full", 21000), ("partial", 21020), ("fused", 21040)):
         train(tmp_path / mode, "--mode", mode, "--steps", "3", "--eval-every", "3", port=port)
-        rows.append([timing_free(json.loads(line)) for line in (tmp_path / mode / "metrics.jsonl").open()])
+        rows.append(
+            [timing_free(json.loads(line)) for line in (tmp_path / mode / "metrics.jsonl").open()]
+        )
         texts.append((tmp_path / mode / "samples.jsonl").read_text())
     needed = {"train/loss", "train/grad_norm", "eval/accuracy", "reward/mean"}
     assert len(rows[0]) == 4 and needed <= rows[0][0].keys()

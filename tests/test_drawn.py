@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
-from test_warmstart import Alone
 from transformers import Qwen3VLForConditionalGeneration
 
 import data
@@ -24,6 +23,7 @@ from images.reader import IMAGE, ImageReader
 from recipes.addition import critiques, models, task, warmstart
 from recipes.addition.demos import demo_of
 from recipes.addition.drawing import CELL, picture
+from test_warmstart import Alone
 
 SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
 DEMO = demo_of(SimpleNamespace(preset="images"))
@@ -66,7 +66,9 @@ def read_cell(cell: np.ndarray) -> str:
 def read_numbers(png: bytes) -> tuple[str, str]:
     light = np.asarray(Image.open(io.BytesIO(png)), float)
     rows = [light[:CELL], light[CELL:]]
-    return tuple("".join(read_cell(cell) for cell in np.split(row, row.shape[1] // CELL, 1)) for row in rows)
+    return tuple(
+        "".join(read_cell(cell) for cell in np.split(row, row.shape[1] // CELL, 1)) for row in rows
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -115,7 +117,9 @@ def test_the_same_problems_are_written_and_drawn(model_dir):
 
 def test_a_picture_is_drawn_again_as_it_was(model_dir):
     """Whoever needs a prompt's pictures draws them by its number; held-out ones are every seed's."""
-    sources = [task.Addition(seed, lambda *_: [], ImageReader(str(model_dir))) for seed in (3, 3, 4)]
+    sources = [
+        task.Addition(seed, lambda *_: [], ImageReader(str(model_dir))) for seed in (3, 3, 4)
+    ]
     first, again, other = ([source.training(i).images() for i in range(5)] for source in sources)
     assert first == again != other
     held_out = [[prompt.images() for prompt in source.held_out] for source in sources]
@@ -141,8 +145,10 @@ def test_the_judge_sees_the_picture_and_the_answer(model_dir):
 def test_the_model_that_sees_follows_from_its_seed(model_dir, tmp_path):
     for name, seed in (("again", 0), ("other", 1)):
         models.new_model(tmp_path / name, seed, models.vision_model)
-    first, again, other = (load_file(path / "model.safetensors") for path in
-                           (model_dir, tmp_path / "again", tmp_path / "other"))  # fmt: skip
+    first, again, other = (
+        load_file(path / "model.safetensors")
+        for path in (model_dir, tmp_path / "again", tmp_path / "other")
+    )
     assert sum(tensor.numel() for tensor in first.values()) == pytest.approx(717_000, rel=0.01)
     assert all((first[name] == again[name]).all() for name in first)
     assert any((first[name] != other[name]).any() for name in first)
@@ -151,7 +157,11 @@ def test_the_model_that_sees_follows_from_its_seed(model_dir, tmp_path):
 def test_special_tokens_are_one_each(model_dir):
     """Those that config.json names; characters keep one each; an image's are as many as its features."""
     tokenizer, config = data.load_tokenizer(str(model_dir)), models.vision_model().config
-    start, end, image = config.vision_start_token_id, config.vision_end_token_id, config.image_token_id
+    start, end, image = (
+        config.vision_start_token_id,
+        config.vision_end_token_id,
+        config.image_token_id,
+    )
     assert data.decode(tokenizer, data.encode(tokenizer, models.ALPHABET)) == models.ALPHABET
     assert ImageReader(str(model_dir)).stop_tokens == (image, config.video_token_id, start, end)
     prompt, response, (seen,) = warmstart.encoder(model_dir)(IMAGE + "=", ">9", picture(4, 15, ""))
@@ -173,7 +183,9 @@ def test_demonstrations_are_of_their_pictures():
         assert prompt == IMAGE + "=" and response in (f">{a + b}", task.shown_work(a, b))
         assert tuple(sorted((a, b))) not in held_out
     blurted = sum(response.startswith(">") for _, response, _ in examples) / len(examples)
-    assert abs(blurted - DEMO.recipe["actor"]["blurt"]) < 0.15  # 128 draws: 3 standard errors are 0.13
+    assert (
+        abs(blurted - DEMO.recipe["actor"]["blurt"]) < 0.15
+    )  # 128 draws: 3 standard errors are 0.13
 
 
 def test_critiques_are_of_their_pictures():
@@ -245,5 +257,7 @@ def test_both_models_are_made(model_dir, tmp_path, single_rank, monkeypatch):
     tensors = [load_file(path / "model.safetensors") for path in (new, actor, judge)]
     assert tensors[0].keys() == tensors[1].keys() == tensors[2].keys()
     for name in tensors[0]:
-        assert not tensors[0][name].equal(tensors[1][name]) and not tensors[1][name].equal(tensors[2][name])
+        assert not tensors[0][name].equal(tensors[1][name]) and not tensors[1][name].equal(
+            tensors[2][name]
+        )
     assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["actor", "judge"]

@@ -13,9 +13,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from models import save_model
-from tiny_models import make_tiny_qwen3
-from vision_models import make_vision_model
 
 import run
 import training  # noqa: F401  makes Megatron importable without CUDA
@@ -25,6 +22,9 @@ from commands.memory import engine_parts, read_model, trainer_parts
 from config import Config, parse_config
 from engines import server
 from engines.server import checkpoint_shapes
+from models import save_model
+from tiny_models import make_tiny_qwen3
+from vision_models import make_vision_model
 
 ROOT = Path(__file__).parent.parent
 LAYER = {
@@ -35,8 +35,13 @@ LAYER = {
     "mlp.down_proj.weight": [8, 16],
     **{f"{name}.weight": [8] for name in ("input_layernorm", "post_attention_layernorm")},
 }
-TWO_LAYERS = {f"model.layers.{number}.{name}": shape for number in (0, 1) for name, shape in LAYER.items()}
-TWO_LAYERS |= {"model.embed_tokens.weight": [10, 8], "model.norm.weight": [8]}  # a tied output layer
+TWO_LAYERS = {
+    f"model.layers.{number}.{name}": shape for number in (0, 1) for name, shape in LAYER.items()
+}
+TWO_LAYERS |= {
+    "model.embed_tokens.weight": [10, 8],
+    "model.norm.weight": [8],
+}  # a tied output layer
 
 
 def settings(**more):
@@ -59,13 +64,22 @@ def test_bytes_of_a_trainer_by_hand():
 
     4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; bfloat16 has 2 and then 4 of weight.
     """
+
     def parts(config, dp):
         found = trainer_parts(TWO_LAYERS, config, dp)
         return {name: found[name] for name in ("weights", "gradients", "optimizer")}
 
     assert parts(settings(), 2) == {"weights": 5152, "gradients": 5152, "optimizer": 5152}
-    assert parts(settings(tp=2, pp=2), 1) == {"weights": 4 * 322, "gradients": 4 * 322, "optimizer": 8 * 322}
-    assert parts(settings(dtype="bfloat16"), 1) == {"weights": 2576, "gradients": 5152, "optimizer": 15456}
+    assert parts(settings(tp=2, pp=2), 1) == {
+        "weights": 4 * 322,
+        "gradients": 4 * 322,
+        "optimizer": 8 * 322,
+    }
+    assert parts(settings(dtype="bfloat16"), 1) == {
+        "weights": 2576,
+        "gradients": 5152,
+        "optimizer": 15456,
+    }
 
 
 def test_memory_counts_critics_and_the_reference():
@@ -74,7 +88,9 @@ def test_memory_counts_critics_and_the_reference():
     def names(**more):
         config = settings(**more)
         lines = memory.memory(config, run.check_settings(config, 2), 2)
-        assert "loss 4.2" in lines[1]  # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
+        assert (
+            "loss 4.2" in lines[1]
+        )  # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         return [line.split(":")[0].strip() for line in lines[1:-2]]
 
     ppo = ("ppo", "kl_coef=0.1")
@@ -93,8 +109,14 @@ def test_memory_counts_critics_and_the_reference():
 def test_bytes_of_an_engine_by_hand():
     """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.KV_TOKENS
-    assert engine_parts(TWO_LAYERS, 256, settings(), 1) == {"weights": 5152, "KV cache": tokens * 64}
-    assert engine_parts(TWO_LAYERS, 256, settings(), 2) == {"weights": 2576, "KV cache": tokens * 32}
+    assert engine_parts(TWO_LAYERS, 256, settings(), 1) == {
+        "weights": 5152,
+        "KV cache": tokens * 64,
+    }
+    assert engine_parts(TWO_LAYERS, 256, settings(), 2) == {
+        "weights": 2576,
+        "KV cache": tokens * 32,
+    }
 
 
 @pytest.mark.parametrize(
@@ -154,7 +176,9 @@ def test_what_resharding_moves_by_hand():
 def command(*arguments, **environment):
     """run.py as a user starts it; what it printed."""
     command = [sys.executable, "run.py", *map(str, arguments)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
+    )
     assert "Traceback" not in ran.stderr
     return ran
 
@@ -197,8 +221,13 @@ def test_a_dry_run_with_a_map():
     """The best mapping of both placements of a policy and a judge; which can be run, and how."""
     ran = command("--dry-run", "--map", WORLD_SIZE="4")
     assert ran.returncode == 0 and not ran.stderr
-    shown = ran.stdout[ran.stdout.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :]
-    assert "(an assumption)" in shown and "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
+    shown = ran.stdout[
+        ran.stdout.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :
+    ]
+    assert (
+        "(an assumption)" in shown
+        and "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
+    )
     found = re.findall(r"^    ([\d.e-]+) s = generation .*(?:\n        .*)*", shown, re.MULTILINE)
     assert len(found) == 2 and [*map(float, found)] == sorted(map(float, found))
     assert shown.count("|") == 3  # one between two sets, two in words
@@ -223,7 +252,9 @@ def test_a_map_has_every_model_of_the_algorithm(tmp_path):
 def test_a_dry_run_without_a_judge(tmp_path):
     """Rules reward alone: no genrm anywhere."""
     save_model(tmp_path / "model")
-    ran = command("--dry-run", "--model", tmp_path / "model", "--rule", "right", "--out", tmp_path / "out")
+    ran = command(
+        "--dry-run", "--model", tmp_path / "model", "--rule", "right", "--out", tmp_path / "out"
+    )
     assert ran.returncode == 0, ran.stderr
     assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout
     assert (
@@ -235,10 +266,18 @@ def test_a_dry_run_without_a_judge(tmp_path):
 
 def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
     """Rank 0 does; torchrun ends well."""
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "23029"]
+    torchrun = [
+        Path(sys.executable).with_name("torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "23029",
+    ]
     arguments = ["run.py", "--dry-run", "--out", tmp_path / "out"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*torchrun, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
+    ran = subprocess.run(
+        [*torchrun, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("nothing was started") == 1 and not (tmp_path / "out").exists()
 
@@ -255,7 +294,9 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path):
         (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
     ):
         ran = command("--dry-run", *arguments, WORLD_SIZE="8")
-        assert ran.returncode == 2 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr
+        assert ran.returncode == 2 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, (
+            ran.stderr
+        )
 
 
 # ---------------------------------------------------------------- check
@@ -266,8 +307,21 @@ def test_check_is_one_screen_and_says_yes():
     ran = command("check", "--port", 23024)
     assert ran.returncode == 0 and not ran.stderr, ran.stdout
     lines = ran.stdout.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 120 and lines[-1] == "a run of 2 ranks can start"
-    for name in ("Python", "torch", "megatron-core", "sglang", "accelerator", "ports", "disk", "memory"):
+    assert (
+        len(lines) <= 24
+        and max(map(len, lines)) <= 120
+        and lines[-1] == "a run of 2 ranks can start"
+    )
+    for name in (
+        "Python",
+        "torch",
+        "megatron-core",
+        "sglang",
+        "accelerator",
+        "ports",
+        "disk",
+        "memory",
+    ):
         assert any(line.startswith(f"  {name} ") for line in lines), name
 
 
@@ -284,7 +338,9 @@ def test_check_names_a_taken_port(capsys):
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):
     """A package that isn't installed, too little memory for the ranks."""
-    here = [SimpleNamespace(name=name, version="1.0") for name in dry_run.PACKAGES if name != "sglang"]
+    here = [
+        SimpleNamespace(name=name, version="1.0") for name in dry_run.PACKAGES if name != "sglang"
+    ]
     monkeypatch.setattr(dry_run, "distributions", lambda: here)
     monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
     assert dry_run.check(settings(port=23024)) == 1

@@ -65,7 +65,10 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     """Four groups, two wanted."""
     sampler = sampler_of(kind, 2, [[10, 11, 12, 13]], finished)
     assert (sampler.chosen(), sampler.requeued(), sampler.is_complete) == (chosen, again, complete)
-    assert (sampler.num_informative, sampler.num_in_flight) == (sum(finished.values()), 4 - len(finished))
+    assert (sampler.num_informative, sampler.num_in_flight) == (
+        sum(finished.values()),
+        4 - len(finished),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +78,12 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
         ([], {}, 0, (0, 4)),  # the first wave is no refill
         ([[0, 1, 2, 3]], {}, 3, None),  # nothing is known
         ([[0, 1, 2, 3]], {0: True}, 3, None),  # nothing is missing: three are still in flight
-        ([[0, 1, 2, 3]], {0: False}, 3, (1, 2)),  # one is missing: 1.2 of it, while three are in flight
+        (
+            [[0, 1, 2, 3]],
+            {0: False},
+            3,
+            (1, 2),
+        ),  # one is missing: 1.2 of it, while three are in flight
         ([[0, 1, 2, 3]], {0: False}, 0, None),  # no refills are allowed
         ([[0, 1, 2, 3, 4]], {0: False}, 3, None),  # the surplus fills in
         # one is missing, and its place is in the second wave still, as 0's was
@@ -140,12 +148,20 @@ def test_a_replacement_is_drawn_once():
     "rewards,groups_per_kept,ends",
     [
         ("TTTT", 1.0, [4]),
-        ("TTFT", 1.0, [4, 6, 8, 10]),  # one is missing, 1.2 of it; as far as is known, it is missing still
+        (
+            "TTFT",
+            1.0,
+            [4, 6, 8, 10],
+        ),  # one is missing, 1.2 of it; as far as is known, it is missing still
         ("TTFTFT", 1.0, [4, 6]),
         ("TTFTFTTT", 1.0, [4, 6]),  # what was drawn beyond that plays no part
         ("TTFTFF", 1.0, [4, 6, 8, 10]),
         ("TFFTFTFTF", 1.0, [4, 7, 9]),  # two are missing: 2.4; one is missing: 1.2
-        ("F?TT", 1.0, [4, 7, 10, 13]),  # the second counts as filtered: more than will be drawn if it isn't
+        (
+            "F?TT",
+            1.0,
+            [4, 7, 10, 13],
+        ),  # the second counts as filtered: more than will be drawn if it isn't
         ("FTTT", 2.0, [4, 7, 10, 13]),  # one is missing: 2.4
     ],
 )
@@ -153,7 +169,10 @@ def test_wave_ends(rewards, groups_per_kept, ends):
     """By hand, four wanted; `?` hasn't finished."""
     finished = {prompt_id: flag == "T" for prompt_id, flag in enumerate(rewards) if flag != "?"}
     waves = [list(range(len(rewards)))]
-    assert sampler_of(OrderedSampler, 4, waves, finished, groups_per_kept=groups_per_kept).wave_ends() == ends
+    assert (
+        sampler_of(OrderedSampler, 4, waves, finished, groups_per_kept=groups_per_kept).wave_ends()
+        == ends
+    )
 
 
 def test_what_was_drawn_too_early_comes_again():
@@ -163,7 +182,12 @@ def test_what_was_drawn_too_early_comes_again():
     """
     finished = {0: False, 1: False, 2: False, 3: True}
     sampler = sampler_of(OrderedSampler, 1, [[0, 1, 2, 3]], finished, max_refills=1)
-    assert sampler.is_complete and sampler.chosen() == [] and sampler.requeued() == [3] and sampler.waves == 2
+    assert (
+        sampler.is_complete
+        and sampler.chosen() == []
+        and sampler.requeued() == [3]
+        and sampler.waves == 2
+    )
 
 
 @given(st.integers(1, 60), st.integers(0, 80), st.integers(0, 60), st.floats(1, 10))
@@ -202,7 +226,9 @@ def play(sampler, truth, rng, draw, at_once=3):
             return
         if wave is not None:
             sampler.add(draw(wave.size), wave.number)
-        in_flight = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in sampler.informative]
+        in_flight = [
+            prompt_id for prompt_id in sampler.wave_of if prompt_id not in sampler.informative
+        ]
         finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
         sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})
         sampler.num_generated = rng.randint(len(sampler.informative), len(sampler.wave_of))
@@ -210,20 +236,33 @@ def play(sampler, truth, rng, draw, at_once=3):
 
 @settings(deadline=None)
 @given(
-    SEEDS, st.integers(1, 8), st.sampled_from(KINDS), st.floats(0.1, 1), st.floats(1, 4), st.integers(0, 4)
+    SEEDS,
+    st.integers(1, 8),
+    st.sampled_from(KINDS),
+    st.floats(0.1, 1),
+    st.floats(1, 4),
+    st.integers(0, 4),
 )
 def test_a_prompt_ends_in_one_way(seed, target, kind, keep, groups_per_kept, limit):
     """Chosen, requeued or filtered; the chosen are informative, the filtered are not; a step ends."""
-    sampler, fresh, rng = kind(target, groups_per_kept, 1.0, limit), itertools.count(), random.Random(seed)
+    sampler, fresh, rng = (
+        kind(target, groups_per_kept, 1.0, limit),
+        itertools.count(),
+        random.Random(seed),
+    )
     truth = lambda prompt_id: random.Random(prompt_id).random() < keep  # noqa: E731
     play(sampler, truth, rng, lambda n: list(itertools.islice(fresh, n)))
     chosen, again = sampler.chosen(), sampler.requeued()
     filtered = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in chosen + again]
     assert sorted(chosen + again + filtered) == sorted(sampler.wave_of)
     assert len(set(chosen + again)) == len(chosen + again)
-    assert all(map(sampler.informative.get, chosen)) and not any(map(sampler.informative.get, filtered))
+    assert all(map(sampler.informative.get, chosen)) and not any(
+        map(sampler.informative.get, filtered)
+    )
     assert len(chosen) <= target and sampler.waves <= 1 + limit
-    if len(chosen) < target and kind is DynamicSampler:  # then nothing is left that could have been chosen
+    if (
+        len(chosen) < target and kind is DynamicSampler
+    ):  # then nothing is left that could have been chosen
         assert not again and sampler.num_in_flight == 0
 
 
@@ -240,7 +279,14 @@ def wave_by_wave(is_kept, target, groups_per_kept, limit):
 
 
 @settings(deadline=None, max_examples=300)
-@given(SEEDS, st.integers(1, 6), st.floats(0.1, 1), st.floats(1, 4), st.integers(0, 4), st.integers(1, 9))
+@given(
+    SEEDS,
+    st.integers(1, 6),
+    st.floats(0.1, 1),
+    st.floats(1, 4),
+    st.integers(0, 4),
+    st.integers(1, 9),
+)
 def test_in_order_a_step_is_as_if_it_waited_for_every_wave(
     seed, target, keep, groups_per_kept, limit, at_once
 ):
@@ -255,7 +301,10 @@ def test_in_order_a_step_is_as_if_it_waited_for_every_wave(
         play(sampler, truth, rng, prompts.draw, at_once)
         from_begin = lambda prompt_id, begin=begin: truth(begin + prompt_id)  # noqa: E731
         batch, waves, used = wave_by_wave(from_begin, target, groups_per_kept, limit)
-        assert sampler.chosen() == [begin + prompt_id for prompt_id in batch] and sampler.waves == waves
+        assert (
+            sampler.chosen() == [begin + prompt_id for prompt_id in batch]
+            and sampler.waves == waves
+        )
         assert sampler.used() == list(range(begin, begin + used))
         expected = 0.9 * groups_per_kept + 0.1 * min(used / max(1, len(batch)), 10)
         groups_per_kept = sampler.updated_groups_per_kept()
@@ -270,7 +319,10 @@ def test_in_order_a_step_is_as_if_it_waited_for_every_wave(
 def judged_group(*rewards, greedy=False):
     """The last answer is the greedy one, if there is one."""
     last = len(rewards) - 1
-    return [Sample(0, i, [], reward=reward, greedy=greedy and i == last) for i, reward in enumerate(rewards)]
+    return [
+        Sample(0, i, [], reward=reward, greedy=greedy and i == last)
+        for i, reward in enumerate(rewards)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +348,9 @@ def group_of(prompt_id, finish=""):
 def test_a_group_is_generated_when_all_of_its_answers_are_finished():
     """Stopped or at the limit; one that was aborted may go on."""
     assert is_generated(group_of(0, "stop") + group_of(0, "length"))
-    assert not is_generated(group_of(0, "stop") + group_of(0, "abort")) and not is_generated(group_of(0))
+    assert not is_generated(group_of(0, "stop") + group_of(0, "abort")) and not is_generated(
+        group_of(0)
+    )
 
 
 # ---------------------------------------------------------------- who holds a prompt
@@ -324,7 +378,9 @@ def test_without_kept_groups_a_prompt_begins_anew():
     prompts = Prompts(Numbers(), 2)
     prompts.assign_owners(prompts.draw(3), 2)
     prompts.requeue([1, 2], [group_of(1, "abort"), group_of(2, "stop")])
-    assert [sample.response for prompt_id in (1, 2) for sample in prompts.group(prompt_id)] == [[]] * 4
+    assert [sample.response for prompt_id in (1, 2) for sample in prompts.group(prompt_id)] == [
+        []
+    ] * 4
     assert prompts.assign_owners([1, 2], 2) == {1: 0, 2: 1} and prompts.draw(3) == [1, 2, 3]
 
 
@@ -369,6 +425,9 @@ def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
     assert all(again[prompt_id] == owners[prompt_id] for prompt_id in set(first) & set(second))
     everyone = list((owners | again).values())
     counts, held = (
-        [owned.count(rank) for rank in range(controllers)] for owned in (everyone, list(owners.values()))
+        [owned.count(rank) for rank in range(controllers)]
+        for owned in (everyone, list(owners.values()))
     )
-    assert all(count <= max(mine, min(counts) + 1) for count, mine in zip(counts, held, strict=True))
+    assert all(
+        count <= max(mine, min(counts) + 1) for count, mine in zip(counts, held, strict=True)
+    )

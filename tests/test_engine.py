@@ -47,9 +47,13 @@ def free_port():
 
 def group_members(pgid):
     """Living processes of a process group (a zombie is dead, though not yet reaped)."""
-    table = subprocess.run(["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-eo", "pid,pgid,stat"], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split() for line in table.splitlines()[1:]]
-    return [int(pid) for pid, group, state in rows if int(group) == pgid and not state.startswith("Z")]
+    return [
+        int(pid) for pid, group, state in rows if int(group) == pgid and not state.startswith("Z")
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -66,9 +70,9 @@ def loop():
 
 @pytest.fixture(scope="session")
 def run(loop):
-    return lambda coroutine, timeout_s=400: asyncio.run_coroutine_threadsafe(coroutine, loop).result(
-        timeout_s
-    )
+    return lambda coroutine, timeout_s=400: asyncio.run_coroutine_threadsafe(
+        coroutine, loop
+    ).result(timeout_s)
 
 
 @pytest.fixture(scope="session")
@@ -160,7 +164,10 @@ def test_logprobs_equal_transformers(engine, run, models, temperature):
     assert len({tuple(answer.tokens) for answer in answers}) == 4
     for answer in answers:
         assert (
-            largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens, temperature)) < 1e-4
+            largest_difference(
+                answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens, temperature)
+            )
+            < 1e-4
         )
         assert answer.versions == [0] * len(answer.tokens)
         assert answer.finish == ("stop" if answer.tokens[-1] == EOS else "length")
@@ -177,9 +184,9 @@ def test_a_greedy_answer_among_sampled_ones(engine, run, models):
         return [answer.tokens for answer in run(ask_for(engine, requests))]
 
     mixed, sampled = tokens(1), tokens()
-    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[
-        0, len(PROMPT) :
-    ]
+    expected = hf_model(models[0]).generate(
+        torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False
+    )[0, len(PROMPT) :]
     assert mixed[1] == expected.tolist() != sampled[1]
     assert [mixed[i] for i in (0, 2, 3)] == [sampled[i] for i in (0, 2, 3)]
 
@@ -203,9 +210,9 @@ def test_greedy_equals_transformers(engine, run, models):
     import torch
 
     [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
-    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False)[
-        0, len(PROMPT) :
-    ]
+    expected = hf_model(models[0]).generate(
+        torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False
+    )[0, len(PROMPT) :]
     assert answer.tokens == expected.tolist()
 
 
@@ -226,7 +233,9 @@ def test_an_early_answer_arrives_early(engine, run):
     pool, seen = pool_of(engine), []
 
     async def ask_all():
-        async for answer in pool.generate(requests_of([PROMPT] * 16, Sampling(1.0, 200), seeds=range(16))):
+        async for answer in pool.generate(
+            requests_of([PROMPT] * 16, Sampling(1.0, 200), seeds=range(16))
+        ):
             facts = (len(answer.tokens), answer.first_token, answer.end)
             seen.append((*facts, pool.status().outstanding.get(0, 0)))
             assert answer.sent < answer.first_token <= answer.end
@@ -261,7 +270,9 @@ def test_a_long_answer_comes_in_parts(engine, run, models):
     for part in parts:
         assert part.versions == [3] * len(part.tokens) and len(part.logprobs) == len(part.tokens)
     run(flush(engine))
-    [answer] = run(ask(engine, [PROMPT], Sampling(1.0, 2 * STREAM_INTERVAL + 40, ignore_eos=True), seeds=[7]))
+    [answer] = run(
+        ask(engine, [PROMPT], Sampling(1.0, 2 * STREAM_INTERVAL + 40, ignore_eos=True), seeds=[7])
+    )
     assert answer.tokens == [token for part in parts for token in part.tokens]
     assert answer.logprobs == [logprob for part in parts for logprob in part.logprobs]
 
@@ -272,14 +283,18 @@ def test_a_short_answer_brings_its_first_token_and_its_end(engine, run):
     async def stream():
         return [
             part
-            async for part in engine.generate([Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 100, 7)])
+            async for part in engine.generate(
+                [Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 100, 7)]
+            )
         ]
 
     assert [len(part.tokens) for part in run(stream())] == [1, 99]
 
 
 async def ask_and_abort(engine, answers):
-    asked = asyncio.create_task(collect(engine, PROMPT, answers, Sampling(1.0, 900, ignore_eos=True)))
+    asked = asyncio.create_task(
+        collect(engine, PROMPT, answers, Sampling(1.0, 900, ignore_eos=True))
+    )
     await asyncio.sleep(0.5)
     await engine.abort()
     return await asked
@@ -288,7 +303,9 @@ async def ask_and_abort(engine, answers):
 def test_abort_returns_what_was_written(engine, run):
     answers = run(ask_and_abort(engine, 8))
     assert [answer.finish for answer in answers] == ["abort"] * 8
-    assert all(len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in answers)
+    assert all(
+        len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in answers
+    )
 
 
 def test_an_answer_that_is_aborted_in_the_queue_has_no_tokens(engine, run):
@@ -344,7 +361,10 @@ async def flush(engine):
 async def ask_target(engine, target, prompt=None, limit=None):
     """The answer to a target's prompt, or to another that begins so, under its own seed; in full length."""
     length, tokens, temperature = target
-    prompts, sampling = [prompt or tokens_of(length, length)], Sampling(temperature, tokens, ignore_eos=True)
+    prompts, sampling = (
+        [prompt or tokens_of(length, length)],
+        Sampling(temperature, tokens, ignore_eos=True),
+    )
     [answer] = await ask(engine, prompts, sampling, limits=[limit or tokens], seeds=[1000 + length])
     return answer
 
@@ -407,7 +427,9 @@ def test_an_answer_does_not_depend_on_what_was_cached(engine, run, alone):
             anew = await ask_target(engine, target)
             again = await ask_target(engine, target)
             assert (anew.cached_tokens, again.cached_tokens) == (0, target[0] - 1)
-            assert (again.tokens, again.logprobs) == (anew.tokens, anew.logprobs) == alone[number], target
+            assert (
+                (again.tokens, again.logprobs) == (anew.tokens, anew.logprobs) == alone[number]
+            ), target
 
     run(ask_each())
 
@@ -425,7 +447,9 @@ def test_a_continued_answer_is_as_if_it_was_never_cut(engine, run, alone, cut, c
             rest = await ask_target(
                 engine, target, tokens_of(target[0], target[0]) + begun.tokens, target[1] - cut
             )
-            assert (begun.tokens + rest.tokens, begun.logprobs + rest.logprobs) == alone[number], target
+            assert (begun.tokens + rest.tokens, begun.logprobs + rest.logprobs) == alone[number], (
+                target
+            )
             assert (rest.cached_tokens > 0) == (cache == "kept")
 
     run(ask_each())
@@ -441,7 +465,9 @@ def test_answers_that_move_are_as_if_they_had_stayed(engine, run, models, tmp_pa
     pool, rng, sampling = pool_of(engine, other), random.Random(0), Sampling(1.0, 120)
     prompts = [[2 + (5 * i + j) % 60 for j in range(4 + 5 * i)] for i in range(16)]
     seeds = [[1000 * i + k for k in range(16)] for i in range(16)]
-    written = {seed: ([], [], []) for row in seeds for seed in row}  # tokens, log-probabilities, ranks
+    written = {
+        seed: ([], [], []) for row in seeds for seed in row
+    }  # tokens, log-probabilities, ranks
     finish = {}
 
     async def write(prompt, row):
@@ -488,7 +514,9 @@ def test_another_seed_writes_another_answer(engine, run):
     """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
 
     def tokens(seeds):
-        answers = run(ask(engine, [PROMPT] * len(seeds), Sampling(1.0, 30, ignore_eos=True), seeds=seeds))
+        answers = run(
+            ask(engine, [PROMPT] * len(seeds), Sampling(1.0, 30, ignore_eos=True), seeds=seeds)
+        )
         return [answer.tokens for answer in answers]
 
     one, other, same, upper = tokens([1, 2, 1, 1 + 2**62])
@@ -518,11 +546,17 @@ def test_a_push_in_many_buckets(engine, run, models, monkeypatch):
     assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
 
 
-@pytest.mark.parametrize("broken, message", [
-    (lambda name, tensor: ("model.nothing.weight", tensor), "model.nothing.weight .* its model has None"),
-    (lambda name, tensor: (name, tensor[:1]), "its model has"),
-    (None, "was pushed no"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        (
+            lambda name, tensor: ("model.nothing.weight", tensor),
+            "model.nothing.weight .* its model has None",
+        ),
+        (lambda name, tensor: (name, tensor[:1]), "its model has"),
+        (None, "was pushed no"),
+    ],
+)
 def test_a_wrong_push_is_refused(engine, run, models, broken, message):
     engine.dirty = True
     first, *others = hf_model(models[1]).named_parameters()
@@ -555,13 +589,17 @@ def test_sleep_and_wake(engine, run, models):
     [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
     assert len(answer.tokens) == 3
     assert calls == [
-        ("/pause_generation", None), ("/flush_cache?timeout=30", None),
+        ("/pause_generation", None),
+        ("/flush_cache?timeout=30", None),
         ("/release_memory_occupation", ["kv_cache", "weights"]),
         ("/resume_memory_occupation", ["weights"]),
-        ("/begin_weight_update", None), ("/update_weights_from_tensor", None), ("/end_weight_update", None),
+        ("/begin_weight_update", None),
+        ("/update_weights_from_tensor", None),
+        ("/end_weight_update", None),
         ("/flush_cache?timeout=30", None),
-        ("/resume_memory_occupation", ["kv_cache"]), ("/continue_generation", None),
-    ]  # fmt: skip
+        ("/resume_memory_occupation", ["kv_cache"]),
+        ("/continue_generation", None),
+    ]
 
 
 def test_sleep_aborts_what_still_runs(engine, run):
@@ -607,16 +645,26 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
         together = await scores(prompts)
         await engine.sleep()
         await wake(engine)
-        return together, [(await scores([prompt]))[0] for prompt in prompts], await scores(prompts * 5)
+        return (
+            together,
+            [(await scores([prompt]))[0] for prompt in prompts],
+            await scores(prompts * 5),
+        )
 
     private = Path(engine._process.folder.name)
     try:
         together, alone, crowded = run(all_scores())
-        assert any(path.is_socket() for path in private.iterdir()), "the server keeps its sockets elsewhere"
+        assert any(path.is_socket() for path in private.iterdir()), (
+            "the server keeps its sockets elsewhere"
+        )
     finally:
         run(engine.close())
     assert not private.exists()
-    assert together == pytest.approx(expected, abs=1e-4) and together == alone and crowded == together * 5
+    assert (
+        together == pytest.approx(expected, abs=1e-4)
+        and together == alone
+        and crowded == together * 5
+    )
     assert max(expected) - min(expected) > 1e-2
 
 
@@ -667,11 +715,14 @@ def test_a_directory_without_weights_is_refused(tmp_path):
 
 def test_a_failing_start_shows_the_log(run, models, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/model.safetensors").write_bytes(Path(models[0], "model.safetensors").read_bytes())
+    (tmp_path / "model/model.safetensors").write_bytes(
+        Path(models[0], "model.safetensors").read_bytes()
+    )
     engine = launch(tmp_path / "model", tmp_path / "engine.log", rank=3)
     try:
         with pytest.raises(
-            ValueError, match=r"(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config"
+            ValueError,
+            match=r"(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config",
         ):
             run(engine.ready(START_S))
     finally:
@@ -692,7 +743,15 @@ time.sleep(600)
 
 @pytest.mark.parametrize("moment", ["ready", "starting"])
 def test_nothing_is_left_when_the_owner_is_killed(models, tmp_path, moment):
-    command = [sys.executable, "-c", OWNER, str(free_port()), models[0], str(tmp_path / "log"), moment]
+    command = [
+        sys.executable,
+        "-c",
+        OWNER,
+        str(free_port()),
+        models[0],
+        str(tmp_path / "log"),
+        moment,
+    ]
     owner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     group = int(owner.stdout.readline())
     assert owner.stdout.readline() == "up\n"
@@ -720,7 +779,11 @@ def test_a_killed_server_is_found_out_and_started_again(run, models, tmp_path):
             async for part in engine.generate([request]):
                 if not parts:
                     group = psutil.Process(engine._process._process.pid).children(recursive=True)
-                    [process.kill() for process in group if "scheduler" in " ".join(process.cmdline())]
+                    [
+                        process.kill()
+                        for process in group
+                        if "scheduler" in " ".join(process.cmdline())
+                    ]
                 parts.append(part)
         return await down
 
@@ -803,8 +866,12 @@ def test_what_is_asked_and_what_comes():
     async def script(response, body):
         asked.append(body)
         spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
-        await send(response, event_of(0, [11], 1, cached_tokens=1), event_of(1, [21, 22], 2, "length"))
-        await send(response, event_of(0, [12, 13], 3), event_of(0, [14], 4, "stop", weight_versions=spans))
+        await send(
+            response, event_of(0, [11], 1, cached_tokens=1), event_of(1, [21, 22], 2, "length")
+        )
+        await send(
+            response, event_of(0, [12, 13], 3), event_of(0, [14], 4, "stop", weight_versions=spans)
+        )
 
     async def talk():
         async with scripted(script) as engine:
@@ -812,11 +879,20 @@ def test_what_is_asked_and_what_comes():
 
     parts = asyncio.run(talk())
     assert [(part.index, part.tokens, part.finish) for part in parts] == [
-        (0, [11], ""), (1, [21, 22], "length"), (0, [12, 13], ""), (0, [14], "stop"),
-    ]  # fmt: skip
+        (0, [11], ""),
+        (1, [21, 22], "length"),
+        (0, [12, 13], ""),
+        (0, [14], "stop"),
+    ]
     assert [part.versions for part in parts] == [[4], [4, 4], [4, 4], [4]]
     assert parts[2].logprobs == [-0.12, -0.13] and parts[0].cached_tokens == 1
-    assert parts[0].sent == parts[3].sent <= parts[0].first_token == parts[3].first_token <= parts[3].end
+    assert (
+        parts[0].sent
+        == parts[3].sent
+        <= parts[0].first_token
+        == parts[3].first_token
+        <= parts[3].end
+    )
     [body] = asked
     assert body["input_ids"] == [[5, 6]] * 2 and body["stream"] and body["return_logprob"]
     rules = [(rule["max_new_tokens"], rule["sampling_seed"]) for rule in body["sampling_params"]]
@@ -897,7 +973,11 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
 
     trouble, seconds, first_s = asyncio.run(talk())
     written_s = 2.0 if busy else 0.0
-    assert trouble == "gave no sign of life for 3 s" and first_s > written_s and seconds > written_s + 2.5
+    assert (
+        trouble == "gave no sign of life for 3 s"
+        and first_s > written_s
+        and seconds > written_s + 2.5
+    )
 
 
 @pytest.mark.parametrize("status", ["signal 9", "exit status 1"])
@@ -942,7 +1022,9 @@ def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode
         keys, values = k[own].repeat_interleave(repeat, 1), v[own].repeat_interleave(repeat, 1)
         scores = torch.einsum("qhd,khd->hqk", query[first : first + n], keys) * 0.2
         hidden = torch.arange(length)[None, :] > torch.arange(length - n, length)[:, None]
-        expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        expected = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values
+        )
         torch.testing.assert_close(output[first : first + n], expected)
         first += n
 
@@ -953,7 +1035,9 @@ def test_batched_attention_does_not_depend_on_the_neighbours(request):
     from cpu.invariance import attend, group_by_length
 
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)  # as in the server: threads cut the sums of a lone request in other places
+    torch.set_num_threads(
+        1
+    )  # as in the server: threads cut the sums of a lone request in other places
     torch.manual_seed(0)
     lengths = torch.tensor([3, 40, 17, 64, 90, 31])
     table = torch.randperm(6 * 96).view(6, 96).int()
@@ -1032,5 +1116,9 @@ def test_murmur_hash_equals_the_reference():
     table = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(5))
     for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for column in range(5):
-            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            data = (
+                seed.to_bytes(8, "little")
+                + position.to_bytes(4, "little")
+                + column.to_bytes(4, "little")
+            )
             assert table[i, column].item() == reference(data)

@@ -44,7 +44,14 @@ def test_an_evaluation_compares_answers_with_their_keys(tokenizers, tmp_path, mo
 
     monkeypatch.setattr(evaluate, "generate", generate)
     out = tmp_path / "out"
-    given = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(out), "--judge-format", "addition"]
+    given = [
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--out",
+        str(out),
+        "--judge-format",
+        "addition",
+    ]
     given += ["--samples", "5", "--max-new-tokens", "72"]
     config = parse_config(["eval", "--model", tokenizers["text"].name_or_path, *given])
     assert asyncio.run(evaluate.run(config)) == ""
@@ -77,10 +84,15 @@ class FakePool:
 
 def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
     """In one request, the greedy one last; seeds follow from the run's and from both numbers."""
-    config, prompt = parse_config(["eval", "--model", "m", "--samples", "3"]), data.Prompt([5], "", None)
+    config, prompt = (
+        parse_config(["eval", "--model", "m", "--samples", "3"]),
+        data.Prompt([5], "", None),
+    )
 
     async def ask(number):
-        return await evaluate.ask(number, prompt, FakePool(), Sampling(1.0, 9), config, asyncio.Semaphore(1))
+        return await evaluate.ask(
+            number, prompt, FakePool(), Sampling(1.0, 9), config, asyncio.Semaphore(1)
+        )
 
     answers = asyncio.run(ask(4))
     seeds = [seed_of(0, "eval", 4, index) for index in range(4)]
@@ -97,7 +109,9 @@ def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
     right, k = drawn.draw(st.integers(0, samples)), drawn.draw(st.integers(1, samples))
     answers = [True] * right + [False] * (samples - right)
     draws = list(itertools.combinations(answers, k))
-    assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+    assert pass_at_k(samples, right, k) == pytest.approx(
+        sum(map(any, draws)) / len(draws), abs=1e-12
+    )
 
 
 def test_pass_at_k_of_many_samples():

@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fakes import simulate, to_text
 
 import algorithms
 import placement
 import rollout
 import run
+from fakes import simulate, to_text
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -47,7 +47,11 @@ def test_an_algorithm_of_one_s_own_runs(monkeypatch):
     samples = [sample for c in controllers for sample in c.report.steps[1][2]]
     assert len({sample.advantages[0] for sample in samples}) > 1
     now = torch.tensor([-1.0, -0.5], requires_grad=True)
-    old, advantages, sequence = torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), torch.tensor([0, 0])
+    old, advantages, sequence = (
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([0, 0]),
+    )
     inputs = algorithms.LossInputs(now, old, advantages, sequence, torch.tensor([2.0]))
     loss, clipped = controllers[0].algorithm.loss(inputs, controllers[0].algorithm)
     loss.sum().backward()
@@ -63,7 +67,9 @@ def test_a_mode_of_one_s_own_runs(monkeypatch):
     for step in range(3):
         batches = [
             sorted(
-                (s.prompt_id, s.index, s.reward) for c in controllers for s in c.report.steps[step][1].kept
+                (s.prompt_id, s.index, s.reward)
+                for c in controllers
+                for s in c.report.steps[step][1].kept
             )
             for controllers in runs
         ]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_actor import make_model, make_samples
-from workers import run_worker
 
 from config import Config
 from scheduling.pipeline import SCHEDULES, Pipe
+from test_actor import make_model, make_samples
+from workers import run_worker
 
 ALL = ("megatron", "1f1b", "fused", "interleaved")
 LAYOUTS = {  # name -> family, ranks, sizes
@@ -24,7 +24,10 @@ LAYOUTS = {  # name -> family, ranks, sizes
     # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
     "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "resumes": True, "bucket": 500}),
 }
-NORMS = ("critic/grad_norm", "train/grad_norm")  # sums of squares in another order: their last bit may differ
+NORMS = (
+    "critic/grad_norm",
+    "train/grad_norm",
+)  # sums of squares in another order: their last bit may differ
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,8 @@ def results(tmp_path_factory) -> tuple[dict, Path]:
     path = tmp_path_factory.mktemp("executor")
     families = {"qwen3": False, "qwen2": True}  # whether the embeddings are tied
     model_dirs = {
-        name: make_model(path / name, name, tied, num_hidden_layers=8) for name, tied in families.items()
+        name: make_model(path / name, name, tied, num_hidden_layers=8)
+        for name, tied in families.items()
     }
     batches = {"batches": [make_samples(step) for step in range(3)]}
     references = {name: batches for name in families}
@@ -46,7 +50,9 @@ def results(tmp_path_factory) -> tuple[dict, Path]:
     return found, path / "result"
 
 
-CASES = [(layout, name) for layout, (*_, sizes) in LAYOUTS.items() for name in sizes["schedules"][1:]]
+CASES = [
+    (layout, name) for layout, (*_, sizes) in LAYOUTS.items() for name in sizes["schedules"][1:]
+]
 
 
 @pytest.mark.parametrize("layout,schedule", CASES)
@@ -66,17 +72,23 @@ def test_a_schedule_trains_as_megatron_s_own(results, layout, schedule):
 
 
 def check_steps(ours: dict, expected: dict) -> None:
-    for (metrics, values), (others, other_values) in zip(ours["history"], expected["history"], strict=True):
+    for (metrics, values), (others, other_values) in zip(
+        ours["history"], expected["history"], strict=True
+    ):
         assert values == other_values and metrics.keys() == others.keys()
         assert others["critic/grad_norm"] > 0.1 and others["train/tokens"] > 0
         for name, value in others.items():
-            assert metrics[name] == (pytest.approx(value, rel=1e-7) if name in NORMS else value), name
+            assert metrics[name] == (pytest.approx(value, rel=1e-7) if name in NORMS else value), (
+                name
+            )
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(ours["weights"][name], weight), name
 
 
-@pytest.mark.parametrize("layout", [name for name, (*_, sizes) in LAYOUTS.items() if "resumes" in sizes])
+@pytest.mark.parametrize(
+    "layout", [name for name, (*_, sizes) in LAYOUTS.items() if "resumes" in sizes]
+)
 def test_a_checkpoint_goes_on_under_another_schedule(results, layout):
     """fused, then 1f1b, then interleaved: the numbers of a run under one."""
     check_steps(results[0][layout]["resumed"], results[0][layout]["megatron"])
@@ -84,7 +96,10 @@ def test_a_checkpoint_goes_on_under_another_schedule(results, layout):
 
 def test_ranks_with_different_tables_say_so(results):
     """All of them, before any waits for a pass that doesn't come."""
-    assert results[0]["another table"] == ["ranks of a pipeline have different tables: none would end"] * 4
+    assert (
+        results[0]["another table"]
+        == ["ranks of a pipeline have different tables: none would end"] * 4
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -98,7 +113,9 @@ def test_a_rank_that_dies_in_mid_table_is_named_by_the_others(results, rank):
 
 PLACES = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple)
 TIMES = st.sampled_from([1.0, 1.5, 2.0])
-PIPES = st.lists(st.builds(Pipe, PLACES, st.integers(1, 4), TIMES, TIMES, TIMES), min_size=1, max_size=3)
+PIPES = st.lists(
+    st.builds(Pipe, PLACES, st.integers(1, 4), TIMES, TIMES, TIMES), min_size=1, max_size=3
+)
 
 
 def replayed(table: list, pipes: list) -> int:
@@ -150,7 +167,10 @@ def test_messages_of_a_fused_table_by_hand():
         assert len(messages) == 4 and all(task.pipe < 2 for task in messages)
     # rank 0 sends activations of the actor and gradients of the critic
     assert {(task.pipe, task.stage, task.backward) for task in up} == {(0, 1, False), (1, 0, True)}
-    assert {(task.pipe, task.stage, task.backward) for task in down} == {(0, 0, True), (1, 1, False)}
+    assert {(task.pipe, task.stage, task.backward) for task in down} == {
+        (0, 0, True),
+        (1, 1, False),
+    }
     assert messages_between(table, pipes, 0, 0) == messages_between(table, pipes, 1, 1) == []
 
 
@@ -181,8 +201,14 @@ def test_durations_are_told_apart_in_steps_of_five_percent():
     "changes,line",
     [
         (dict(schedule="gpipe"), "gpipe is unknown; choose one of 1f1b, interleaved, fused"),
-        (dict(schedule="interleaved"), "interleaved needs --pp 2 or more: one rank waits for nobody"),
-        (dict(schedule="interleaved", pp=2), "interleaved does not divide num_hidden_layers = 6 of --model"),
+        (
+            dict(schedule="interleaved"),
+            "interleaved needs --pp 2 or more: one rank waits for nobody",
+        ),
+        (
+            dict(schedule="interleaved", pp=2),
+            "interleaved does not divide num_hidden_layers = 6 of --model",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_one_line(changes, line):

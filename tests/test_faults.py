@@ -12,6 +12,9 @@ import shutil
 
 import psutil
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
 from columns import timing_free
 from fakes import (
     PROBE_S,
@@ -23,8 +26,6 @@ from fakes import (
     to_text,
     write_on,
 )
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from test_command import Run
 from test_rollout import batches_of, check_prompts, check_tokens
 
@@ -66,7 +67,9 @@ def in_parts_of(tokens):
 def trained(controllers, step):
     """What a step trained on: prompts, answers, their log-probabilities, rewards."""
     samples = [s for batch in batches_of(controllers, step) for s in batch.kept]
-    return sorted((s.prompt_id, s.index, to_text(s.response), s.logprobs, s.reward) for s in samples)
+    return sorted(
+        (s.prompt_id, s.index, to_text(s.response), s.logprobs, s.reward) for s in samples
+    )
 
 
 @functools.cache
@@ -119,7 +122,9 @@ FAULTS = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(ALL_LAYOUTS), st.lists(FAULTS, min_size=1, max_size=2), st.sampled_from([3, 20, 10**6])
+    st.sampled_from(ALL_LAYOUTS),
+    st.lists(FAULTS, min_size=1, max_size=2),
+    st.sampled_from([3, 20, 10**6]),
 )
 def test_a_run_with_faults_trains_on_the_same_samples(layout, faults, part):
     """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts.
@@ -130,7 +135,14 @@ def test_a_run_with_faults_trains_on_the_same_samples(layout, faults, part):
     events = [(seconds, strike(verb, role, rank)) for seconds, verb, role, rank in faults]
     controllers = []
     try:
-        simulate(mode, size, events=events, prepare=in_parts_of(part), controllers=controllers, **UNBROKEN)
+        simulate(
+            mode,
+            size,
+            events=events,
+            prepare=in_parts_of(part),
+            controllers=controllers,
+            **UNBROKEN,
+        )
     except ValueError as error:
         role = re.match(r"no (rollout|genrm) engine is left to ask: the ", str(error))[1]
         for rank in engines_of(controllers, role):
@@ -183,21 +195,27 @@ class PromptWriter(LateWriter):
 
 @pytest.mark.parametrize("mode,size", LAYOUTS)
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
-def test_a_role_without_engines_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path, mode, size, role):
+def test_a_role_without_engines_ends_the_run_which_goes_on_from_its_checkpoint(
+    tmp_path, mode, size, role
+):
     """On every rank at once, in one line that names each. A second start trains on the same samples."""
     if role == "genrm" and mode == "full":
         moment = middle_of_serving(mode, size, 1) - 0.35  # asleep: found when it is to wake
     else:
         moment = middle_of_serving(mode, size, 1)
     saving, controllers = dict(out=tmp_path, save_every=1, writer=PromptWriter), []
-    with pytest.raises(ValueError, match=rf"^no {role} engine is left to ask: the {role} engine of rank \d"):
+    with pytest.raises(
+        ValueError, match=rf"^no {role} engine is left to ask: the {role} engine of rank \d"
+    ):
         events = [(moment, strike("die", role, None))]
         simulate(mode, size, events=events, controllers=controllers, **saving, **UNBROKEN)
     assert [len(c.report.steps) for c in controllers] == [1] * size
     newest = tmp_path / "checkpoints" / "step_1"
     resumed, _ = simulate(mode, size, resumed=newest, **UNBROKEN)
     unbroken = without_faults("full", 1)
-    assert [trained(resumed, step) for step in range(3)] == [trained(unbroken, step) for step in (1, 2, 3)]
+    assert [trained(resumed, step) for step in range(3)] == [
+        trained(unbroken, step) for step in (1, 2, 3)
+    ]
     assert resumed[0].report.accuracies.items() <= unbroken[0].report.accuracies.items()
 
 
@@ -239,7 +257,9 @@ def test_an_engine_that_does_not_start_again_stops_every_rank(mode, size, role):
             server.starts = 0
         strike("die", role, rank)(servers, controllers)
 
-    message = rf"the {role} engine of rank {rank} (died|didn't answer) and didn't start again: its log"
+    message = (
+        rf"the {role} engine of rank {rank} (died|didn't answer) and didn't start again: its log"
+    )
     controllers = []
     with pytest.raises(ValueError, match=message):
         simulate(mode, size, events=[(moment, for_good)], controllers=controllers, **UNBROKEN)
@@ -269,7 +289,9 @@ def test_an_engine_that_dies_in_every_step_is_started_again_in_every_step():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(ALL_LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
+@given(
+    st.sampled_from(ALL_LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3)
+)
 @example(("partial", 2), 0.0, 1.0, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
     """Asked of any rank at any time: all end at the same step, and save once.
@@ -290,7 +312,9 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         assert step == done == c.placement.actor.version == len(c.report.steps)
         to_come, report = (requeued + list(range(cursor, 100)))[:50], c.report
         before = (
-            report.requeued[done - 1] + list(range(report.cursors[done - 1], 100)) if done else range(100)
+            report.requeued[done - 1] + list(range(report.cursors[done - 1], 100))
+            if done
+            else range(100)
         )
         assert to_come == list(before)[:50]
     if over_dispatch == 1:
@@ -316,7 +340,9 @@ def test_a_stop_while_every_engine_is_down(mode, size, verb):
     controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
     assert [c.checkpoints.saved[0][0] for c in controllers] == [1] * size
     assert [c.stopping for c in controllers] == [2] * size
-    assert {engine.server.starts for engine in engines_of(controllers, "rollout").values()} == {10**6}
+    assert {engine.server.starts for engine in engines_of(controllers, "rollout").values()} == {
+        10**6
+    }
 
 
 # ---------------------------------------------------------------- updates that aren't finite
@@ -349,7 +375,9 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(
         assert all(c.report.dumped == c.placement.actor.batches[-1] for c in controllers)
     assert [len(c.report.steps) for c in controllers] == [steps_done] * 2
     notes = [note for note in controllers[0].report.notes if "the update is skipped" in note]
-    assert [note.split(":")[0] for note in notes] == [f"step {step + 1}" for step in sorted(skipped)]
+    assert [note.split(":")[0] for note in notes] == [
+        f"step {step + 1}" for step in sorted(skipped)
+    ]
 
 
 # ---------------------------------------------------------------- real runs
@@ -382,7 +410,9 @@ def samples_of(run):
 def check_as(run, undisturbed):
     assert run.status == 0, run.stderr + run.stdout
     run.check_nothing_is_left()
-    assert what_it_came_to(run) == what_it_came_to(undisturbed) and samples_of(run) == samples_of(undisturbed)
+    assert what_it_came_to(run) == what_it_came_to(undisturbed) and samples_of(run) == samples_of(
+        undisturbed
+    )
 
 
 def rows_done(count):
@@ -398,7 +428,9 @@ def rows_done(count):
 def ranks_of(run):
     """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
     everything = list(run.processes())
-    (launcher,) = [p.pid for p, command in everything if "torchrun" in command and " run.py " in command]
+    (launcher,) = [
+        p.pid for p, command in everything if "torchrun" in command and " run.py " in command
+    ]
     children = psutil.Process(launcher).children()
     return [process for process in children if " run.py " in " ".join(process.cmdline())]
 
@@ -427,7 +459,9 @@ def test_a_real_run_loses_an_engine_of_each_role(tmp_path, undisturbed):
     finally:
         run.finish(600)
     check_as(run, undisturbed)
-    assert "the rollout engine of rank 0" in run.stdout and "the genrm engine of rank 1" in run.stdout
+    assert (
+        "the rollout engine of rank 0" in run.stdout and "the genrm engine of rank 1" in run.stdout
+    )
     rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
     assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 2
 
@@ -435,7 +469,11 @@ def test_a_real_run_loses_an_engine_of_each_role(tmp_path, undisturbed):
 def test_a_real_run_loses_engines_while_its_tail_moves(tmp_path, undisturbed):
     """In fused mode, kill -9 of the engine that goes on with it: before, during and after the move."""
     how = dict(program="tests/strike_in_move.py")
-    run = real_run(tmp_path / "run", 24060, "--mode", "fused", "--tail", "0.9", **how).start().finish(600)
+    run = (
+        real_run(tmp_path / "run", 24060, "--mode", "fused", "--tail", "0.9", **how)
+        .start()
+        .finish(600)
+    )
     check_as(run, undisturbed)
     for moment in ("before", "during", "after"):
         assert f"struck {moment} the move" in run.stdout

@@ -26,27 +26,46 @@ MIXED = [
 
 def life(prompt_id, *stretches):
     """The stretches (state, start, end, step) of answer 0 to a prompt."""
-    return [tl.SampleSpan(state, prompt_id, 0, 0, start, end, step) for state, start, end, step in stretches]
+    return [
+        tl.SampleSpan(state, prompt_id, 0, 0, start, end, step)
+        for state, start, end, step in stretches
+    ]
 
 
 CUT = life(  # in step 0, and written to its end in step 1
-    7, ("queued", 0.0, 1.0, 0), ("decoding", 1.0, 3.0, 0), ("aborted", 3.0, 3.0, 0),
-    ("queued", 5.0, 5.5, 1), ("resumed", 5.5, 6.0, 1), ("judging", 6.0, 7.0, 1), ("done", 7.0, 7.0, 1),
-)  # fmt: skip
+    7,
+    ("queued", 0.0, 1.0, 0),
+    ("decoding", 1.0, 3.0, 0),
+    ("aborted", 3.0, 3.0, 0),
+    ("queued", 5.0, 5.5, 1),
+    ("resumed", 5.5, 6.0, 1),
+    ("judging", 6.0, 7.0, 1),
+    ("done", 7.0, 7.0, 1),
+)
 WHOLE = life(
-    8, ("queued", 0.0, 0.5, 0), ("decoding", 0.5, 2.0, 0), ("judging", 2.0, 2.5, 0), ("done", 2.5, 2.5, 0)
+    8,
+    ("queued", 0.0, 0.5, 0),
+    ("decoding", 0.5, 2.0, 0),
+    ("judging", 2.0, 2.5, 0),
+    ("done", 2.5, 2.5, 0),
 )
 LATER = life(
-    9, ("queued", 5.0, 5.25, 1), ("decoding", 5.25, 8.0, 1), ("judging", 8.0, 8.5, 1), ("done", 8.5, 8.5, 1)
+    9,
+    ("queued", 5.0, 5.25, 1),
+    ("decoding", 5.25, 8.0, 1),
+    ("judging", 8.0, 8.5, 1),
+    ("done", 8.5, 8.5, 1),
 )
 MARKS = [
     tl.Mark(kind, text, rank, time + rank / 8, step)
     for rank in (1, 2)
     for kind, text, time, step in (
-        ("wave", "wave 1", 0.0, 0), ("wave", "wave 2", 2.0, 0), ("weights", "v1", 4.75, 0),
+        ("wave", "wave 1", 0.0, 0),
+        ("wave", "wave 2", 2.0, 0),
+        ("weights", "v1", 4.75, 0),
         ("split", "1|1", 5.0, 1),
     )
-]  # fmt: skip
+]
 
 
 # ---------------------------------------------------------------- the rows of answers
@@ -54,7 +73,9 @@ MARKS = [
 
 def test_answers_are_in_the_order_in_which_they_left_the_queue():
     """One cut in the queue left it then."""
-    early = [life(i, ("queued", 0.0, 1.0 + i, 0), ("decoding", 1.0 + i, 9.0 - i, 0)) for i in range(4)]
+    early = [
+        life(i, ("queued", 0.0, 1.0 + i, 0), ("decoding", 1.0 + i, 9.0 - i, 0)) for i in range(4)
+    ]
     cut = life(5, ("queued", 0.0, 4.5, 0), ("aborted", 4.5, 4.5, 0))
     late = life(6, ("queued", 0.0, 7.0, 0), ("decoding", 7.0, 8.0, 0))
     rows = figure.rows_of([*late, *cut, *itertools.chain(*early)])
@@ -81,12 +102,16 @@ def test_in_each_step_an_answer_has_a_row(steps, rng):
     assert sorted(stretch for _, stretch in rows) == sorted(samples)
     for step in range(8):
         held = {(row, stretch.prompt_id) for row, stretch in rows if stretch.step == step}
-        assert sorted(row for row, _ in held) == list(range(len({prompt_id for _, prompt_id in held})))
+        assert sorted(row for row, _ in held) == list(
+            range(len({prompt_id for _, prompt_id in held}))
+        )
 
 
 def test_marks_are_the_lowest_rank_s():
     """All ranks make them at once; wave 1 is where its step begins."""
-    marks = [tl.Mark("wave", text, rank, 1.0, 0) for rank in (2, 1) for text in ("wave 1", "wave 2")]
+    marks = [
+        tl.Mark("wave", text, rank, 1.0, 0) for rank in (2, 1) for text in ("wave 1", "wave 2")
+    ]
     assert figure.Picture("t", tl.Records(marks=marks), 4).marks == marks[3:]
     assert figure.Picture("t", tl.Records(), 4).marks == []
 
@@ -130,9 +155,17 @@ def test_marks_are_drawn_and_named():
     """At the lowest rank's time; waves go through the answers as dotted lines, steps as whole ones."""
     panels = figure.make_figure(figure.Picture("t", tl.Records(MIXED, CUT + WHOLE, MARKS), 4)).axes
     texts = sorted((text.get_text().strip(), text.get_position()[0]) for text in panels[0].texts)
-    assert texts == [("split 1|1", 5.125), ("step 0", 0), ("step 1", 9), ("v1", 4.875), ("wave 2", 2.125)]
+    assert texts == [
+        ("split 1|1", 5.125),
+        ("step 0", 0),
+        ("step 1", 9),
+        ("v1", 4.875),
+        ("wave 2", 2.125),
+    ]
     for axes in panels:
-        verticals = sorted((line.get_xdata()[0], line.get_linestyle() == "-") for line in axes.lines)
+        verticals = sorted(
+            (line.get_xdata()[0], line.get_linestyle() == "-") for line in axes.lines
+        )
         assert verticals == [(0.0, True), (2.125, False), (9.0, True)]
 
 
@@ -150,7 +183,8 @@ def test_thousands_of_answers_make_no_taller_picture():
     """Their rows get thinner, and none is left out."""
     samples = [tl.SampleSpan("decoding", i, 0, 0, i / 1000, 4.0, 0) for i in range(3000)]
     few, many = (
-        figure.make_figure(figure.Picture("t", tl.Records(MIXED, samples[:n]), 4)) for n in (300, 3000)
+        figure.make_figure(figure.Picture("t", tl.Records(MIXED, samples[:n]), 4))
+        for n in (300, 3000)
     )
     assert few.get_figheight() == many.get_figheight() and len(lines(many.axes[1])) == 3000
     widths = [whole.axes[1].collections[1].get_linewidth()[0] for whole in (few, many)]
@@ -198,7 +232,9 @@ def test_steps_of_a_run(first, last, steps):
     marks = [tl.Mark("wave", "wave 1", 0, 10.0 * i, i) for i in range(13)]
     chosen = figure.of_steps(tl.Records(spans, samples, marks), first, last)
     assert {s.name for s in chosen.spans} <= {"train"}
-    assert all({r.step for r in kind} == steps for kind in (chosen.spans, chosen.samples, chosen.marks))
+    assert all(
+        {r.step for r in kind} == steps for kind in (chosen.spans, chosen.samples, chosen.marks)
+    )
 
 
 def test_steps_of_a_run_that_does_not_train():
@@ -210,7 +246,9 @@ def test_steps_of_a_run_that_does_not_train():
 def write_run(out, mode, spans):
     """What a run leaves for the figure."""
     (out / "spans").mkdir(parents=True)
-    (out / "config.json").write_text(json.dumps({"mode": mode, "ranks": 2, "max_running_requests": 4}))
+    (out / "config.json").write_text(
+        json.dumps({"mode": mode, "ranks": 2, "max_running_requests": 4})
+    )
     for rank in (0, 1):
         (out / "spans" / f"rank{rank}.jsonl").write_text(
             "".join(json.dumps(["span", *s]) + "\n" for s in spans if s.rank == rank)
@@ -228,19 +266,25 @@ def test_steps_of_a_run_are_drawn(tmp_path, monkeypatch):
     import matplotlib.image
 
     made, make = [], figure.make_figure
-    monkeypatch.setattr(figure, "make_figure", lambda picture: made.append(make(picture)) or made[0])
+    monkeypatch.setattr(
+        figure, "make_figure", lambda picture: made.append(make(picture)) or made[0]
+    )
     write_run(tmp_path / "a", "full", MIXED)
     path = tmp_path / "steps.png"
     command = ["figure.py", str(tmp_path / "a"), "--steps", "0", "1", "--figure", str(path)]
     monkeypatch.setattr("sys.argv", command)
     figure.main()
     (axes,) = made[0].axes
-    assert len(bars(axes)) == 11 and axes.get_title(loc="left") == f"{tmp_path}/a: full colocation, 2 ranks"
+    assert (
+        len(bars(axes)) == 11
+        and axes.get_title(loc="left") == f"{tmp_path}/a: full colocation, 2 ranks"
+    )
     assert matplotlib.image.imread(path).shape[1] > 1000
 
 
 @pytest.mark.parametrize(
-    "steps,message", [(("7", "9"), "has no steps 7 to 9"), (("0", "1"), "is not what a run left behind")]
+    "steps,message",
+    [(("7", "9"), "has no steps 7 to 9"), (("0", "1"), "is not what a run left behind")],
 )
 def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, steps, message):
     run = tmp_path / "run"
@@ -258,8 +302,12 @@ def test_the_bars_are_the_spans():
     """Of 12 steps the last three, on the run's clock. Shade is occupancy."""
     spans = [tl.Span("rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
     spans += [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    spans.append(tl.Span("rollout", 1, 120.0, 121.0, 12))  # the evaluation at the end belongs to no step
-    (axes,) = figure.make_figure(figure.Picture("t", figure.of_steps(tl.Records(spans), -3, -1), 2)).axes
+    spans.append(
+        tl.Span("rollout", 1, 120.0, 121.0, 12)
+    )  # the evaluation at the end belongs to no step
+    (axes,) = figure.make_figure(
+        figure.Picture("t", figure.of_steps(tl.Records(spans), -3, -1), 2)
+    ).axes
     half, full = 0.35 + 0.65 / 2, 1.0  # one request where two have room; training
     drawn = [("rollout", 10.0 * i, 4.0, half) for i in range(9, 12)]
     drawn += [("train", 10.0 * i + 5, 1.0, full) for i in range(9, 12)]

@@ -12,12 +12,7 @@ from statistics import fmean
 import pytest
 import torch
 import torch.nn.functional as F
-from finetune_worker import config_of
-from models import save_tokenizer
-from test_actor import VOCAB, make_model, plain_optimizer
-from test_critic import make_value_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from workers import run_worker
 
 import data
 import genrm
@@ -25,8 +20,13 @@ from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import Config, parse_config
 from controller import MAX_SKIPS
+from finetune_worker import config_of
+from models import save_tokenizer
 from recipes.addition import models, warmstart
 from sample import Sample
+from test_actor import VOCAB, make_model, plain_optimizer
+from test_critic import make_value_model
+from workers import run_worker
 
 # worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
 LEARNING_RATES, CLIP = [5e-4, 1e-3, 7.5e-4], 0.5
@@ -53,10 +53,13 @@ def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
             [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
             for _ in range(1 if command == "sft" else 2)
         ]
-        example = [Sample(0, index, prompt, response=answer) for index, answer in enumerate(answers)]
+        example = [
+            Sample(0, index, prompt, response=answer) for index, answer in enumerate(answers)
+        ]
         if command == "rm":
             example = [
-                replace(sample, prompt=sample.prompt + sample.response, response=[0]) for sample in example
+                replace(sample, prompt=sample.prompt + sample.response, response=[0])
+                for sample in example
             ]
         examples.append(example)
     return examples
@@ -84,11 +87,19 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
     if command == "sft":
         losses = [-logprob for (sample,) in examples for logprob in plain_logprobs(model, sample)]
         return {"loss": sum(losses) / len(losses)}
-    scores = [[plain_score(command, model, reference, sample) for sample in example] for example in examples]
+    scores = [
+        [plain_score(command, model, reference, sample) for sample in example]
+        for example in examples
+    ]
     losses = [torch.log1p(torch.exp(b - a)) for a, b in scores]
-    found = {"accuracy": [float(a > b) for a, b in scores], "margin": [(a - b).item() for a, b in scores]}
+    found = {
+        "accuracy": [float(a > b) for a, b in scores],
+        "margin": [(a - b).item() for a, b in scores],
+    }
     found |= {"chosen": [a.item() for a, _ in scores], "rejected": [b.item() for _, b in scores]}
-    return {"loss": sum(losses) / len(losses)} | {name: fmean(values) for name, values in found.items()}
+    return {"loss": sum(losses) / len(losses)} | {
+        name: fmean(values) for name, values in found.items()
+    }
 
 
 def plain_learning(command: str, model_dir: str) -> dict:
@@ -127,7 +138,8 @@ def references(tmp_path_factory) -> dict:
     policy = make_model(path / "actor", "qwen3", tied=True)
     value_model = make_value_model(path / "rm", "qwen3", tied=False)
     return {
-        command: plain_learning(command, value_model if command == "rm" else policy) for command in COMMANDS
+        command: plain_learning(command, value_model if command == "rm" else policy)
+        for command in COMMANDS
     }
 
 
@@ -146,7 +158,8 @@ def test_a_command_learns_as_the_plain_reference(command, name, references, resu
     """Metrics, gradients (their norm, and where they take the weights), held-out metrics, by layout."""
     reference, result = references[command], results[0][command, name]
     found, expected = (
-        side["metrics"] + side[of] for side, of in ((result, "held_out"), (reference, "of_held_out"))
+        side["metrics"] + side[of]
+        for side, of in ((result, "held_out"), (reference, "of_held_out"))
     )
     for row, wanted in zip(found, expected, strict=True):
         undecided = (
@@ -212,7 +225,9 @@ def assistant(text: str) -> dict:
 
 
 def decoded(tokenizer, example: list[Sample]) -> list[tuple[str, str]]:
-    return [(tokenizer.decode(sample.prompt), tokenizer.decode(sample.response)) for sample in example]
+    return [
+        (tokenizer.decode(sample.prompt), tokenizer.decode(sample.response)) for sample in example
+    ]
 
 
 ASKED, ANSWERED = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n", "7<|im_end|>\n"
@@ -226,7 +241,10 @@ def test_text_rows(tokenizers):
             ("<bos>3+4=", ">7<eos>")
         ]
     row = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
-    assert decoded(text, parse_pair(row, text, "f:1")) == [("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")]
+    assert decoded(text, parse_pair(row, text, "f:1")) == [
+        ("<bos>3+4=", ">7<eos>"),
+        ("<bos>3+4=", ">6<eos>"),
+    ]
     for sample, whole in zip(
         parse_rm(row, text, "f:1"), ("<bos>3+4=>7<eos>", "<bos>3+4=>6<eos>"), strict=True
     ):
@@ -289,7 +307,8 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
     turns = {"prompt": [user("3+4=")], "chosen": [assistant(">7")], "rejected": [assistant(">6")]}
     for tokenizer, row in ((tokenizers["text"], texts), (tokenizers["chat"], turns)):
         shown = [
-            data.encode_exchange(tokenizer, genrm.score_prompt("3+4=", answer)) for answer in (">7", ">6")
+            data.encode_exchange(tokenizer, genrm.score_prompt("3+4=", answer))
+            for answer in (">7", ">6")
         ]
         assert shown == [sample.prompt for sample in parse_rm(row, tokenizer, "f:1")]
 
@@ -314,7 +333,12 @@ BAD = [
     ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
     ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
     ("sft", "chat", {"messages": []}, "a prompt and an answer are needed"),
-    ("sft", "chat", {"messages": [user("3+4?"), {"role": "assistant"}]}, "a prompt and an answer are needed"),
+    (
+        "sft",
+        "chat",
+        {"messages": [user("3+4?"), {"role": "assistant"}]},
+        "a prompt and an answer are needed",
+    ),
     ("sft", "chat", {"messages": [assistant("7")]}, NO_ANSWER),
     (
         "sft",
@@ -344,7 +368,9 @@ BAD = [
 def test_a_reward_model_reads_text_alone(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     config = parse_config(["rm", "--model", str(tmp_path), "--out", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match="a scalar reward model reads text alone, and --model sees"):
+    with pytest.raises(
+        ValueError, match="a scalar reward model reads text alone, and --model sees"
+    ):
         asyncio.run(finetune.prepare(config, 0, print))
     assert not (tmp_path / "out").exists()
 
@@ -360,9 +386,13 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in (good, row)))
     with pytest.raises(ValueError) as caught:
-        read_examples(path, finetune.TASKS[command].parse, tokenizers[tokenizer], config_of(command, "m"))
+        read_examples(
+            path, finetune.TASKS[command].parse, tokenizers[tokenizer], config_of(command, "m")
+        )
     assert (
-        message in str(caught.value) and f"{path}:2: " in str(caught.value) and "\n" not in str(caught.value)
+        message in str(caught.value)
+        and f"{path}:2: " in str(caught.value)
+        and "\n" not in str(caught.value)
     )
 
 
@@ -388,7 +418,9 @@ def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
     rows = warmstart.example_rows(command, seed=0, count=40)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = read_examples(path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command]))
+    examples = read_examples(
+        path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command])
+    )
     assert len(examples) == 40 and rows == warmstart.example_rows(command, seed=0, count=40)
     for row in rows if command != "sft" else ():
         a, b = map(int, row["prompt"][:-1].split("+"))
@@ -417,7 +449,9 @@ class Quiet:
 def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
     """The mean cross entropy of the answers' tokens, by plain transformers."""
     model, losses = AutoModelForCausalLM.from_pretrained(path), []
-    for prompt, response in (data.encode_pair(data.load_tokenizer(str(path)), *pair) for pair in pairs):
+    for prompt, response in (
+        data.encode_pair(data.load_tokenizer(str(path)), *pair) for pair in pairs
+    ):
         ids = torch.tensor([prompt + response])
         labels = torch.tensor([[-100] * len(prompt) + response])
         losses.append(model(ids, labels=labels).loss.item())
@@ -468,7 +502,9 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
     held_out = {
-        row["step"]: row[f"{command}/held_out_loss"] for row in rows if f"{command}/held_out_loss" in row
+        row["step"]: row[f"{command}/held_out_loss"]
+        for row in rows
+        if f"{command}/held_out_loss" in row
     }
     assert list(held_out) == [0, 5, 8] and held_out[8] < held_out[0] - 0.01
     names = (*finetune.TASKS[command].stats, "loss", "lr", "grad_norm", "skipped")
@@ -483,9 +519,13 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
 def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
     """After so many updates whose loss isn't finite; the weights stay."""
     monkeypatch.setattr(finetune, "cross_entropy_loss", not_a_number)
-    with pytest.raises(ValueError, match=f"the loss or the gradient of {MAX_SKIPS} updates in a row"):
+    with pytest.raises(
+        ValueError, match=f"the loss or the gradient of {MAX_SKIPS} updates in a row"
+    ):
         run_on_demo("sft", tmp_path, "--batch-size", "4")
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["sft/skipped"] for row in rows] == [1.0] * MAX_SKIPS
 
 

@@ -13,17 +13,17 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
-from fakes import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_faults import UNBROKEN, check_as_unbroken, in_parts_of, trained
 
 import rollout
 from engines.pool import Pool
+from fakes import simulate
 from scheduling.costs import Decode, Passes
 from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.engine import Moves
+from test_faults import UNBROKEN, check_as_unbroken, in_parts_of, trained
 
 FOUR = [(0,), (1,), (2,), (3,)]
 ALL = (0, 1, 2, 3)
@@ -64,7 +64,13 @@ def test_ranks_of_tail(held, unwritten, judging, expected):
         (FOUR, 1, UP, {0: 0, 1: 0, 2: 0}, (2,)),  # rank 3 has no judge: it idles
         (FOUR, 3, UP, {0: 0, 1: 1, 2: 0, 3: 1}, (2, 3)),  # each judge has an engine
         (FOUR, 1, UP, {1: 0, 2: 1}, (0,)),
-        ([(0, 1), (2, 3)], 1, {0: 0, 2: 0}, {0: 0, 1: 0, 2: 0, 3: 0}, (2, 3)),  # rollout engines of two ranks
+        (
+            [(0, 1), (2, 3)],
+            1,
+            {0: 0, 2: 0},
+            {0: 0, 1: 0, 2: 0, 3: 0},
+            (2, 3),
+        ),  # rollout engines of two ranks
         ([(0, 1), (2, 3)], 1, UP, {0: 0, 2: 1}, ALL),  # the two judges need all ranks
         ([(0,)], 1, {0: 0}, {0: 0}, (0,)),
     ],
@@ -72,7 +78,9 @@ def test_ranks_of_tail(held, unwritten, judging, expected):
 def test_which_ranks_the_tail_keeps(units, keep, writers, judges, expected):
     """Those that owe most, as far as somebody can write and every judge has an engine that is up."""
     everyone, owed = sum(units, ()), Counter({0: 5, 1: 1, 2: 9, 3: 2})
-    assert ranks_of_tail(1.0, units, everyone, Left(5, 0, 10), keep, owed, writers, judges) == expected
+    assert (
+        ranks_of_tail(1.0, units, everyone, Left(5, 0, 10), keep, owed, writers, judges) == expected
+    )
 
 
 @given(st.data())
@@ -80,7 +88,9 @@ def test_rollout_never_holds_what_a_judge_needs(data):
     """Whoever is lost: somebody writes and every judge has an engine, or one role holds all ranks."""
     size = data.draw(st.integers(1, 8))
     models = data.draw(st.integers(1, 3))
-    judges = {rank: rank % models for rank in data.draw(st.sets(st.integers(0, size - 1), min_size=1))}
+    judges = {
+        rank: rank % models for rank in data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    }
     writers = dict.fromkeys(data.draw(st.sets(st.integers(0, size - 1), min_size=1)), 0)
     everyone, units = tuple(range(size)), [(rank,) for rank in range(size)]
     held = tuple(sorted(data.draw(st.sets(st.sampled_from(everyone)))))
@@ -152,9 +162,13 @@ def test_full_and_partial_are_its_ends(tail, alike):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.floats(0, 1), st.integers(2, 8), st.sampled_from([3, 10, 10**6]), st.booleans(), st.integers(1, 2),
+    st.floats(0, 1),
+    st.integers(2, 8),
+    st.sampled_from([3, 10, 10**6]),
+    st.booleans(),
+    st.integers(1, 2),
     st.integers(0, 10**6),
-)  # fmt: skip
+)
 def test_every_tail_trains_on_the_same_samples(tail, size, part, rebalance, judges, seed):
     """Ranks, judges, speeds and moves of the tail aside; over-dispatch is of test_rollout.py."""
     rng = random.Random(seed)
@@ -164,11 +178,15 @@ def test_every_tail_trains_on_the_same_samples(tail, size, part, rebalance, judg
         for engine in engines:
             engine.server.pace = 0.005 * 10 ** rng.random()
 
-    several = dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2) if judges == 2 else {}
+    several = (
+        dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2) if judges == 2 else {}
+    )
     options = dict(UNBROKEN, steps=3) | several
     first, _ = simulate("full", 1 if judges == 1 else 2, **options)
     second, _ = simulate("fused", size, tail=tail, rebalance=rebalance, prepare=prepare, **options)
-    assert [trained(first, step) for step in range(3)] == [trained(second, step) for step in range(3)]
+    assert [trained(first, step) for step in range(3)] == [
+        trained(second, step) for step in range(3)
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
@@ -209,7 +227,9 @@ def test_an_engine_lost_in_a_move(when, whose, verb):
 
         vars(pool)["use"] = use
 
-    options = dict(UNBROKEN, tail=0.3, prepare=in_parts_of(3), prepare_controller=prepare_controller)
+    options = dict(
+        UNBROKEN, tail=0.3, prepare=in_parts_of(3), prepare_controller=prepare_controller
+    )
     controllers, _ = simulate("fused", 4, **options)
     assert struck
     check_as_unbroken(controllers)
@@ -218,7 +238,9 @@ def test_an_engine_lost_in_a_move(when, whose, verb):
 def test_a_stop_in_the_middle_of_a_tail():
     """It saves the state of the step's start, with engines of both roles awake."""
     unbroken, _ = simulate("fused", 4, tail=0.3, **UNBROKEN)
-    moment = next(mark.time for mark in unbroken[0].report.marks if mark.kind == "tail" and mark.step == 1)
+    moment = next(
+        mark.time for mark in unbroken[0].report.marks if mark.kind == "tail" and mark.step == 1
+    )
 
     def ask(servers, controllers):
         controllers[2].stop.asked = 15
@@ -267,7 +289,9 @@ def test_the_fluid_model_by_hand():
     model = FluidModel((2, 2), TokenLatency(1.0, 0.1), TokenLatency(1.0, 0.0), 100, 1.0)
     written = 16 * (1 + 0.1 * 10) + 48 * (1 + 0.1 * 2)
     assert model.seconds(0.0, lengths, 20, 8) == pytest.approx(written + 1 + 8)  # all take turns
-    tail = 16 * 2.0 + 1 + 48 * (1 + 0.1 * 4)  # the four go on together; the others are judged meanwhile
+    tail = (
+        16 * 2.0 + 1 + 48 * (1 + 0.1 * 4)
+    )  # the four go on together; the others are judged meanwhile
     assert model.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + 8)
     slow = FluidModel((2, 2), TokenLatency(1.0, 0.1), TokenLatency(1.0, 1.0), 100, 1.0)
     beside = 16 * 2.0 + 1 + 8 * (1 + 16)  # 16 critiques on one engine take longer than the tail
@@ -332,7 +356,9 @@ def test_fusion_pays_on_a_tail(workload):
     assert all(keys_of(run) == keys_of(runs["full"]) for run in runs.values())
     seconds = {name: serving_s(run) for name, run in runs.items()}
     best = min(seconds["fused 0.1"], seconds["fused 0.2"])
-    assert best <= 0.85 * seconds["full"] and best <= 0.95 * min(seconds[f"{n}|{4 - n}"] for n in (1, 2, 3))
+    assert best <= 0.85 * seconds["full"] and best <= 0.95 * min(
+        seconds[f"{n}|{4 - n}"] for n in (1, 2, 3)
+    )
     assert min(seconds["fused 0"], seconds["fused 0.9"]) >= 1.05 * best
 
 
@@ -356,10 +382,15 @@ def test_auto_takes_fusion_where_it_pays():
     """It measures all three modes, and then takes what is within 5 % of the best tail."""
     steps = simulated("tail", "auto", steps=24)
     assert {step.stats.split.mode for step in steps[:9]} == {"full", "partial", "fused"}
-    assert serving_s(steps, 12) <= 1.05 * serving_s(simulated("tail", "fused", steps=24, tail=0.2), 12)
+    assert serving_s(steps, 12) <= 1.05 * serving_s(
+        simulated("tail", "fused", steps=24, tail=0.2), 12
+    )
 
 
 if __name__ == "__main__":  # the table of docs/fusion.md
     for name in WORKLOADS:
         sides = sides_of((0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.9))
-        print(name, *(f"{side}: {serving_s(simulated(name, **how)):.2f}" for side, how in sides.items()))
+        print(
+            name,
+            *(f"{side}: {serving_s(simulated(name, **how)):.2f}" for side, how in sides.items()),
+        )

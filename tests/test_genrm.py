@@ -5,16 +5,16 @@ import random
 from collections import Counter
 
 import pytest
-from fakes import VirtualClock, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import SPECIAL, save_tokenizer
 
 import data
 import genrm
 import rewards
 from config import Config
 from engines.engine import Answer
+from fakes import VirtualClock, simulate
+from models import SPECIAL, save_tokenizer
 from sample import Sample
 
 TEXT = st.text(alphabet="0123456789>#{}\\boxed \nx+=;:.YNverdict", max_size=40)
@@ -117,7 +117,13 @@ class Engine:
     """
 
     def __init__(self, reply, *delays):
-        self.reply, self.delays, self.asked, self.seeds, self.starts = reply, delays or (0.0,), [], [], []
+        self.reply, self.delays, self.asked, self.seeds, self.starts = (
+            reply,
+            delays or (0.0,),
+            [],
+            [],
+            [],
+        )
         self.in_flight = self.most = 0
 
     async def generate(self, requests):
@@ -136,7 +142,9 @@ class Engine:
                 score = text if isinstance(text, float) else None
                 tokens = list(text) if score is None else []
                 times = dict(sent=self.starts[-1], end=asyncio.get_running_loop().time())
-                yield Answer(index, tokens, [-0.01, logprob, -0.02], finish, [], score=score, **times)
+                yield Answer(
+                    index, tokens, [-0.01, logprob, -0.02], finish, [], score=score, **times
+                )
         finally:
             self.in_flight -= 1
 
@@ -220,7 +228,12 @@ def test_identical_pairs_are_asked_once():
     A new step asks anew.
     """
     listed, engine = make_rewards(), Engine(accept)
-    samples = [sample(">125"), sample("7+8+0=15;5+6+1=12;>125"), sample(">125", "60+65="), sample(">125")]
+    samples = [
+        sample(">125"),
+        sample("7+8+0=15;5+6+1=12;>125"),
+        sample(">125", "60+65="),
+        sample(">125"),
+    ]
     score_all(listed, Pool(engine), samples)
     assert sorted(engine.asked) == ["57+68=>125?", "60+65=>125?"]
     assert all((s.verdict, s.reward, s.critique) == (True, 1.0, "1:1.Y") for s in samples)
@@ -236,7 +249,10 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     listed, engine, too_long = make_rewards(max_prompt_tokens=8), Engine(accept), sample(">125")
     score_all(listed, Pool(engine), [too_long])
     assert (too_long.verdict, too_long.reward, engine.asked) == (None, None, [])
-    assert too_long.critique == "not asked: 11 tokens, of at most 8" and listed.counts() == ([1], [0])
+    assert too_long.critique == "not asked: 11 tokens, of at most 8" and listed.counts() == (
+        [1],
+        [0],
+    )
 
 
 @settings(deadline=None)
@@ -244,7 +260,9 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
 def test_as_many_requests_as_pairs(pairs):
     """And every sample gets its own pair's verdict."""
     listed = make_rewards()
-    engine = Engine(lambda prompt, _: ("Y" if prompt[0] == prompt.split(">")[1][0] else "N", -0.1, "stop"))
+    engine = Engine(
+        lambda prompt, _: ("Y" if prompt[0] == prompt.split(">")[1][0] else "N", -0.1, "stop")
+    )
     samples = [sample(f">{answer}", str(question)) for question, answer in pairs]
     score_all(listed, Pool(engine), samples)
     assert sorted(engine.asked) == sorted(f"{q}>{a}?" for q, a in set(pairs))
@@ -258,18 +276,24 @@ def test_requests_are_in_flight_together():
 
 
 @pytest.mark.parametrize(
-    "text,logprob,reward", [("Y", -0.35, 1.0), ("Y", -0.37, 0.0), ("N", -0.35, 0.0), ("N", -5.0, 0.0)]
+    "text,logprob,reward",
+    [("Y", -0.35, 1.0), ("Y", -0.37, 0.0), ("N", -0.35, 0.0), ("N", -5.0, 0.0)],
 )
 def test_confidence_floor(text, logprob, reward):
     """An accept with one unlikely token counts as a reject; a reject stays one."""
     listed, judged = make_rewards(), sample(">125")
     score_all(listed, Pool(Engine(lambda prompt, number: (text, logprob, "stop"))), [judged])
-    assert (judged.reward, judged.verdict) == (reward, bool(reward)) and listed.counts() == ([0], [1])
+    assert (judged.reward, judged.verdict) == (reward, bool(reward)) and listed.counts() == (
+        [0],
+        [1],
+    )
 
 
 def test_the_chat_format_has_no_floor():
     listed, judged = make_rewards("chat"), sample("It is 125", "57+68?")
-    score_all(listed, Pool(Engine(lambda prompt, number: ("Verdict: correct", -50.0, "stop"))), [judged])
+    score_all(
+        listed, Pool(Engine(lambda prompt, number: ("Verdict: correct", -50.0, "stop"))), [judged]
+    )
     assert judged.reward == 1.0
 
 
@@ -297,7 +321,9 @@ def test_a_failed_verdict_is_no_reward(text, finish):
     assert len(engine.asked) == 1 and listed.counts() == ([1], [0])
 
 
-@pytest.mark.parametrize("retries,asked,reward", [(0, 1, None), (1, 2, None), (2, 3, 1.0), (5, 3, 1.0)])
+@pytest.mark.parametrize(
+    "retries,asked,reward", [(0, 1, None), (1, 2, None), (2, 3, 1.0), (5, 3, 1.0)]
+)
 def test_a_sampled_verdict_is_asked_for_again(monkeypatch, retries, asked, reward):
     """1 + JUDGE_RETRIES times, until all can be read; here those of the third time can."""
     monkeypatch.setattr(genrm, "JUDGE_RETRIES", retries)
@@ -312,7 +338,11 @@ def test_a_sampled_verdict_is_asked_for_again(monkeypatch, retries, asked, rewar
 
 
 def test_judgements_come_from_one_request():
-    listed, engine, judged = make_rewards(judgements=4), Engine(numbered("Y", "N", "Y", "Y")), sample(">125")
+    listed, engine, judged = (
+        make_rewards(judgements=4),
+        Engine(numbered("Y", "N", "Y", "Y")),
+        sample(">125"),
+    )
     score_all(listed, Pool(engine), [judged])
     assert (judged.reward, judged.verdict, judged.critique) == (0.75, True, "Y\nN\nY\nY")
     assert len(engine.asked) == 1 and listed.counts() == ([0], [4]) and len(listed.latencies) == 4
@@ -399,7 +429,9 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
     score_all(listed, Pool(*engines), [judged])
     assert (judged.reward, judged.verdict) == (pytest.approx(reward), verdict)
     critique = [
-        text for number, reply in enumerate(replies) for text in (f"judge {number}:", reply("", 1)[0])
+        text
+        for number, reply in enumerate(replies)
+        for text in (f"judge {number}:", reply("", 1)[0])
     ]
     assert judged.critique.splitlines() == critique
     assert [len(engine.asked) for engine in engines] == [1] * len(replies)
@@ -411,7 +443,10 @@ def test_several_judgements_of_several_judges():
     listed = make_rewards("addition", "addition", judgements=4, reward_weights=(0.6, 0.4))
     judged, engines = sample(">125"), (Engine(numbered(*"YYNY")), Engine(numbered(*"NYNN")))
     score_all(listed, Pool(*engines), [judged])
-    assert judged.reward == pytest.approx(0.6 * 0.75 + 0.4 * 0.25) and listed.counts() == ([0, 0], [4, 4])
+    assert judged.reward == pytest.approx(0.6 * 0.75 + 0.4 * 0.25) and listed.counts() == (
+        [0, 0],
+        [4, 4],
+    )
 
 
 def test_each_judge_reads_the_answer_by_its_own_format():
@@ -422,14 +457,19 @@ def test_each_judge_reads_the_answer_by_its_own_format():
     listed, judged = make_rewards("addition", "chat"), sample("It is >125")
     engines = [Engine(accept), Engine(always("Verdict: incorrect"))]
     score_all(listed, Pool(*engines), [judged])
-    assert engines[0].asked == ["57+68=>125?"] and "Final answer:\nIt is >125" in engines[1].asked[0]
+    assert (
+        engines[0].asked == ["57+68=>125?"] and "Final answer:\nIt is >125" in engines[1].asked[0]
+    )
     assert judged.reward == 0.5 and listed.final_answer(judged) == "125"
 
 
 def test_a_cost_judge_says_what_an_answer_costs():
     """Its accept costs 1, and takes nothing off the reward; the costs of several are added."""
     listed, judged = make_rewards("addition", "harm", "harm", "harm", costs=3), sample("It is >125")
-    engines = [Engine(accept), *(Engine(always(f"Verdict: {word}")) for word in ("yes", "no", "yes"))]
+    engines = [
+        Engine(accept),
+        *(Engine(always(f"Verdict: {word}")) for word in ("yes", "no", "yes")),
+    ]
     score_all(listed, Pool(*engines), [judged])
     assert (judged.reward, judged.cost, judged.verdict) == (1.0, 2.0, True)
     assert "Request:\n57+68=\n" in engines[1].asked[0]
@@ -469,8 +509,17 @@ def test_a_scalar_reward_model_scores_the_whole_response():
     score_all(listed, Pool(engine), [judged, cut])
     assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 2
     assert listed.counts() == ([0], [2])
-    assert (judged.reward, judged.critique, listed.final_answer(judged)) == (1.25, "score 1.25", "125")
-    assert (cut.reward, judged.verdict, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None, None)
+    assert (judged.reward, judged.critique, listed.final_answer(judged)) == (
+        1.25,
+        "score 1.25",
+        "125",
+    )
+    assert (cut.reward, judged.verdict, cut.verdict, listed.final_answer(cut)) == (
+        -2.5,
+        None,
+        None,
+        None,
+    )
 
 
 def test_no_final_answer_for_one_judge_is_0_from_that_judge():
@@ -481,7 +530,10 @@ def test_no_final_answer_for_one_judge_is_0_from_that_judge():
     score_all(listed, Pool(*engines), [unmarked, cut])
     assert unmarked.critique == "judge 0:\nno final answer\njudge 1:\nVerdict: correct"
     assert (unmarked.reward, cut.reward, cut.verdict) == (0.6, 0.0, False)
-    assert (len(engines[0].asked), len(engines[1].asked)) == (0, 1) and listed.counts() == ([0, 0], [0, 1])
+    assert (len(engines[0].asked), len(engines[1].asked)) == (0, 1) and listed.counts() == (
+        [0, 0],
+        [0, 1],
+    )
 
 
 @settings(deadline=None)
@@ -500,7 +552,9 @@ def test_one_of_two_judges_is_ten_times_slower():
     listed, samples = make_rewards("addition", "addition"), right_and_wrong(6)
     engines = [Engine(truth, 1.0), Engine(truth, 10.0)]
     assert score_all(listed, Pool(*engines), samples) == pytest.approx(10.0)
-    assert [s.reward for s in samples] == [1.0, 0.0] * 3 and listed.latencies == [1.0] * 6 + [10.0] * 6
+    assert [s.reward for s in samples] == [1.0, 0.0] * 3 and listed.latencies == [1.0] * 6 + [
+        10.0
+    ] * 6
     assert engines[0].starts == engines[1].starts == [0.0] * 6
 
 
@@ -558,7 +612,11 @@ def test_garbage_of_a_sampling_judge_is_asked_for_again():
         is_garbage = int(prompt.split("+")[0]) % 20 == 0 and written[prompt] <= 2
         return ("1:1.?", -0.1, "stop") if is_garbage else truth(prompt, number)
 
-    listed, engine, samples = make_rewards(judgements=2), Engine(garbage_at_first), right_and_wrong(200)
+    listed, engine, samples = (
+        make_rewards(judgements=2),
+        Engine(garbage_at_first),
+        right_and_wrong(200),
+    )
     assert score_all(listed, Pool(engine), samples) == 0.0
     assert [s.reward for s in samples] == [1.0, 0.0] * 100 and len(engine.asked) == 210
     assert listed.counts() == ([0], [400])
@@ -608,7 +666,10 @@ def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():
     [
         (dict(judge=("A", "B"), judge_format=("chat",)), ["chat", "chat"]),
         (dict(judge=("A",), cost_judge=("B",), judge_format=("chat", "harm")), ["chat", "harm"]),
-        (dict(rule=("right",), judge_format=("addition",)), ["addition"]),  # no judge: what a final answer is
+        (
+            dict(rule=("right",), judge_format=("addition",)),
+            ["addition"],
+        ),  # no judge: what a final answer is
     ],
 )
 def test_the_format_of_each_judge(named, formats):
@@ -657,8 +718,14 @@ def test_cancel_at_any_moment(moment):
         await listed.cancel()
         assert engines[0].in_flight == engines[1].in_flight == 0
         results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [result is None for result in results] == finished == [s.reward is not None for s in samples]
-        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+        assert (
+            [result is None for result in results]
+            == finished
+            == [s.reward is not None for s in samples]
+        )
+        assert all(
+            result is None or isinstance(result, asyncio.CancelledError) for result in results
+        )
         assert asyncio.all_tasks() == {asyncio.current_task()} and listed.counts()[0] == [0, 0]
         await asyncio.sleep(2e3)
         assert len(engines[0].asked) == asked  # nobody went on asking
@@ -686,7 +753,9 @@ def test_a_cancelled_judgement_is_asked_for_anew_and_a_finished_one_is_not():
             await waiting
         assert given_up.reward is None and listed.counts() == ([0], [1])
         await asyncio.gather(listed.score(done, pool), listed.score(given_up, pool))
-        assert engine.asked == ["57+68=>125?", "57+68=>126?", "57+68=>126?"] and given_up.reward == 1.0
+        assert (
+            engine.asked == ["57+68=>125?", "57+68=>126?", "57+68=>126?"] and given_up.reward == 1.0
+        )
 
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
         runner.run(together())

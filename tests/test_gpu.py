@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_model import SIZES, make_model
-from workers import HERE, run_command, run_worker
 
 from actor import MAX_LOGPROB_DIFF
 from commands.memory import ASLEEP
+from gpu_model import SIZES, make_model
+from workers import HERE, run_command, run_worker
 
 needs_device = pytest.mark.gpu
 GB = 1e9
@@ -45,7 +45,9 @@ def work(tmp_path_factory):
     def run(device: str, *what: str):
         result, problem = tmp_path_factory.mktemp("work") / "result.json", ""
         try:
-            run_worker("gpu_worker.py", what[0], device, model_of(device), result, *what[1:], timeout_s=900)
+            run_worker(
+                "gpu_worker.py", what[0], device, model_of(device), result, *what[1:], timeout_s=900
+            )
         except (AssertionError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         figures = json.loads(result.read_text()) if result.exists() else {}
@@ -131,8 +133,12 @@ def test_a_training_pass(device, work, record, recompute):
     """Model FLOPs of forward and backward; the memory of a step is at most what --dry-run says."""
     check = work(device, "pass", *[recompute] * bool(recompute))
     found, memory = check("pass", "mfu"), check("memory")
-    record(tflop_per_s=f"{found['flop_per_s'] / 1e12:.1f}", tokens_per_s=f"{found['tokens_per_s']:.0f}")
-    record(MFU=f"{100 * found['mfu']:.1f} %" if found["mfu"] else "unknown, as is the device's peak")
+    record(
+        tflop_per_s=f"{found['flop_per_s'] / 1e12:.1f}", tokens_per_s=f"{found['tokens_per_s']:.0f}"
+    )
+    record(
+        MFU=f"{100 * found['mfu']:.1f} %" if found["mfu"] else "unknown, as is the device's peak"
+    )
     record(peak_memory=gb(memory["peak"]), predicted=gb(memory["predicted"]))
     assert found["flop_per_s"] > 0 and found["mfu"] <= 1
     assert memory["peak"] < 1.1 * memory["predicted"]
@@ -177,7 +183,9 @@ def test_hand_over_of_an_engine(device, work, record):
     """Seconds of each move of a rollout engine; its weights' bytes a second."""
     found = work(device, "serve")("moves", "engine_sleep_s")
     record(wake_weights=pace(found["weights"], found["wake_weights_s"]))
-    record(push=pace(found["weights"], found["push_s"]), wake_KV_cache=f"{found['wake_kv_s']:.3f} s")
+    record(
+        push=pace(found["weights"], found["push_s"]), wake_KV_cache=f"{found['wake_kv_s']:.3f} s"
+    )
     record(sleep=f"{found['engine_sleep_s']:.3f} s")
     assert device == "cpu" or found["room"] > 0.9 * found["weights"]
 
@@ -195,7 +203,12 @@ def test_tokens_per_second(device, work, record):
 def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
     """One seed, alone and among others, greedy ones among them."""
     found = work(device, "same")("deterministic")
-    record(**{name: f"{found[name]} of {found['answers']}" for name in ("same_tokens", "same_logprobs")})
+    record(
+        **{
+            name: f"{found[name]} of {found['answers']}"
+            for name in ("same_tokens", "same_logprobs")
+        }
+    )
     assert found["same_tokens"] == found["answers"]
 
 
@@ -203,7 +216,10 @@ def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
 def test_a_judge_that_slept_lost_nothing(device, work, record):
     """Nobody pushes it: its weights come back from pinned host memory."""
     found = work(device, "same")("judge", "wake_kv_s")
-    record(same_tokens=f"{found['same_tokens']} of {found['answers']}", given_back=gb(found["given_back"]))
+    record(
+        same_tokens=f"{found['same_tokens']} of {found['answers']}",
+        given_back=gb(found["given_back"]),
+    )
     record(sleep=pace(found["weights"], found["sleep_s"]))
     record(wake_weights=pace(found["weights"], found["wake_weights_s"]))
     record(wake_KV_cache=f"{found['wake_kv_s']:.3f} s")

@@ -9,11 +9,11 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from vision_models import IMAGE, START, encoded_picture, make_vision_model
 
 import data
 from images import reader
 from images.tokens import expand
+from vision_models import IMAGE, START, encoded_picture, make_vision_model
 
 SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
 FEATURES = (2, 3, 1)
@@ -59,7 +59,11 @@ def check(prompts, folder):
     assert [prompt.question for prompt in prompts] == [row["prompt"] for row in ROWS]
     bytes_of = [(folder / f"pictures/{number}.png").read_bytes() for number in range(3)]
     found = [prompt.images() for prompt in prompts]
-    assert [[image.read() for image in images] for images in found] == [bytes_of[:1], bytes_of[1:], []]
+    assert [[image.read() for image in images] for images in found] == [
+        bytes_of[:1],
+        bytes_of[1:],
+        [],
+    ]
     assert [image.features for images in found for image in images] == list(FEATURES)
     assert [prompt.tokens.count(IMAGE) for prompt in prompts] == [2, 3 + 1, 0]
     assert [prompt.tokens.count(START) for prompt in prompts] == [1, 2, 0]
@@ -90,10 +94,15 @@ def test_parquet(model, folder, kind):
 def test_chat_parts_are_what_a_text_with_places_is(model, folder):
     text, last = {"type": "text", "text": "add "}, {"type": "text", "text": "and 5", "image": None}
     parts = [text, {"type": "image"}, last]
-    rows = [dict(messages=[{"role": "user", "content": content}]) for content in (parts, "add <image>and 5")]
+    rows = [
+        dict(messages=[{"role": "user", "content": content}])
+        for content in (parts, "add <image>and 5")
+    ]
     path = write(folder, *(row | dict(images=["pictures/0.png"]) for row in rows))
     first, second = prompts_of(model, path, template=True)
-    assert first == second and first.question == "add <image>and 5" and first.tokens.count(IMAGE) == 2
+    assert (
+        first == second and first.question == "add <image>and 5" and first.tokens.count(IMAGE) == 2
+    )
 
 
 def test_the_question_has_the_images_of_earlier_turns(model, folder):
@@ -150,9 +159,15 @@ REFUSED = {  # what is wrong with a row -> how its line goes on
     "a number": (ONE | dict(images=[7]), f"{PATH}, not '7'"),
     "no such file": (ONE | dict(images=["pictures/9.png"]), r".*pictures/9.png: no such file"),
     "videos": (dict(prompt="=", videos=["a.mp4"]), "videos are not supported"),
-    "a video part": (dict(messages=[CHAT | dict(content=[{"type": "video"}])]), "a part {'type': 'video'}"),
+    "a video part": (
+        dict(messages=[CHAT | dict(content=[{"type": "video"}])]),
+        "a part {'type': 'video'}",
+    ),
     "no list": (dict(prompt="<image>", images=5), "`images` is a list of paths, not 5"),
-    "a part that is text": (dict(messages=[CHAT | dict(content=["hello"])]), "a part {'type': 'hello'}"),
+    "a part that is text": (
+        dict(messages=[CHAT | dict(content=["hello"])]),
+        "a part {'type': 'hello'}",
+    ),
     "a part's own image": (dict(messages=[CHAT | dict(content=[OWN])]), "a part {'type': 'image',"),
 }
 
@@ -166,7 +181,10 @@ def test_a_row_that_cannot_be_used_is_refused_at_once(model, folder, kind):
 
 
 DAMAGED = {
-    "damaged": (lambda path: path.write_bytes(path.read_bytes()[:300]), "not an image that can be read"),
+    "damaged": (
+        lambda path: path.write_bytes(path.read_bytes()[:300]),
+        "not an image that can be read",
+    ),
     "no image": (lambda path: path.write_text("hello"), "not an image that can be read"),
     "too thin": (lambda path: path.write_bytes(encoded_picture(1, 300)), "absolute aspect ratio"),
 }
@@ -187,9 +205,13 @@ def test_an_image_that_cannot_be_read_is_one_line(model, folder, kind):
 
 
 def test_a_model_of_texts_refuses_images(model, folder, tmp_path_factory):
-    texts = data.PromptFile(write(folder, dict(prompt="<image>")), lambda prompt: [*prompt.encode()], 100)
+    texts = data.PromptFile(
+        write(folder, dict(prompt="<image>")), lambda prompt: [*prompt.encode()], 100
+    )
     assert texts[0].tokens == [*b"<image>"]  # a text like any other
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: it has images, and --model reads text alone"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:1: it has images, and --model reads text alone"
+    ):
         data.PromptFile(write(folder, *ROWS), lambda prompt: [*prompt.encode()], 100)
     broken = Path(shutil.copytree(model, tmp_path_factory.mktemp("broken") / "model"))
     (broken / "preprocessor_config.json").unlink()
@@ -209,6 +231,8 @@ def test_a_place_in_an_answer_is_text(model, folder):
     tokenizer, eyes = data.load_tokenizer(model), reader.reader_of(model)
     image = eyes.read((folder / "pictures/0.png").read_bytes, "here")
     shown = data.encode_prompt(tokenizer, eyes, "<image>> 5?", [image])
-    assert shown == expand(data.encode(tokenizer, "<|vision_start|><|image_pad|><|vision_end|>> 5?"), [image])
+    assert shown == expand(
+        data.encode(tokenizer, "<|vision_start|><|image_pad|><|vision_end|>> 5?"), [image]
+    )
     with pytest.raises(ValueError, match="1 images for 2 places"):
         data.encode_prompt(tokenizer, eyes, "<image>><image>?", [image])

@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image as pillow
 from safetensors.torch import load_file
-from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 from config import Config
 from engines import server
@@ -23,11 +22,19 @@ from engines.engine import Engine, Request, Sampling, prompts_of
 from images.reader import ImageReader
 from images.tokens import Image, expand
 from recipes.addition.models import ALPHABET
+from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
 START_S = 300.0  # for a server to come up
 BEGIN = [1]
-TEXT = [10, 11, 63, 7 + ALPHABET.index("|"), 7 + ALPHABET.index(">"), 18]  # spells out the image token
+TEXT = [
+    10,
+    11,
+    63,
+    7 + ALPHABET.index("|"),
+    7 + ALPHABET.index(">"),
+    18,
+]  # spells out the image token
 PLACE = [START, IMAGE, END]
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
@@ -59,7 +66,9 @@ def all_seeing(run, tmp_path_factory):
 
 def seeing_of(home, family):
     """Of an image of up to 64 features, 256 patches, and with a token by which a text may be like another."""
-    directories = [make_vision_model(home / str(seed), family, layers=2, seed=seed) for seed in (0, 1)]
+    directories = [
+        make_vision_model(home / str(seed), family, layers=2, seed=seed) for seed in (0, 1)
+    ]
     for directory in directories:
         path = Path(directory, "preprocessor_config.json")
         processor = json.loads(path.read_text())
@@ -119,7 +128,9 @@ def expected(seeing, request, answer, model=0):
     media = {}
     if request.images:
         pixels, grids = seeing.reader.pixels(list(request.images))
-        media = dict(pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(whole == IMAGE).int())
+        media = dict(
+            pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(whole == IMAGE).int()
+        )
     with torch.no_grad():
         logits = seeing.models[model](input_ids=whole, **media).logits[0, len(request.prompt) - 1 :]
     return logits.log_softmax(-1)[range(len(answer.tokens)), answer.tokens].tolist()
@@ -157,11 +168,18 @@ ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 @pytest.mark.parametrize(
     "data",
     [
-        [], [ONE], [ONE, OTHER], [OTHER, ONE, OTHER], [picture("RGB", "JPEG")],
-        [picture("RGB", "JPEG", rotated=True)], [picture("RGBA")], [picture("P")], [picture("L")],
+        [],
+        [ONE],
+        [ONE, OTHER],
+        [OTHER, ONE, OTHER],
+        [picture("RGB", "JPEG")],
+        [picture("RGB", "JPEG", rotated=True)],
+        [picture("RGBA")],
+        [picture("P")],
+        [picture("L")],
     ],
     ids=["none", "one", "two", "three", "jpeg", "exif", "alpha", "palette", "grey"],
-)  # fmt: skip
+)
 def test_logprobs_are_transformers(run, seeing, data):
     """Also of files whose pixels could be read in several ways: engine and trainer read them in the same."""
     requests = [request_of(seeing, data, seed) for seed in range(8)]
@@ -260,7 +278,9 @@ def test_a_groups_image_is_sent_once():
 def test_an_image_travels_in_pieces(size):
     """As base64 that is never held whole."""
     files = {b"one": random.Random(0).randbytes(size), b"other": b"2"}
-    first, second = (Image(name, (1, 2, 2), IMAGE, partial(bytes, file)) for name, file in files.items())
+    first, second = (
+        Image(name, (1, 2, 2), IMAGE, partial(bytes, file)) for name, file in files.items()
+    )
     body = {"input_ids": [[1]], "image_data": [[first], [None], [second, first]], "stream": True}
 
     async def collect() -> list[bytes]:
@@ -273,11 +293,16 @@ def test_an_image_travels_in_pieces(size):
     assert size != 1_000_000 or len(b"".join(pieces)) < 2 * 1_400_000
 
 
-@pytest.mark.parametrize("family, sees", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    "family, sees", [("qwen3_vl", True), ("qwen2_5_vl", True), ("qwen3", False)]
+)
 def test_only_an_engine_that_sees_is_told_of_images(tmp_path, family, sees):
     model = {"model_type": family, "text_config": {"max_position_embeddings": 64}}
     (tmp_path / "config.json").write_text(json.dumps(model))
     environments = [server.image_environment(role, tmp_path) for role in ("rollout", "genrm")]
     assert environments == [{"SGLANG_VLM_CACHE_SIZE_MB": "0"} if sees else {}, {}]
     flags = server.server_flags("rollout", 0, 30000, str(tmp_path), CONFIG)
-    assert ("--image-processor-backend" in flags, "--mm-preprocess-cache-size-mb" in flags) == (sees, sees)
+    assert ("--image-processor-backend" in flags, "--mm-preprocess-cache-size-mb" in flags) == (
+        sees,
+        sees,
+    )

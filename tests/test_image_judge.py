@@ -4,8 +4,6 @@ import asyncio
 from functools import partial
 
 import pytest
-from test_genrm import Characters
-from vision_models import IMAGE, encoded_picture, make_vision_model
 
 import data
 import recipes.addition.task  # noqa: F401 (it adds a judge format)
@@ -15,6 +13,8 @@ from engines.engine import Answer
 from images.reader import reader_of
 from images.tokens import expand
 from sample import Sample
+from test_genrm import Characters
+from vision_models import IMAGE, encoded_picture, make_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,9 @@ def sample_of(media, prompt_id=0, answer=">5", question="<image>="):
 def test_a_judge_that_sees_is_shown_the_images(model, pictures):
     """At their places, expanded; and its own critique would end at an image token."""
     tokenizer = data.load_tokenizer(model)
-    ((prompt, images, stop),) = score(listed_for(model), tokenizer("Y")["input_ids"], sample_of(pictures[0]))
+    ((prompt, images, stop),) = score(
+        listed_for(model), tokenizer("Y")["input_ids"], sample_of(pictures[0])
+    )
     shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
     assert prompt == expand(shown, pictures[0]) and prompt.count(IMAGE) == 2
     assert images is pictures[0] and {*reader_of(model).stop_tokens} < {*stop}

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from columns import timing_free
-from vision_models import encoded_picture, make_vision_model
 
+from columns import timing_free
 from tests.test_demo import train
+from vision_models import encoded_picture, make_vision_model
 
 ROOT = Path(__file__).parent.parent
 RULE = """
@@ -45,8 +45,24 @@ def folder(tmp_path_factory):
 
 def flags(folder, *more):
     """A step of 16 answers, a second or two."""
-    given = ["--model", folder / "model", "--rule", folder / "rule.py", "--data", folder / "rows.jsonl"]
-    given += ["--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "8", "--lr", "1e-3"]
+    given = [
+        "--model",
+        folder / "model",
+        "--rule",
+        folder / "rule.py",
+        "--data",
+        folder / "rows.jsonl",
+    ]
+    given += [
+        "--prompts-per-step",
+        "4",
+        "--answers-per-prompt",
+        "4",
+        "--max-new-tokens",
+        "8",
+        "--lr",
+        "1e-3",
+    ]
     return [str(each) for each in (*given, "--max-model-len", "128", *more)]
 
 
@@ -76,7 +92,13 @@ def test_a_run_on_own_pictures(folder, whole_run):
 def test_a_killed_run_goes_on_exactly(folder, whole_run):
     """kill -9 of all after a save, in the middle of a step."""
     out = folder / "killed"
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "34390"]
+    command = [
+        Path(sys.executable).with_name("torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "34390",
+    ]
     asked = flags(folder, "--steps", "3", "--save-every", "1")
     command += ["run.py", "--out", out, "--port", "34300", *asked]
     how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
@@ -99,7 +121,9 @@ def test_a_bad_picture_is_one_line(folder):
     other = folder / "other"
     other.mkdir()
     shutil.copy(folder / "rows.jsonl", other)
-    with pytest.raises(AssertionError, match=r"error: \S+/rows.jsonl:1: \S+pictures/0.png: no such file"):
+    with pytest.raises(
+        AssertionError, match=r"error: \S+/rows.jsonl:1: \S+pictures/0.png: no such file"
+    ):
         given = flags(folder, "--steps", "1")
         given[given.index("--data") + 1] = str(other / "rows.jsonl")
         train(other / "out", *given, port=34100)

@@ -10,23 +10,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from image_worker import LR, image_config, save, step
-from parallel_worker import balanced, set_constants
 from safetensors.torch import load_file
-from test_actor import make_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageTextToText
-from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from workers import run_worker
 
 from actor import Actor, Reference
 from critic import Critic
+from image_worker import LR, image_config, save, step
 from images.reader import ImageReader
 from images.tokens import Image
+from parallel_worker import balanced, set_constants
 from sample import Sample
+from test_actor import make_model
 from training.model import check_critic, check_sizes, packing_of, read_hf_config, rotary_frequencies
 from training.packing import Sequence, make_micro_batches
 from training.vision import image_cost
+from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
+from workers import run_worker
 
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
@@ -39,7 +39,9 @@ EVERY = {  # name -> ranks, sizes, the layout from whose checkpoint it goes on
     "tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True}, None),
 }
 RESUMED = {"dp2_of_tp2": (2, {}), "pp2_of_tp2": (2, {"pp": 2}), "dp1_of_tp2": (1, {})}
-LAYOUTS = {f"{family}_{name}": (family, *layout) for family in FAMILIES for name, layout in EVERY.items()}
+LAYOUTS = {
+    f"{family}_{name}": (family, *layout) for family in FAMILIES for name, layout in EVERY.items()
+}
 LAYOUTS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"}, None)}
 LAYOUTS |= {f"{f}_{name}": (f, *row, f"{f}_tp2") for f in FAMILIES for name, row in RESUMED.items()}
 BESIDE = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1f1b", "fused")}
@@ -54,15 +56,23 @@ def make_samples(reader: ImageReader) -> list[Sample]:
         for seed, size in enumerate([(64, 64), (96, 64), (128, 96)])
     )
     rows = [
-        ((small,), 2, 9), ((small,), 2, 5), ((), 6, 7), ((wide,), 1, 12),
-        ((small, large), 3, 6), ((large,), 2, 8), ((wide, wide), 0, 5), ((), 3, 15),
-    ]  # fmt: skip
+        ((small,), 2, 9),
+        ((small,), 2, 5),
+        ((), 6, 7),
+        ((wide,), 1, 12),
+        ((small, large), 3, 6),
+        ((large,), 2, 8),
+        ((wide, wide), 0, 5),
+        ((), 3, 15),
+    ]
     samples = []
     for number, (images, before, length) in enumerate(rows):
         prompt = [BOS, *rng.choices(text, k=before)]
         for image in images:
             prompt += [START, *[IMAGE] * image.features, END, *rng.choices(text, k=2)]
-        samples.append(Sample(number, 0, prompt, media=images, response=rng.choices(text, k=length)))
+        samples.append(
+            Sample(number, 0, prompt, media=images, response=rng.choices(text, k=length))
+        )
     return samples
 
 
@@ -70,7 +80,9 @@ def inputs_of(reader: ImageReader, sample: Sample) -> dict:
     ids, seen = torch.tensor([sample.prompt + sample.response]), {}
     if sample.media:
         pixels, grids = reader.pixels(list(sample.media))
-        seen = dict(pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int())
+        seen = dict(
+            pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int()
+        )
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | seen
 
 
@@ -111,7 +123,8 @@ def references(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("models")
     deep = {"qwen3_vl": dict(deepstack_visual_indexes=[0, 1])}
     model_dirs = {
-        family: make_vision_model(path / family, family, **deep.get(family, {})) for family in FAMILIES
+        family: make_vision_model(path / family, family, **deep.get(family, {}))
+        for family in FAMILIES
     }
     return {family: plain_reference(directory) for family, directory in model_dirs.items()}
 
@@ -155,7 +168,9 @@ def test_a_checkpoint_goes_on_under_another_layout(name, results):
 
 def test_a_critic_that_sees_is_fused_with_the_actor(results):
     """Its first stage, with the tower, lies on the last rank. No schedule changes a bit."""
-    one, other = ([without_seconds(metrics) for metrics in results[schedule]] for schedule in BESIDE)
+    one, other = (
+        [without_seconds(metrics) for metrics in results[schedule]] for schedule in BESIDE
+    )
     assert one == other
     assert all(metrics["critic/grad_norm"] > 0.01 for metrics in one)
     assert one[1]["critic/value_loss"] < one[0]["critic/value_loss"]
@@ -200,7 +215,10 @@ def tower_and_text(actor) -> tuple[dict, dict]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_alone_leave_the_tower_as_it_was(family, references, make_trainer):
     """Its parameters have gradients, which are zeros: DDP waits for all of them."""
-    actor, texts = make_trainer(Actor, references[family]["model_dirs"]), references[family]["samples"][2::5]
+    actor, texts = (
+        make_trainer(Actor, references[family]["model_dirs"]),
+        references[family]["samples"][2::5],
+    )
     assert all(not sample.media for sample in texts)
     tower, text = tower_and_text(actor)
     for sample, row in zip(texts, actor.logprobs(texts), strict=True):
@@ -212,7 +230,9 @@ def test_texts_alone_leave_the_tower_as_it_was(family, references, make_trainer)
     assert not any(torch.equal(moved[name], text[name]) for name in text)
 
 
-def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(references, make_trainer, monkeypatch, tmp_path):
+def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(
+    references, make_trainer, monkeypatch, tmp_path
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     reference, results = references["qwen3_vl"], []
@@ -230,12 +250,17 @@ def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(references, make_train
         assert norm < reference["steps"][0][1] - 0.05  # without the tower's part
         results.append(tower_and_text(actor))
         assert all(torch.equal(results[-1][0][name], weight) for name, weight in before[0].items())
-        assert not any(torch.equal(results[-1][1][name], weight) for name, weight in before[1].items())
+        assert not any(
+            torch.equal(results[-1][1][name], weight) for name, weight in before[1].items()
+        )
     assert all(torch.equal(results[0][1][name], weight) for name, weight in results[1][1].items())
     save(actor, tmp_path / "saved")
     other = make_trainer(Actor, reference["model_dirs"], freeze_vision=True)
     other.restore(tmp_path / "saved")
-    assert all(torch.equal(weight, results[1][1][name]) for name, weight in tower_and_text(other)[1].items())
+    assert all(
+        torch.equal(weight, results[1][1][name])
+        for name, weight in tower_and_text(other)[1].items()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -274,19 +299,28 @@ def test_a_critic_sees(references, make_trainer):
     with torch.no_grad():
         critic.chunks[0].output_layer.weight.copy_(head)
     critic.compute_values([[samples]])
-    model, reader = AutoModelForImageTextToText.from_pretrained(model_dir).model, ImageReader(model_dir)
+    model, reader = (
+        AutoModelForImageTextToText.from_pretrained(model_dir).model,
+        ImageReader(model_dir),
+    )
     for sample in samples:
         with torch.no_grad():
-            hidden = model(**inputs_of(reader, sample)).last_hidden_state[0, len(sample.prompt) - 1 : -1]
+            hidden = model(**inputs_of(reader, sample)).last_hidden_state[
+                0, len(sample.prompt) - 1 : -1
+            ]
         assert sample.values["reward"] == pytest.approx((hidden @ head).tolist(), rel=0, abs=1e-4)
 
 
-@pytest.mark.parametrize("family, tied", [("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    "family, tied", [("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen3_vl", True)]
+)
 def test_a_directory_goes_in_and_out_bit_for_bit(family, tied, make_trainer, tmp_path):
     model_dir = make_vision_model(tmp_path / "model", family, layers=2, tied=tied)
     make_trainer(Actor, model_dir).export(tmp_path / "out")
     before, after = tensors_of(model_dir), tensors_of(tmp_path / "out")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     assert ImageReader(str(tmp_path / "out")).image_token == IMAGE
 
 
@@ -305,17 +339,34 @@ def test_an_image_is_seen_once_and_its_tokens_know_their_features():
     assert batch.images == (first, second)
     assert batch.places.tolist() == [-1, 0, 1, 2, 3, -1, -1, -1, 4, 5, -1, 0, 1, 2, 3, -1, -1, -1]
     assert batch.positions.T.tolist() == [
-        [0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [1, 2, 2], [3, 3, 3], [4, 4, 4],
-        [0, 0, 0], [1, 1, 1], [1, 1, 2], [3, 3, 3], [4, 4, 4], [4, 4, 5], [4, 5, 4], [4, 5, 5], [6, 6, 6],
-        [0, 0, 0], [1, 1, 1],
-    ]  # fmt: skip
+        [0, 0, 0],
+        [1, 1, 1],
+        [1, 1, 2],
+        [1, 2, 1],
+        [1, 2, 2],
+        [3, 3, 3],
+        [4, 4, 4],
+        [0, 0, 0],
+        [1, 1, 1],
+        [1, 1, 2],
+        [3, 3, 3],
+        [4, 4, 4],
+        [4, 4, 5],
+        [4, 5, 4],
+        [4, 5, 5],
+        [6, 6, 6],
+        [0, 0, 0],
+        [1, 1, 1],
+    ]
     whole, halves = make_micro_batches([sequences], 1, 0, 4)[0], []
     for rank in range(2):
         (half,) = make_micro_batches([sequences], 2, rank, 1)
         assert half.images == batch.images
         halves += zip(half.tokens[0].tolist(), half.places.tolist(), strict=True)
     seen = list(zip(whole.tokens[0].tolist(), whole.places.tolist(), strict=True))
-    assert sorted(pair for pair in halves if pair[1] >= 0) == sorted(pair for pair in seen if pair[1] >= 0)
+    assert sorted(pair for pair in halves if pair[1] >= 0) == sorted(
+        pair for pair in seen if pair[1] >= 0
+    )
     (text,) = make_micro_batches([sequences[2:]], 1, 0, 1)
     assert text.images == () and text.places is None and text.positions.tolist() == [0, 1]
 
@@ -325,7 +376,9 @@ def test_which_axis_turns_a_pair_is_transformers(family, references):
     hf = read_hf_config(references[family]["model_dirs"])
     frequencies = rotary_frequencies(hf, SimpleNamespace(kv_channels=24))
     positions = torch.randint(0, 50, (3, 1, 9))
-    model = AutoModelForImageTextToText.from_pretrained(references[family]["model_dirs"]).model.language_model
+    model = AutoModelForImageTextToText.from_pretrained(
+        references[family]["model_dirs"]
+    ).model.language_model
     cosines, sines = model.rotary_emb(torch.zeros(1), positions)
     packing = packing_of(SimpleNamespace(positions=positions[:, 0]), frequencies, torch.float32)
     for ours, theirs in zip(packing.rope, (cosines, sines), strict=True):
@@ -338,10 +391,14 @@ def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references)
     hf = read_hf_config(references[family]["model_dirs"])
     tower = AutoModel.from_config(hf["vision"], attn_implementation="eager")
     cost, numbers = image_cost(hf), 3 * 2 * hf["vision"].patch_size ** 2
-    for rows, columns in [(4, 4), (4, 8)] if family == "qwen2_5_vl" else [(1, 1), (3, 5)]:  # whole windows
+    for rows, columns in (
+        [(4, 4), (4, 8)] if family == "qwen2_5_vl" else [(1, 1), (3, 5)]
+    ):  # whole windows
         patches = 4 * rows * columns
         with FlopCounterMode(display=False) as counter:
-            tower(torch.zeros(patches, numbers), grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]))
+            tower(
+                torch.zeros(patches, numbers), grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]])
+            )
         assert counter.get_total_flops() == 2 * cost([7, *[IMAGE] * rows * columns, 8])
     assert cost([IMAGE, 7, IMAGE]) == 2 * cost([IMAGE]) and cost([7, 8]) == 0
 
@@ -349,12 +406,21 @@ def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references)
 def test_what_cannot_be_trained_is_refused_in_a_line(references, tmp_path):
     hf = read_hf_config(references["qwen3_vl"]["model_dirs"])
     check_sizes(hf, image_config(pp=2))
-    for sizes, stages in (({"pp": 4}, "--pp 4"), ({"pp": 2, "schedule": "interleaved"}, "--pp 2 x 2 stages")):
-        with pytest.raises(ValueError, match=f"{stages}.* leaves 1 .* a stage: images enter the first 2"):
+    for sizes, stages in (
+        ({"pp": 4}, "--pp 4"),
+        ({"pp": 2, "schedule": "interleaved"}, "--pp 2 x 2 stages"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{stages}.* leaves 1 .* a stage: images enter the first 2"
+        ):
             check_sizes(hf, image_config(**sizes))
     blind = make_model(tmp_path / "critic", "qwen3", tied=True)
     with pytest.raises(ValueError, match="it sees no images, and --model does"):
-        check_critic(image_config(model=references["qwen3_vl"]["model_dirs"], critic=blind, rule=("x",)))
+        check_critic(
+            image_config(model=references["qwen3_vl"]["model_dirs"], critic=blind, rule=("x",))
+        )
     (Path(blind) / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
-    with pytest.raises(ValueError, match=r"'qwen3_vl_moe' is not supported, only qwen2, .*, qwen3_vl"):
+    with pytest.raises(
+        ValueError, match=r"'qwen3_vl_moe' is not supported, only qwen2, .*, qwen3_vl"
+    ):
         read_hf_config(blind)

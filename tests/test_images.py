@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from PIL import Image as pillow
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-from vision_models import encoded_picture, make_vision_model
 
 from images import reader, tokens
 from images.tokens import Image
+from vision_models import encoded_picture, make_vision_model
 
 IMAGE = 5
-IMAGES = st.tuples(st.just(1), st.integers(1, 4), st.integers(1, 4)).map(lambda shape: image_of(*shape))
+IMAGES = st.tuples(st.just(1), st.integers(1, 4), st.integers(1, 4)).map(
+    lambda shape: image_of(*shape)
+)
 TEXT = st.lists(st.integers(6, 20), max_size=4)
 
 
@@ -47,7 +49,9 @@ def test_adjacent_images_stay_apart():
 @given(prompts())
 def test_positions_are_transformers(prompt):
     collapsed, images = prompt
-    apart = [each for token in collapsed for each in ((3, token, 4) if token == IMAGE else (token,))]
+    apart = [
+        each for token in collapsed for each in ((3, token, 4) if token == IMAGE else (token,))
+    ]
     expanded = tokens.expand(apart or [1], images)  # theirs takes neighbours for one image
     model = Qwen3VLModel.__new__(Qwen3VLModel)
     torch.nn.Module.__init__(model)
@@ -78,8 +82,15 @@ def test_what_is_no_still_image_is_refused(directory, monkeypatch):
         return reader.reader_of(directory).read(partial(bytes, data), where)
 
     whole = encoded_picture(64, 64)
-    moving = encoded_picture(64, 64, kind="GIF", save_all=True, append_images=[pillow.new("RGB", (64, 64))])
-    for data in (b"", b"no image", whole[: len(whole) // 2], encoded_picture(64, 64, kind="JPEG")[:400]):
+    moving = encoded_picture(
+        64, 64, kind="GIF", save_all=True, append_images=[pillow.new("RGB", (64, 64))]
+    )
+    for data in (
+        b"",
+        b"no image",
+        whole[: len(whole) // 2],
+        encoded_picture(64, 64, kind="JPEG")[:400],
+    ):
         with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read"):
             read(data, "a.png")
     with pytest.raises(ValueError, match=r"^a\.gif: it moves, and videos are not supported"):

@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 import pytest
+
 import two_machines
 
 STEPS = 2
@@ -50,7 +51,9 @@ def test_the_key_is_asked_for_across(runs):
     """By every engine, from the other machine."""
     _, _, seen = runs
     assert len(seen.statuses) == 2
-    assert all(found == {"none": 401, "wrong": 401, "right": 200} for found in seen.statuses.values())
+    assert all(
+        found == {"none": 401, "wrong": 401, "right": 200} for found in seen.statuses.values()
+    )
 
 
 def test_nothing_listens_where_it_was_not_told_to(runs, machines):
@@ -58,7 +61,9 @@ def test_nothing_listens_where_it_was_not_told_to(runs, machines):
     _, _, seen = runs
     named = {machine.name: {machine.address, "127.0.0.1"} for machine in machines}
     elsewhere = {row for row in seen.listening if row[2] not in named[row[0]]}
-    assert {(machine, port) for machine, _, _, port in elsewhere} == {("first", two_machines.MEETING_PORT)}
+    assert {(machine, port) for machine, _, _, port in elsewhere} == {
+        ("first", two_machines.MEETING_PORT)
+    }
     assert ("first", "rank", machines[0].address, two_machines.PORT - 1) in seen.listening
     assert {(machine, program) for machine, program, *_ in seen.listening} >= {
         (machine, program) for machine in BOTH for program in ("rank", "engine")
@@ -76,6 +81,8 @@ def test_it_says_what_can_be_overheard(runs, machines):
 def test_nothing_is_left_behind(machines, runs):
     """Neither a rank nor an engine, nor what these started, is left behind by a run."""
     gone_by = time.monotonic() + 10
-    while (left := [row for machine in machines for row in machine.family()]) and time.monotonic() < gone_by:
+    while (
+        left := [row for machine in machines for row in machine.family()]
+    ) and time.monotonic() < gone_by:
         time.sleep(0.1)
     assert not left

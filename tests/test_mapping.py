@@ -42,7 +42,9 @@ def test_an_update_by_hand():
     compute = tokens * (6 * 6.74e9 + 3 * 2 * 32 * 4096 * 1024) / (8 * 0.8 * 312e12)
     reducing = tokens * 32 * (2 + 2) * (2 * 7 / 8 * 4096 * 2) / 2e11
     copies = 6 * 6.74e9 / 8 * 3 / 4 / 3e9
-    square = (1 + mapping.passes(LLAMA, Sizes(1, 8, 4), speeds).backward) / 3  # attention counts as the rest
+    square = (
+        1 + mapping.passes(LLAMA, Sizes(1, 8, 4), speeds).backward
+    ) / 3  # attention counts as the rest
     attention = tokens * 3 * 2 * 32 * 4096 * 1024 / (8 * 0.8 * 312e12)
     expected = compute + (square - 1) * attention + reducing + copies + 0.3
     assert seconds == pytest.approx(expected, rel=1e-3)
@@ -108,7 +110,11 @@ def tried(devices, speeds, most_held):
 
     def cuts(number):
         for pp, tp, dp in itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, number + 1)):
-            if pp * tp * dp == number and pp <= max(1, number // speeds.machine) and tp <= speeds.machine:
+            if (
+                pp * tp * dp == number
+                and pp <= max(1, number // speeds.machine)
+                and tp <= speeds.machine
+            ):
                 yield Sizes(pp, tp, dp)
 
     def served(sizes, number, held):
@@ -117,7 +123,9 @@ def tried(devices, speeds, most_held):
             try:
                 decode = mapping.engine(LLAMA, parts, held, speeds)
                 engines = math.ceil(TASK.sequences * parts / number)
-                yield mapping.generate_s(decode, engines, TASK) + mapping.reshard_s(LLAMA, own, speeds)
+                yield mapping.generate_s(decode, engines, TASK) + mapping.reshard_s(
+                    LLAMA, own, speeds
+                )
             except ValueError:
                 continue
 
@@ -136,7 +144,9 @@ def tried(devices, speeds, most_held):
                 continue
             reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
             learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
-            best = min([best, *(s + reading + learning for s in served(actor, first, states(actor)))])
+            best = min(
+                [best, *(s + reading + learning for s in served(actor, first, states(actor)))]
+            )
     return best
 
 
@@ -162,7 +172,9 @@ def test_a_mapping_keeps_to_memory_machines_and_heads():
             counts = {sizes.pp * sizes.tp * sizes.dp for sizes in choice.sizes.values()}
             assert len(counts) == 1  # of a set
             for sizes in choice.sizes.values():
-                assert sizes.tp <= 8 and not model.cuts % sizes.tp and sizes.pp <= max(1, devices // 8)
+                assert (
+                    sizes.tp <= 8 and not model.cuts % sizes.tp and sizes.pp <= max(1, devices // 8)
+                )
         for each in found:
             total = sum(max(c.stages[stage] for c in each.choices) for stage in range(3))
             assert each.seconds == pytest.approx(total)
@@ -181,7 +193,9 @@ def test_less_memory_is_never_faster_and_then_nothing_fits():
 
 
 def test_a_mapping_in_words():
-    best = mapping.best_of((("actor",), ("reward",)), dict(actor=LLAMA, reward=LLAMA), 16, TASK, SPEEDS)
+    best = mapping.best_of(
+        (("actor",), ("reward",)), dict(actor=LLAMA, reward=LLAMA), 16, TASK, SPEEDS
+    )
     text = mapping.as_text(best)
     assert text.startswith(f"{best.seconds:.3g} s = generation {best.stages[0]:.3g} + preparation ")
     assert text.count("|") == 1 and ": actor " in text and "| reward " in text

@@ -4,18 +4,20 @@ import weakref
 
 import pytest
 import torch
-from test_actor import actor_config, make_actor, make_model, make_samples, update, weights_of  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from commands.memory import KEPT
+from test_actor import actor_config, make_actor, make_model, make_samples, update, weights_of  # noqa: F401
 from training import lm_head
 from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512
 CHUNK_ROWS = 64
 DTYPES = ["float32", "bfloat16"]
-WIDTHS = dict(hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28, num_key_value_heads=4)
+WIDTHS = dict(
+    hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28, num_key_value_heads=4
+)
 WIDTHS |= dict(vocab_size=VOCAB, max_position_embeddings=1024)
 
 
@@ -35,13 +37,19 @@ def kept_by(actor) -> int:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: else its address is another's soon
+            found[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # held: else its address is another's soon
         return tensor
 
     def nothing(batch, output):
         raise StopIteration
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), pytest.raises(StopIteration):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        pytest.raises(StopIteration),
+    ):
         actor._passes([[([1] * 12, [2] * (TOKENS - 11))]], nothing)
     return sum(size for size, _ in found.values())
 
@@ -54,7 +62,9 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
     for model in shallow_and_deep:
         kept.append(kept_by(make_actor(model, dtype=dtype, recompute=recompute)))
     of_a_layer = (kept[1] - kept[0]) / 2 / TOKENS
-    all_of_it = sum(size * width for size, width in zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True))
+    all_of_it = sum(
+        size * width for size, width in zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True)
+    )
     expected = HIDDEN * {"float32": 4, "bfloat16": 2}[dtype] if recompute else all_of_it
     print(f"{dtype}, recompute {recompute}: {of_a_layer:.0f} bytes kept for a token in a layer")
     assert of_a_layer == pytest.approx(expected, rel=0.02)
@@ -76,7 +86,9 @@ class Logits(TorchDispatchMode):
 
     def _watch(self, tensor):
         storage = tensor.untyped_storage()
-        if tensor.shape[-2] == HIDDEN or storage.data_ptr() in self.live:  # the head's gradient, transposed
+        if (
+            tensor.shape[-2] == HIDDEN or storage.data_ptr() in self.live
+        ):  # the head's gradient, transposed
             return
         self.live[storage.data_ptr()] = storage.nbytes()
         weakref.finalize(storage, self.live.pop, storage.data_ptr(), None)
@@ -86,7 +98,12 @@ class Logits(TorchDispatchMode):
 @pytest.mark.parametrize("entropy_coef,most", [(0.0, 2.1), (0.01, 6.1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copies_of_logits_that_live_at_once(
-    make_actor, shallow_and_deep, monkeypatch, dtype, entropy_coef, most  # noqa: F811
+    make_actor,  # noqa: F811
+    shallow_and_deep,
+    monkeypatch,
+    dtype,
+    entropy_coef,
+    most,
 ):
     """In float32 copies of a chunk: two, where the loss asks for no entropy; there are 8 chunks."""
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", CHUNK_ROWS * 4 * VOCAB)
@@ -122,11 +139,18 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
         found.append((timeless, weights_of(actor), actor.ddps[0].buffers[0].grad_data.clone()))
     (metrics, weights, gradient), *others = found
-    assert others[0][0] == metrics and torch.equal(others[0][2], gradient) and gradient.abs().max() > 1e-3
+    assert (
+        others[0][0] == metrics
+        and torch.equal(others[0][2], gradient)
+        and gradient.abs().max() > 1e-3
+    )
     for other, others_weights, others_gradient in others:
         assert other == pytest.approx(metrics, abs=1e-6, rel=1e-5)
         assert torch.allclose(others_gradient, gradient, rtol=0, atol=1e-6)
-        assert all(torch.allclose(others_weights[name], weights[name], rtol=0, atol=1e-4) for name in weights)
+        assert all(
+            torch.allclose(others_weights[name], weights[name], rtol=0, atol=1e-4)
+            for name in weights
+        )
 
 
 def test_what_leaves_the_device_comes_back():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from vision_models import encoded_picture
 
 from config import Config
 from controller import State
@@ -18,13 +17,29 @@ from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving
 from rollout import RolloutBatch
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
+from vision_models import encoded_picture
 
 # ---------------------------------------------------------------- from facts to metrics
 
-MEANS = ("reward/mean", "reward/unfiltered_mean", "reward/zero_std_frac", "rollout/response_len_mean")
-MEANS += ("rollout/trained_len_mean", "rollout/truncated_frac", "rollout/wrong_frac", "genrm/accept_frac")
+MEANS = (
+    "reward/mean",
+    "reward/unfiltered_mean",
+    "reward/zero_std_frac",
+    "rollout/response_len_mean",
+)
+MEANS += (
+    "rollout/trained_len_mean",
+    "rollout/truncated_frac",
+    "rollout/wrong_frac",
+    "genrm/accept_frac",
+)
 MEANS += ("genrm/false_positive_frac", "cost/unfiltered_mean")
-SUMS = ("rollout/tokens", "rollout/tokens_trained", "rollout/tokens_filtered", "rollout/tokens_carried")
+SUMS = (
+    "rollout/tokens",
+    "rollout/tokens_trained",
+    "rollout/tokens_filtered",
+    "rollout/tokens_carried",
+)
 SUMS += ("rollout/moved", "rollout/aborted", "rollout/carried_groups", "genrm/failed")
 MAXIMA = ("rollout/response_len_max", *(f"time/{name}_s" for name in ("serve", "rollout", "train")))
 
@@ -32,7 +47,10 @@ MAXIMA = ("rollout/response_len_max", *(f"time/{name}_s" for name in ("serve", "
 def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
     """One controller's facts; nothing happened but what is given."""
     means = {name: [] for name in MEANS} | (means or {})
-    sums, maxima = dict.fromkeys(SUMS, 0) | (sums or {}), dict.fromkeys(MAXIMA, 0.0) | (maxima or {})
+    sums, maxima = (
+        dict.fromkeys(SUMS, 0) | (sums or {}),
+        dict.fromkeys(MAXIMA, 0.0) | (maxima or {}),
+    )
     assert (len(means), len(sums), len(maxima)) == (len(MEANS), len(SUMS), len(MAXIMA))
     return Facts(means, sums, maxima, list(latencies), {dp_rank: work})
 
@@ -51,7 +69,12 @@ FIRST = facts(
         "cost/unfiltered_mean": [0.5, 1.0],
     },
     {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110},
-    {"time/serve_s": 4.0, "time/rollout_s": 3.0, "time/train_s": 1.0, "rollout/response_len_max": 60.0},
+    {
+        "time/serve_s": 4.0,
+        "time/rollout_s": 3.0,
+        "time/train_s": 1.0,
+        "rollout/response_len_max": 60.0,
+    },
     [0.1, 0.4],
     dp_rank=0,
     work=300,
@@ -70,29 +93,58 @@ SECOND = facts(
         "cost/unfiltered_mean": [0.0],
     },
     {
-        "rollout/tokens": 160, "rollout/tokens_trained": 40, "rollout/tokens_filtered": 20,
-        "rollout/tokens_carried": 90, "rollout/moved": 3, "rollout/aborted": 2, "rollout/carried_groups": 1,
+        "rollout/tokens": 160,
+        "rollout/tokens_trained": 40,
+        "rollout/tokens_filtered": 20,
+        "rollout/tokens_carried": 90,
+        "rollout/moved": 3,
+        "rollout/aborted": 2,
+        "rollout/carried_groups": 1,
         "genrm/failed": 1,
     },
-    {"time/serve_s": 3.9, "time/rollout_s": 3.5, "time/train_s": 1.5, "rollout/response_len_max": 90.0},
+    {
+        "time/serve_s": 3.9,
+        "time/rollout_s": 3.5,
+        "time/train_s": 1.5,
+        "rollout/response_len_max": 90.0,
+    },
     [0.2, 0.3],
     dp_rank=1,
     work=100,
-)  # fmt: skip
+)
 
 
 def test_metrics_of_hand_worked_facts():
     """Two controllers; every number worked out by hand."""
-    assert summarize([FIRST, SECOND]) == pytest.approx({
-        "cost/unfiltered_mean": 0.5, "reward/mean": 5 / 8, "reward/unfiltered_mean": 6 / 11,
-        "reward/zero_std_frac": 3 / 8, "rollout/response_len_mean": 350 / 12, "rollout/response_len_max": 90,
-        "rollout/trained_len_mean": 140 / 8, "rollout/tokens": 360, "rollout/tokens_trained": 140,
-        "rollout/tokens_filtered": 130, "rollout/tokens_carried": 90, "rollout/truncated_frac": 1 / 12,
-        "rollout/moved": 3, "rollout/aborted": 2, "rollout/carried_groups": 1, "rollout/correct_frac": 1 / 2,
-        "genrm/accept_frac": 6 / 11, "genrm/failed": 1, "genrm/false_positive_frac": 1 / 5,
-        "genrm/p50_s": 0.3, "genrm/p99_s": 0.4, "balance/max_over_mean": 1.5,
-        "time/serve_s": 4.0, "time/rollout_s": 3.5, "time/train_s": 1.5,
-    })  # fmt: skip
+    assert summarize([FIRST, SECOND]) == pytest.approx(
+        {
+            "cost/unfiltered_mean": 0.5,
+            "reward/mean": 5 / 8,
+            "reward/unfiltered_mean": 6 / 11,
+            "reward/zero_std_frac": 3 / 8,
+            "rollout/response_len_mean": 350 / 12,
+            "rollout/response_len_max": 90,
+            "rollout/trained_len_mean": 140 / 8,
+            "rollout/tokens": 360,
+            "rollout/tokens_trained": 140,
+            "rollout/tokens_filtered": 130,
+            "rollout/tokens_carried": 90,
+            "rollout/truncated_frac": 1 / 12,
+            "rollout/moved": 3,
+            "rollout/aborted": 2,
+            "rollout/carried_groups": 1,
+            "rollout/correct_frac": 1 / 2,
+            "genrm/accept_frac": 6 / 11,
+            "genrm/failed": 1,
+            "genrm/false_positive_frac": 1 / 5,
+            "genrm/p50_s": 0.3,
+            "genrm/p99_s": 0.4,
+            "balance/max_over_mean": 1.5,
+            "time/serve_s": 4.0,
+            "time/rollout_s": 3.5,
+            "time/train_s": 1.5,
+        }
+    )
 
 
 def test_metrics_of_a_step_in_which_nothing_happened():
@@ -110,7 +162,9 @@ def test_metrics_of_a_step_in_which_nothing_happened():
     keyed, judged = {"rollout/wrong_frac": [0, 0, 0]}, {"genrm/accept_frac": [True]}
     assert optional & summarize([facts(keyed)]).keys() == {"rollout/correct_frac"}
     assert optional & summarize([facts(judged)]).keys() == {"genrm/accept_frac"}
-    assert summarize([facts(keyed | judged)])["genrm/false_positive_frac"] == 0  # no answer was wrong
+    assert (
+        summarize([facts(keyed | judged)])["genrm/false_positive_frac"] == 0
+    )  # no answer was wrong
 
 
 def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
@@ -124,22 +178,35 @@ def test_metrics_of_serving_by_hand():
     rollout = RequestStats(tokens=90, request_s=9.0, prompt_tokens=50, cached_tokens=20, wakes=1)
     genrm = RequestStats(tokens=100, longest=40, request_s=3.0, wakes=2, stalls=1)
     config = Config(rollout_tp=2, max_running_requests=2)
-    stats = StepStats(Split("partial", 6, 1), rollout, genrm, 1, serve_s=2.0, swap_s=0.25, hand_over_s=0.5)
+    stats = StepStats(
+        Split("partial", 6, 1), rollout, genrm, 1, serve_s=2.0, swap_s=0.25, hand_over_s=0.5
+    )
     assert serving_metrics(stats, config) == {
-        "time/swap_s": 0.25, "split/swaps": 3, "split/rollout_ranks": 6, "split/tail": 0, "genrm/timeouts": 1,
-        "genrm/tokens": 100, "genrm/response_len_max": 40, "rollout/cache_hit_frac": 0.4,
+        "time/swap_s": 0.25,
+        "split/swaps": 3,
+        "split/rollout_ranks": 6,
+        "split/tail": 0,
+        "genrm/timeouts": 1,
+        "genrm/tokens": 100,
+        "genrm/response_len_max": 40,
+        "rollout/cache_hit_frac": 0.4,
         "genrm/cache_hit_frac": 0,
-        "occupancy/rollout": 9 / (3 * 2 * 2.0), "occupancy/genrm": 3 / (1 * 2 * 2.0),
-    }  # fmt: skip
+        "occupancy/rollout": 9 / (3 * 2 * 2.0),
+        "occupancy/genrm": 3 / (1 * 2 * 2.0),
+    }
     alone = StepStats(Split("partial", 6, 0), rollout, RequestStats(), 1, 0.0, 0.0, 0.0)
-    assert serving_metrics(alone, config)["occupancy/genrm"] == 0  # nobody is asked, and there is no engine
+    assert (
+        serving_metrics(alone, config)["occupancy/genrm"] == 0
+    )  # nobody is asked, and there is no engine
 
 
 # ---------------------------------------------------------------- one controller's facts
 
 
 def group_of(prompt_id, *rewards, **fields):
-    judged = [dict(reward=reward, verdict=None if reward is None else reward == 1) for reward in rewards]
+    judged = [
+        dict(reward=reward, verdict=None if reward is None else reward == 1) for reward in rewards
+    ]
     fields |= dict(question="q", answer_key="5", finish="stop")
     return [
         Sample(prompt_id, i, [1, 2], response=[7] * (i + 1), **each, **fields)
@@ -149,9 +216,13 @@ def group_of(prompt_id, *rewards, **fields):
 
 def controller_of(timeline=None):
     """Odd answers are wrong; a token costs 10."""
-    rewards = SimpleNamespace(final_answer=lambda s: "5" if s.index % 2 == 0 else "6", latencies=[0.5])
+    rewards = SimpleNamespace(
+        final_answer=lambda s: "5" if s.index % 2 == 0 else "6", latencies=[0.5]
+    )
     received = SimpleNamespace(received=2_500_000)
-    actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens, gathering=received)
+    actor = SimpleNamespace(
+        dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens, gathering=received
+    )
     placement = SimpleNamespace(actor=actor)
     return SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
 
@@ -162,8 +233,11 @@ def batch_of(kept, filtered=(), carried=()):
     return RolloutBatch(
         kept=[sample for sample in samples if sample.reward is not None],
         dropped=[sample for sample in samples if sample.reward is None],
-        filtered=list(filtered), carried=list(carried), waves=2, tokens=100,
-    )  # fmt: skip
+        filtered=list(filtered),
+        carried=list(carried),
+        waves=2,
+        tokens=100,
+    )
 
 
 def spans_of(name, *intervals, rank=0):
@@ -174,33 +248,51 @@ def test_local_facts_on_a_hand_worked_step():
     """One group is kept, one filtered, one carried, whose answers don't count."""
     batch = batch_of([group_of(4, 1.0, 0.0)], [group_of(6, 0.0, 0.0)], [group_of(5, 0.0, 1.0)])
     spans = (
-        spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1) + spans_of("serve", (0, 4))
+        spans_of("rollout", (0, 2), (1, 2))
+        + spans_of("genrm", (1, 1), rank=1)
+        + spans_of("serve", (0, 4))
     )
     spans += spans_of("pipeline", (5, 2), (8, 2))
-    passes = [tl.PassSpan("actor", 0, b, 0, 0, start, start + 1.5, 0) for b, start in enumerate((5, 8))]
+    passes = [
+        tl.PassSpan("actor", 0, b, 0, 0, start, start + 1.5, 0) for b, start in enumerate((5, 8))
+    ]
     found = local_facts(controller_of(), batch, batch.kept, tl.Records(spans, passes=passes))
     maxima = {name: value for name, value in found.maxima.items() if value}
     assert found._replace(maxima=maxima) == Facts(
         {
-            "reward/mean": [1.0, 0.0], "reward/unfiltered_mean": [1.0, 0.0, 0.0, 0.0],
-            "reward/zero_std_frac": [0, 1], "rollout/response_len_mean": [1, 2, 1, 2],
-            "rollout/trained_len_mean": [1, 2], "rollout/truncated_frac": [False] * 4,
-            "rollout/wrong_frac": [1, 1, 0, 0], "genrm/accept_frac": [True, False, False, False],
-            "genrm/false_positive_frac": [False, False], "cost/unfiltered_mean": [],
+            "reward/mean": [1.0, 0.0],
+            "reward/unfiltered_mean": [1.0, 0.0, 0.0, 0.0],
+            "reward/zero_std_frac": [0, 1],
+            "rollout/response_len_mean": [1, 2, 1, 2],
+            "rollout/trained_len_mean": [1, 2],
+            "rollout/truncated_frac": [False] * 4,
+            "rollout/wrong_frac": [1, 1, 0, 0],
+            "genrm/accept_frac": [True, False, False, False],
+            "genrm/false_positive_frac": [False, False],
+            "cost/unfiltered_mean": [],
             "train/bubble_frac": [0.25],
         },
         {
-            "rollout/tokens": 100, "rollout/tokens_trained": 3, "rollout/tokens_filtered": 3,
-            "rollout/tokens_carried": 3, "rollout/moved": 0, "rollout/aborted": 0,
-            "rollout/carried_groups": 1, "genrm/failed": 0,
+            "rollout/tokens": 100,
+            "rollout/tokens_trained": 3,
+            "rollout/tokens_filtered": 3,
+            "rollout/tokens_carried": 3,
+            "rollout/moved": 0,
+            "rollout/aborted": 0,
+            "rollout/carried_groups": 1,
+            "genrm/failed": 0,
         },
         {
-            "time/serve_s": 4.0, "time/rollout_s": 3.0, "time/genrm_s": 1.0,
-            "rollout/response_len_max": 2.0, "rollout/waves": 2.0, "sync/received_mb": 2.5,
+            "time/serve_s": 4.0,
+            "time/rollout_s": 3.0,
+            "time/genrm_s": 1.0,
+            "rollout/response_len_max": 2.0,
+            "rollout/waves": 2.0,
+            "sync/received_mb": 2.5,
         },
         [0.5],
         {1: 10 * (2 * 2 + 3)},
-    )  # fmt: skip
+    )
 
 
 def test_a_wrong_answer_that_the_judge_accepts():
@@ -289,7 +381,9 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     from fakes import FakeWorld, VirtualClock
 
     (tmp_path / "spans").mkdir()
-    (tmp_path / "config.json").write_text('{"mode": "partial", "ranks": 1, "max_running_requests": 4}')
+    (tmp_path / "config.json").write_text(
+        '{"mode": "partial", "ranks": 1, "max_running_requests": 4}'
+    )
     loop, lines = VirtualClock(), []
     c = controller_of(tl.Timeline(0, loop.time, tmp_path / "spans"))
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
@@ -315,11 +409,22 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
     report.close()
     first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     expected = {
-        "step": 0, "eval/accuracy": 0.25, "train/loss": 0.5, "time/step_s": 4.0, "split/rollout_ranks": 3,
-        "rollout/groups_per_kept": 1.25, "perf/tokens_per_s": 100 / 4, "rollout/waves": 2,
-        "rollout/lacking_groups": 1, "time/swap_s": 0.25, "split/swaps": 2, "genrm/cache_hit_frac": 0.4,
-        "genrm/tokens": 100, "time/serve_s": 2.0, "balance/max_over_mean": 1.0,
-    }  # fmt: skip
+        "step": 0,
+        "eval/accuracy": 0.25,
+        "train/loss": 0.5,
+        "time/step_s": 4.0,
+        "split/rollout_ranks": 3,
+        "rollout/groups_per_kept": 1.25,
+        "perf/tokens_per_s": 100 / 4,
+        "rollout/waves": 2,
+        "rollout/lacking_groups": 1,
+        "time/swap_s": 0.25,
+        "split/swaps": 2,
+        "genrm/cache_hit_frac": 0.4,
+        "genrm/tokens": 100,
+        "time/serve_s": 2.0,
+        "balance/max_over_mean": 1.0,
+    }
     assert {name: first[name] for name in expected} == expected
     assert last == {"step": 1, "eval/accuracy": 0.75}
     assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]

@@ -12,7 +12,10 @@ from papers.tables import COLUMNS, Paper, Point, Row, command, read_constants, r
 ROOT = Path(__file__).parent.parent
 GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
 POINT = Point(*GOOD.split(","))
-FITTED = {"speeds": {"fitted_on": [POINT.name], "mfu": 0.5, "half": 2.0}, "device": {"source": "x", "hbm": 1}}
+FITTED = {
+    "speeds": {"fitted_on": [POINT.name], "mfu": 0.5, "half": 2.0},
+    "device": {"source": "x", "hbm": 1},
+}
 
 
 @pytest.fixture
@@ -61,11 +64,17 @@ def test_a_bad_line_is_named(house, capsys, line, named):
     path.write_text(f"{COLUMNS}\n{GOOD}\n{line}\n")
     assert run("--published", path) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"{path}:3: ") and named in printed.err and printed.err.count("\n") == 1
+    assert (
+        printed.err.startswith(f"{path}:3: ")
+        and named in printed.err
+        and printed.err.count("\n") == 1
+    )
     assert not printed.out
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n", "figure,system\n1,2\n", "\N{BYTE ORDER MARK}" + COLUMNS])
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n", "figure,system\n1,2\n", "\N{BYTE ORDER MARK}" + COLUMNS]
+)
 def test_other_columns_are_named(house, capsys, text):
     path = house / "theirs.csv"
     path.write_text(text)
@@ -87,7 +96,11 @@ def test_a_cell_may_have_a_comma(tmp_path):
     path = tmp_path / "theirs.csv"
     path.write_text(f'{COLUMNS}\n{GOOD}"a, b"\n')
     (point,) = read_points(path)
-    assert (point.note, point.where, point.name) == ("a, b", f"{path}:2", "9:HybridFlow:7B@8:throughput")
+    assert (point.note, point.where, point.name) == (
+        "a, b",
+        f"{path}:2",
+        "9:HybridFlow:7B@8:throughput",
+    )
 
 
 def test_a_constant_needs_a_reason(tmp_path):
@@ -102,18 +115,26 @@ def test_a_constant_needs_a_reason(tmp_path):
 
 def test_a_row_is_fitted_where_its_point_was_used():
     paper, other = Paper([POINT], FITTED), POINT._replace(gpus="16")
-    assert paper.row(POINT, 5500.0).kind == "fitted" and paper.row(other, 5500.0).kind == "predicted"
+    assert (
+        paper.row(POINT, 5500.0).kind == "fitted" and paper.row(other, 5500.0).kind == "predicted"
+    )
     assert paper.row(POINT, 5500.0, "form").kind == "form"
     assert paper.row(other, 6050.0).error == pytest.approx(0.1)
-    assert paper.row(other, None).error is None and Row("9", "", None, 1.0, "", "form").error is None
-    assert values(FITTED["speeds"]) == {"mfu": 0.5, "half": 2.0} and values(FITTED["device"]) == {"hbm": 1}
+    assert (
+        paper.row(other, None).error is None and Row("9", "", None, 1.0, "", "form").error is None
+    )
+    assert values(FITTED["speeds"]) == {"mfu": 0.5, "half": 2.0} and values(FITTED["device"]) == {
+        "hbm": 1
+    }
     assert paper.of("9") == [POINT] and not paper.of("10")
 
 
 def test_a_summary_counts_the_predicted_alone():
     rows = [Row("9", "", 100.0, ours, "s", "predicted") for ours in (110.0, 80.0, 100.0)]
     rows += [Row("9", "", 100.0, 900.0, "s", kind) for kind in ("fitted", "form")]
-    first, second = tables.summary_of([*rows, Row("10", "", None, None, "", "not modelled")], FITTED)
+    first, second = tables.summary_of(
+        [*rows, Row("10", "", None, None, "", "not modelled")], FITTED
+    )
     assert first.startswith("Rows: 1 fitted, 3 predicted, 1 form, 0 measured, 1 not modelled.")
     assert first.endswith("2 constants were fitted on 1 points.")
     assert second == "- 9: 3 predicted, median error 10.0%, largest 20.0%"
@@ -151,7 +172,9 @@ def test_a_command_asks_for_what_was_chosen(house, capsys):
 # ---------------------------------------------------------------- what is published
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "papers" / "published").glob("*.csv")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "papers" / "published").glob("*.csv")), ids=lambda p: p.stem
+)
 def test_every_published_number_has_a_source_and_one_place(path):
     names = [point.name for point in read_points(path)]
     assert names and len(names) == len({*names})

@@ -13,7 +13,9 @@ from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, 
 from scheduling import mapping
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")
-POINTS = [p for path in sorted((ROOT / "published").glob("hybridflow_*.csv")) for p in read_points(path)]
+POINTS = [
+    p for path in sorted((ROOT / "published").glob("hybridflow_*.csv")) for p in read_points(path)
+]
 PAPER = Paper(POINTS, CONSTANTS)
 FORMS = ("12", "13", "14", "table 2")
 
@@ -44,7 +46,9 @@ def test_forms_are_near():
     predicted = [abs(row.error) for row in rows["14"] if row.kind == "predicted"]
     assert len(predicted) >= 9 and statistics.median(predicted) <= 0.12
     pairs = rows["12"][-1]
-    assert pairs.ours >= 2 / 3 * int(re.search(r"\d+", pairs.unit)[0]) and pairs.unit == "of 21 pairs"
+    assert (
+        pairs.ours >= 2 / 3 * int(re.search(r"\d+", pairs.unit)[0]) and pairs.unit == "of 21 pairs"
+    )
     assert {row.kind for row in rows["12"]} == {"form"}
 
 
@@ -75,7 +79,9 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
     found = mapping.best_of((roles,), *setting_of(PAPER, p, roles))
     (value,) = ours(PAPER, p)
     assert 0.9 < value * found.seconds / (1024 * 2048) < 1.01
-    assert trained == [1024 // found.choices[0].sizes["actor"].dp] * 16  # the product's own loop ran
+    assert (
+        trained == [1024 // found.choices[0].sizes["actor"].dp] * 16
+    )  # the product's own loop ran
 
 
 def test_an_engine_takes_what_the_closed_form_says():
@@ -86,7 +92,9 @@ def test_an_engine_takes_what_the_closed_form_says():
         own = models["actor"].params / 8
         held = speeds.reserve + 2 * own * (6 + 12 / 2) + 2 * own * 2
         decode = mapping.engine(models["actor"], parts, held, speeds)
-        assert ours(PAPER, p) == [pytest.approx(mapping.generate_s(decode, 64 * parts, task), rel=1e-3)]
+        assert ours(PAPER, p) == [
+            pytest.approx(mapping.generate_s(decode, 64 * parts, task), rel=1e-3)
+        ]
 
 
 # ---------------------------------------------------------------- what moves them
@@ -123,12 +131,16 @@ def test_memory_bandwidth_and_batch_move_generation():
     p, g = point("15", "7B t_g=2", 16, metric="generation"), CONSTANTS["generation"]
     (once,) = ours(PAPER, p)
     (slow,) = ours(with_constants("device", hbm=CONSTANTS["device"]["hbm"] / 2), p)
-    reads = 2 * 6.74e9 / 2 + 128 * (g["prompt"] + 511.5) * 2 * 2 * 32 * 4096 / 2  # of a step in the middle
+    reads = (
+        2 * 6.74e9 / 2 + 128 * (g["prompt"] + 511.5) * 2 * 2 * 32 * 4096 / 2
+    )  # of a step in the middle
     assert slow - once == pytest.approx(1024 * reads / 0.9 / CONSTANTS["device"]["hbm"], rel=2e-3)
     (half,) = ours(with_constants("task", sequences=512), p)
     at = setting_of(PAPER, p)
     decode = mapping.engine(at.models["actor"], 2, 0.0, at.speeds)
-    each_s = 1024 * (decode.each + decode.context * (g["prompt"] + 511.5)) + g["prompt"] * decode.prefill
+    each_s = (
+        1024 * (decode.each + decode.context * (g["prompt"] + 511.5)) + g["prompt"] * decode.prefill
+    )
     assert once - half == pytest.approx(64 * each_s, rel=2e-3)
 
 
@@ -160,9 +172,19 @@ def test_points_of_others(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "figure, setting, gpus",
-    [("9", "8B", 8), ("9", "7B", "many"), ("9", "7B", 0), ("9", "", 8), ("13", "13B+x", 32), ("15", "7B", 16),
-     ("15", "7B t_g=0", 16), ("14", "7B", 4), ("14", "7B+13B", 8), ("table 2", "p=1 t=8", 16)],
-)  # fmt: skip
+    [
+        ("9", "8B", 8),
+        ("9", "7B", "many"),
+        ("9", "7B", 0),
+        ("9", "", 8),
+        ("13", "13B+x", 32),
+        ("15", "7B", 16),
+        ("15", "7B t_g=0", 16),
+        ("14", "7B", 4),
+        ("14", "7B+13B", 8),
+        ("table 2", "p=1 t=8", 16),
+    ],
+)
 def test_a_point_that_nobody_knows(tmp_path, capsys, figure, setting, gpus):
     """One line with its file and line; status 2."""
     path = tmp_path / "other.csv"
@@ -176,4 +198,7 @@ def test_the_page_is_there():
     """`python papers/hybridflow.py --write` made it, with the constants of now."""
     page = (Path(ROOT).parent / "docs" / "papers" / "hybridflow.md").read_text()
     for row in FIGURES["14"](PAPER):
-        assert row.error is None or f"| {row.setting} | {row.theirs:.4g} s | {row.ours:.4g} s |" in page
+        assert (
+            row.error is None
+            or f"| {row.setting} | {row.theirs:.4g} s | {row.ours:.4g} s |" in page
+        )

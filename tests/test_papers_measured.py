@@ -35,12 +35,17 @@ BEST = [("tail-judged", "fused 0.2"), ("judge-heavy", "full"), ("resample", "2|2
 def test_auto_ends_near_the_best(name, best):
     """Also where each prompt that is read holds up what is written, so that modes have other paces."""
     at = measured.set_up_of(PAPER.constants)
-    assert serving_s(name, "auto", at, steps=22, first_counted=14) < 1.05 * serving_s(name, best, at)
+    assert serving_s(name, "auto", at, steps=22, first_counted=14) < 1.05 * serving_s(
+        name, best, at
+    )
 
 
 def test_pairs_in_order():
     kinds = dict(figure="a", setting="", unit="s", kind="predicted")
-    rows = [Row(theirs=theirs, ours=ours, **kinds) for theirs, ours in [(1.0, 5.0), (1.02, 4.0), (2.0, 4.5)]]
+    rows = [
+        Row(theirs=theirs, ours=ours, **kinds)
+        for theirs, ours in [(1.0, 5.0), (1.02, 4.0), (2.0, 4.5)]
+    ]
     assert measured.ordered(rows) == (1, 2)  # the first two are as good as each other
     assert measured.ordered([rows[0], rows[2]._replace(kind="fitted")]) == (0, 0)
 
@@ -65,12 +70,15 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
     def run(line, cwd, check):
         rows = [
             dict(workload="short", side=side, metrics={"time/serve_s": seconds})
-            for side, each in took[int(line[0])].items() for seconds in each
-        ]  # fmt: skip
+            for side, each in took[int(line[0])].items()
+            for seconds in each
+        ]
         (cwd / "runs" / "bench" / "modes-4.json").write_text(json.dumps(rows))
 
     monkeypatch.setattr(paced.subprocess, "run", run)
-    paced.measure([["0"], ["1"]], path, lambda number, name, side: ("real", f"{number} {name}, {side}"))
+    paced.measure(
+        [["0"], ["1"]], path, lambda number, name, side: ("real", f"{number} {name}, {side}")
+    )
     paced.measure([["1"]], path, lambda number, name, side: ("real", f"0 {name}, {side}"))
     found = {point.setting: (point.value, point.note, point.source) for point in read_points(path)}
     assert found == {
@@ -92,7 +100,17 @@ def test_a_prompt_that_is_read_takes_its_own_time():
     """100 ms more for each of two; decoding them doesn't."""
     step = at_pace(lambda *_: None, "20,0,100")
     start = time.perf_counter()
-    step(None, 0, 0, SimpleNamespace(batch_size=2, forward_mode=SimpleNamespace(is_extend=lambda: True)))
+    step(
+        None,
+        0,
+        0,
+        SimpleNamespace(batch_size=2, forward_mode=SimpleNamespace(is_extend=lambda: True)),
+    )
     read_s = time.perf_counter() - start
-    step(None, 0, 0, SimpleNamespace(batch_size=2, forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    step(
+        None,
+        0,
+        0,
+        SimpleNamespace(batch_size=2, forward_mode=SimpleNamespace(is_extend=lambda: False)),
+    )
     assert read_s >= 0.22 and time.perf_counter() - start < read_s + 0.1

@@ -8,13 +8,26 @@ import pytest
 import controller
 import placement
 from papers import rlhfuse
-from papers.rlhfuse import Setting, cluster_of, fastest, inference_s, rows_of, setting_of, simulate, speed_up
+from papers.rlhfuse import (
+    Setting,
+    cluster_of,
+    fastest,
+    inference_s,
+    rows_of,
+    setting_of,
+    simulate,
+    speed_up,
+)
 from papers.tables import ROOT, Paper, command, read_constants, read_points
 from scheduling import pipeline
 from scheduling.fusion import TAILS
 
 CONSTANTS = read_constants(ROOT / "rlhfuse.toml")
-POINTS = [point for path in sorted((ROOT / "published").glob("rlhfuse_*.csv")) for point in read_points(path)]
+POINTS = [
+    point
+    for path in sorted((ROOT / "published").glob("rlhfuse_*.csv"))
+    for point in read_points(path)
+]
 BASE = Setting(512, "13", "33", 0.0)
 SERVING = "generation + inference"
 
@@ -32,7 +45,15 @@ def test_the_command(capsys):
     """Few points, within seconds; every figure and every kind has rows."""
     assert command("rlhfuse", rlhfuse.__doc__, rlhfuse.figures(), ["--quick"]) == 0
     said = capsys.readouterr().out
-    for figure in ("2", "7", "8 Base serving", "8 RLHFuse serving", "8 RLHFuse training", "9", "table 3"):
+    for figure in (
+        "2",
+        "7",
+        "8 Base serving",
+        "8 RLHFuse serving",
+        "8 RLHFuse training",
+        "9",
+        "table 3",
+    ):
         assert f"| {figure} |" in said
     assert all(kind in said for kind in ("fitted: ", "predicted: ", "form: ", "not modelled: "))
 
@@ -71,7 +92,9 @@ def test_a_change_of_the_device_moves_generation_alone(base):
     slow["device"]["hbm"] /= 2
     layers_s = 40 * CONSTANTS["decode"]["layer_s"] * 512
     after = simulate(slow, BASE)
-    assert after["generation"] - layers_s == pytest.approx(2 * (base["generation"] - layers_s), rel=0.03)
+    assert after["generation"] - layers_s == pytest.approx(
+        2 * (base["generation"] - layers_s), rel=0.03
+    )
     assert after["inference"] == pytest.approx(base["inference"], rel=0.03)
     assert after["training"] == pytest.approx(base["training"])
 
@@ -125,7 +148,9 @@ def test_constants_are_no_more_than_half_of_the_points_they_were_fitted_on():
     names = {point.name for point in POINTS}
     fitted = [table for table in CONSTANTS.values() if "fitted_on" in table]
     assert all(name in names for table in fitted for name in table["fitted_on"])
-    assert 2 * sum(len(table) - 1 for table in fitted) <= sum(len(table["fitted_on"]) for table in fitted)
+    assert 2 * sum(len(table) - 1 for table in fitted) <= sum(
+        len(table["fitted_on"]) for table in fitted
+    )
 
 
 @pytest.mark.parametrize("setting", ["1024", "1024 33/33", "1024 33/65 tail", "x 33/65"])

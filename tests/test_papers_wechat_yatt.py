@@ -33,10 +33,12 @@ PAPER = Paper(POINTS, read_constants(ROOT / "wechat_yatt.toml"), quick=True)
 @pytest.mark.parametrize(
     "change,regime",
     [
-        (-0.30, "partial gains more than published"), (-0.20, "as published"), (-0.05, "gains less"),
+        (-0.30, "partial gains more than published"),
+        (-0.20, "as published"),
+        (-0.05, "gains less"),
         (0.05, "full wins"),
     ],
-)  # fmt: skip
+)
 def test_regimes(change, regime):
     assert regime_of(change) == regime
 
@@ -45,7 +47,9 @@ def test_a_quick_map(monkeypatch):
     """By the product's own plans; each cell says its regime."""
     asked = []
     plans = placement.make_plans
-    monkeypatch.setattr(placement, "make_plans", lambda *a, **k: asked.append(plans(*a, **k)) or asked[-1])
+    monkeypatch.setattr(
+        placement, "make_plans", lambda *a, **k: asked.append(plans(*a, **k)) or asked[-1]
+    )
     cells = [row for row in FIGURES["partial"](PAPER) if row.unit == "x full"]
     assert {plan[0].mode for plan in asked} == {"partial", "full"}
     for row in cells:
@@ -122,7 +126,9 @@ def test_ranks_play_their_part_of_an_engine(judge):
         for b in (1, 16):
             step_s = whole.fixed + ranks * b * (whole.each + context * whole.context)
             assert at.decode[role].seconds(1, b, 0) == pytest.approx(step_s * YATT_TOKENS / FASTER)
-        assert at.decode[role].prefill == pytest.approx(ranks * whole.prefill * YATT_TOKENS / FASTER)
+        assert at.decode[role].prefill == pytest.approx(
+            ranks * whole.prefill * YATT_TOKENS / FASTER
+        )
     assert at.most == (4096 // 20, 1000 // 20)
 
 
@@ -136,22 +142,34 @@ def test_a_cell_is_one_command():
     """Its pace is that of the set-up, in milliseconds: a step, a sequence, a prompt that is read."""
     line = command_for(PAPER.constants, "32B", 20, (1.0, 0.5), 16)
     assert line[1:4] == ["bench/modes.py", "--ranks", "4"]
-    said = {flag: line[line.index(flag) + 1] for flag in ("--pace", "--swap", "--steps", "--moving")}
+    said = {
+        flag: line[line.index(flag) + 1] for flag in ("--pace", "--swap", "--steps", "--moving")
+    }
     assert (said["--swap"], said["--steps"], said["--moving"]) == ("3.55", "3", "16")
     at = set_up_of(PAPER.constants, "32B", 20)
     for pace, decode in zip(said["--pace"].split(";"), at.decode.values(), strict=True):
         fixed, each, read = (float(number) / 1000 for number in pace.split(","))
-        assert fixed == pytest.approx(decode.fixed, abs=1e-5) and each == pytest.approx(decode.each, abs=1e-5)
+        assert fixed == pytest.approx(decode.fixed, abs=1e-5) and each == pytest.approx(
+            decode.each, abs=1e-5
+        )
         assert read > decode.prefill
     assert line[-2:] == ["yatt 1", "yatt 0.5"] and all(name in WORKLOADS for name in line[-2:])
     assert line[line.index("--sides") + 1 : line.index("--workloads")] == [
-        "full", "1|3", "2|2", "rebalance", "auto",
-    ]  # fmt: skip
+        "full",
+        "1|3",
+        "2|2",
+        "rebalance",
+        "auto",
+    ]
 
 
 def test_real_texts_are_those_of_the_map_in_fewer_tokens():
-    answers = sorted(length_of("yatt 1", prompt, index) for prompt in range(300) for index in range(8))
-    assert answers[len(answers) // 2] == pytest.approx(600 / 20, abs=2) and answers[-1] == 4096 // 20
+    answers = sorted(
+        length_of("yatt 1", prompt, index) for prompt in range(300) for index in range(8)
+    )
+    assert (
+        answers[len(answers) // 2] == pytest.approx(600 / 20, abs=2) and answers[-1] == 4096 // 20
+    )
     critiques = sorted(critique_of("yatt 1", prompt, 0) for prompt in range(1000))
     assert critiques[500] == pytest.approx(250 / 20, abs=1) and critiques[-1] <= 1000 // 20
 
@@ -168,7 +186,9 @@ def test_measured_rows(monkeypatch):
     points = [measured_point("full", "15.0"), measured_point("1|3", "12.0")]
     full, split = FIGURES["real"](PAPER._replace(points=points))
     name, kind = "32B judge, keep 1, swap 2 s", "measured"
-    assert full == Row("real", f"{name}, full", 15.0, 16.0, "s", kind, "2 steps; 15.0 s, simulated 16.0 s")
+    assert full == Row(
+        "real", f"{name}, full", 15.0, 16.0, "s", kind, "2 steps; 15.0 s, simulated 16.0 s"
+    )
     assert split[:-1] == ("real", f"{name}, 1|3", 0.8, 0.75, "x full", kind)
     for bad in (points[1:], [measured_point("full", "1.0", "8B judge, keep 1, swap 2 s")]):
         with pytest.raises(ValueError, match="isn't as `32B judge, keep 1, swap 2 s, full`"):

@@ -40,7 +40,9 @@ PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_t
 
 def words(tasks: list[Task]) -> str:
     """F10 is the forward pass of stage 1 over micro-batch 0."""
-    return " ".join(f"{'B' if task.backward else 'F'}{task.stage}{task.micro_batch}" for task in tasks)
+    return " ".join(
+        f"{'B' if task.backward else 'F'}{task.stage}{task.micro_batch}" for task in tasks
+    )
 
 
 def table_from(*ranks: str) -> list[list[Task]]:
@@ -54,7 +56,10 @@ def test_1f1b_by_hand():
     """Two ranks, three micro-batches; forward 1, backward 2."""
     pipes = [Pipe((0, 1), 3)]
     table = one_after_another(pipes)
-    assert [words(tasks) for tasks in table] == ["F00 F01 B00 F02 B01 B02", "F10 B10 F11 B11 F12 B12"]
+    assert [words(tasks) for tasks in table] == [
+        "F00 F01 B00 F02 B01 B02",
+        "F10 B10 F11 B11 F12 B12",
+    ]
     latency, memory, starts = evaluate(pipes, table)
     assert (latency, memory) == (12, 2) == (bound(pipes), base_memory(pipes))
     assert [starts[task] for task in table[0]] == [0, 1, 4, 6, 7, 10]
@@ -139,7 +144,8 @@ def check(pipes: list[Pipe], table) -> tuple[float, float]:
     """
     starts = evaluate(pipes, table).starts
     duration = {
-        task: pipes[task.pipe].backward if task.backward else pipes[task.pipe].forward for task in starts
+        task: pipes[task.pipe].backward if task.backward else pipes[task.pipe].forward
+        for task in starts
     }
     count = 0
     for number, pipe in enumerate(pipes):
@@ -163,7 +169,11 @@ def check(pipes: list[Pipe], table) -> tuple[float, float]:
             forward = not task.backward
             before = task._replace(stage=task.stage + (-1 if forward else 1))
             ready += [starts[before] + duration[before]] if before in starts else []
-            ready += [] if forward else [starts[task._replace(backward=False)] + pipes[task.pipe].forward]
+            ready += (
+                []
+                if forward
+                else [starts[task._replace(backward=False)] + pipes[task.pipe].forward]
+            )
             assert starts[task] == max(ready)
             held += pipes[task.pipe].memory * (1 if forward else -1)
             peak = max(peak, held)
@@ -182,7 +192,9 @@ def several_pipes(draw, stages_per_rank: int = 1) -> list[Pipe]:
         first = draw(st.integers(0, size - 1))
         ranks = tuple(range(first, draw(st.integers(first + 1, size))))
         ranks = (ranks[::-1] if draw(st.booleans()) else ranks) * stages_per_rank
-        found.append(Pipe(ranks, draw(st.integers(1, 6)), draw(durations), draw(durations), draw(durations)))
+        found.append(
+            Pipe(ranks, draw(st.integers(1, 6)), draw(durations), draw(durations), draw(durations))
+        )
     return found
 
 
@@ -226,7 +238,10 @@ def test_every_process_finds_the_same_table():
     program = f"from scheduling.pipeline import *; print(repr(fused({pipes!r})))"
     answers = [
         subprocess.check_output(
-            [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, text=True
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            text=True,
         )
         for seed in ("1", "2")
     ]
@@ -323,7 +338,10 @@ def test_fused_does_not_need_luck(seed):
 def test_a_row_of_each_instance(tmp_path, capsys):
     """Two ranks: worked out by hand."""
     path = tmp_path / "pipes.json"
-    two = [{"ranks": [0, 1], "micro_batches": 2}, {"ranks": [1, 0], "micro_batches": 2, "memory": 0.5}]
+    two = [
+        {"ranks": [0, 1], "micro_batches": 2},
+        {"ranks": [1, 0], "micro_batches": 2, "memory": 0.5},
+    ]
     path.write_text(json.dumps([{"name": "two", "pipes": two}]))
     print_instances(path)
     assert capsys.readouterr().out.splitlines()[-1].startswith("| two | 12 | 17 | 12 | ")
@@ -345,6 +363,11 @@ def test_the_passes_of_a_step_are_drawn(tmp_path):
 def test_only_the_standard_library():
     """Every controller plans, and the preview of a run on a laptop."""
     tree = ast.parse(Path(pipeline.__file__).read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in imported} - {"config"} <= sys.stdlib_module_names

@@ -61,13 +61,28 @@ def test_plans_that_cannot_be(mode, size, split, message):
         (dict(mode="auto", rollout_ranks=1), 3, ["1|2", "2|1", "full", *FUSED]),
         (dict(mode="partial", rebalance=True, rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
         (dict(mode="partial", rebalance=True, rollout_tp=2, genrm_tp=4), 8, ["4|4"]),
-        (dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"), 6, ["3|3", "1|5", "2|4"]),
+        (
+            dict(mode="partial", rebalance=True, judge=("a", "b", "c"), model="m"),
+            6,
+            ["3|3", "1|5", "2|4"],
+        ),
         (dict(mode="auto", judge=("a", "b"), model="m"), 2, ["full", *FUSED]),
-        (dict(mode="partial", rebalance=True, judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
+        (
+            dict(mode="partial", rebalance=True, judge=("a", "b"), model="m", genrm_tp=2),
+            8,
+            ["4|4", "2|6"],
+        ),
         (dict(mode="fused"), 2, ["fused 0.2"]),
         (dict(mode="fused", tail=0.25), 3, ["fused 0.25"]),
-        (dict(mode="fused", tail=0.25, rebalance=True), 2, ["fused 0.25", *(f"fused {t:g}" for t in TAILS)]),
-        *[(dict(mode=mode, **RULED), 3, ["full" if mode == "full" else "3|0"]) for mode in placement.PLANS],
+        (
+            dict(mode="fused", tail=0.25, rebalance=True),
+            2,
+            ["fused 0.25", *(f"fused {t:g}" for t in TAILS)],
+        ),
+        *[
+            (dict(mode=mode, **RULED), 3, ["full" if mode == "full" else "3|0"])
+            for mode in placement.PLANS
+        ],
     ],
 )
 def test_plans_that_a_run_may_take(changes, size, expected):
@@ -80,7 +95,9 @@ def test_plans_that_a_run_may_take(changes, size, expected):
         for lead in plan.leads("rollout"):
             assert lead + config.rollout_tp <= size and lead % config.rollout_tp == 0
         leads = plan.leads("genrm")
-        assert {placement.judge_of(lead, config.genrm_tp, judges) for lead in leads} == set(range(judges))
+        assert {placement.judge_of(lead, config.genrm_tp, judges) for lead in leads} == set(
+            range(judges)
+        )
 
 
 def test_train_only_has_no_engine():

@@ -7,13 +7,22 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from fakes import Device, FakeEngine, FakeWorld, VirtualClock, end_all, requests_of, simulate, to_text
 from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config
 from engines.engine import Answer, EngineLost, Sampling
 from engines.pool import MAX_STALLS, RECONNECT_S, EngineStatus, Pool
+from fakes import (
+    Device,
+    FakeEngine,
+    FakeWorld,
+    VirtualClock,
+    end_all,
+    requests_of,
+    simulate,
+    to_text,
+)
 from reporting.timeline import Timeline
 
 CONFIG = Config()  # --timeout-s 600: an engine stalls after 120 s
@@ -74,13 +83,17 @@ def test_its_own_tokens_are_not_counted_twice():
 
 
 STATUSES = st.builds(
-    lambda outstanding, parts, lost: tells(outstanding, parts, {rank: f"died {rank}" for rank in lost}),
+    lambda outstanding, parts, lost: tells(
+        outstanding, parts, {rank: f"died {rank}" for rank in lost}
+    ),
     *[st.dictionaries(st.integers(0, 3), st.integers(1, 9))] * 2,
     st.sets(st.integers(0, 2)),
 )
 
 
-@given(own=st.lists(st.integers(0, 9), min_size=4, max_size=4), others=st.lists(STATUSES, max_size=5))
+@given(
+    own=st.lists(st.integers(0, 9), min_size=4, max_size=4), others=st.lists(STATUSES, max_size=5)
+)
 def test_a_meeting_tells_what_all_others_await(own, others):
     """The total of totals is the total; of it the rest of all but this controller."""
     pool = pool_of(*own)
@@ -88,11 +101,15 @@ def test_a_meeting_tells_what_all_others_await(own, others):
     parts = [EngineStatus.total(some) for some in (others[:half], others[half:]) if some]
     hear(pool, *parts)
     for rank in range(4):
-        assert pool._owed[rank] - pool._mine[rank] == sum(status.outstanding[rank] for status in others)
+        assert pool._owed[rank] - pool._mine[rank] == sum(
+            status.outstanding[rank] for status in others
+        )
         assert (rank in pool._wrote) == any(status.parts[rank] for status in others)
 
 
-ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans(), st.booleans())
+ENGINES = st.tuples(
+    st.integers(0, 9), st.integers(0, 9), st.integers(0, 2), st.booleans(), st.booleans()
+)
 
 
 @given(st.lists(ENGINES, min_size=1, max_size=8), st.data())
@@ -129,7 +146,9 @@ def test_controllers_do_not_all_ask_the_same_engine():
             engine = pool.route()
             pool._outstanding[engine.rank] += 100
             asked[engine.rank] += 1
-    assert sum(asked.values()) == 512 and max(asked.values()) < 40  # the least loaded of all: 64 at least
+    assert (
+        sum(asked.values()) == 512 and max(asked.values()) < 40
+    )  # the least loaded of all: 64 at least
 
 
 def test_the_split_moves_only_while_all_sleep():
@@ -166,7 +185,12 @@ class Writer:
     """
 
     def __init__(self, rank, lengths, pace=1.0, interval=10, breaks=None, stops=None, model=0):
-        self.role, self.rank, self.model, self.name = "rollout", rank, model, f"rollout engine of rank {rank}"
+        self.role, self.rank, self.model, self.name = (
+            "rollout",
+            rank,
+            model,
+            f"rollout engine of rank {rank}",
+        )
         self.lengths, self.pace, self.interval = lengths, pace, interval
         self.breaks, self.stops = breaks, stops
         self.asked = []  # (time, its requests)
@@ -232,9 +256,15 @@ def test_answers_that_take_long_are_written_once():
     engine, prompt = Writer(0, {1: 7200, 2: 30}, interval=100), [5, 6]
     answers, seconds = run_alone([engine], lambda pool: ask(pool, [prompt] * 2, seeds=[1, 2]))
     assert [len(requests) for _, requests in engine.asked] == [2] and 7200 <= seconds < 7300
-    assert [answer.tokens for answer in answers] == [answer_to(prompt, 1, 7198), answer_to(prompt, 2, 28)]
+    assert [answer.tokens for answer in answers] == [
+        answer_to(prompt, 1, 7198),
+        answer_to(prompt, 2, 28),
+    ]
     for answer in answers:
-        assert len(answer.logprobs) == len(answer.versions) == len(answer.tokens) and answer.finish == "stop"
+        assert (
+            len(answer.logprobs) == len(answer.versions) == len(answer.tokens)
+            and answer.finish == "stop"
+        )
 
 
 @pytest.mark.parametrize("trouble", ["breaks", "stops"])
@@ -306,9 +336,13 @@ def test_an_answer_that_queues_is_not_late_while_others_are_written(writes):
     if writes:
         assert run_alone([engine], work)[0] == 0
     else:
-        with pytest.raises(ValueError, match=r"^the rollout engine of rank 0 wrote nothing for 120 s, .*600"):
+        with pytest.raises(
+            ValueError, match=r"^the rollout engine of rank 0 wrote nothing for 120 s, .*600"
+        ):
             run_alone([engine], work)
-    queued = [sent for sent, requests in engine.asked if len(requests) == 1 and requests[0].seed == 2]
+    queued = [
+        sent for sent, requests in engine.asked if len(requests) == 1 and requests[0].seed == 2
+    ]
     assert len(queued) == (2 if writes else MAX_STALLS)  # it was queued once, and then begun
 
 
@@ -316,7 +350,9 @@ def test_an_answer_that_queues_is_not_late_while_others_are_written(writes):
 def test_an_engine_that_brings_nothing_again_and_again_ends_the_run(trouble):
     """In one line that names it and the setting."""
     engines = [Writer(rank, {1: 900}, **{trouble: 0}) for rank in range(MAX_STALLS)]
-    with pytest.raises(ValueError, match=r"^the rollout engine of rank \d .*third.*--timeout-s 600[^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"^the rollout engine of rank \d .*third.*--timeout-s 600[^\n]*$"
+    ):
         run_alone(engines, lambda pool: ask(pool, [[5, 6]], seeds=[1]))
     assert [len(engine.asked) for engine in engines] == [1] * MAX_STALLS
 
@@ -429,7 +465,9 @@ def test_a_role_or_judge_without_an_engine_ends_the_run(models, lost, dead):
     """One line with each engine that could have been asked."""
     pool = pool_of(*[0] * len(models), models=models)
     troubles = "; ".join(f"the engine {rank} died (signal 9)" for rank in dead)
-    with pytest.raises(ValueError, match=f"^no rollout engine is left to ask: {re.escape(troubles)}$"):
+    with pytest.raises(
+        ValueError, match=f"^no rollout engine is left to ask: {re.escape(troubles)}$"
+    ):
         hear(pool, with_lost(*lost))
 
 
@@ -441,7 +479,9 @@ def run_ranks(size, work):
     pools = []
     for rank in range(size):
         engines = [engine if engine.rank == rank else engine.handle() for engine in own]
-        pools.append(Pool(engines, FakeWorld(rank, size, meetings), Timeline(rank, clock.time), CONFIG))
+        pools.append(
+            Pool(engines, FakeWorld(rank, size, meetings), Timeline(rank, clock.time), CONFIG)
+        )
 
     async def all_ranks():
         await asyncio.gather(*(pool.wake() for pool in pools))
@@ -489,7 +529,11 @@ def test_a_lost_engine_is_passed_over_and_started_again_once_all_sleep(verb, whe
         return lines, started, server.requests - asked_before, server.runs
 
     (lines, *first), (others, *second) = run_ranks(2, work)
-    how = {"die": "died", "hang": "gave no sign of life"}[verb] if when == "awake" else "didn't answer"
+    how = (
+        {"die": "died", "hang": "gave no sign of life"}[verb]
+        if when == "awake"
+        else "didn't answer"
+    )
     assert lines == others == [f"the genrm engine of rank 1 {how}: others go on with its work"]
     assert first == [0, 1, True] and second == [1, 1, True]
 
@@ -506,7 +550,9 @@ def test_an_engine_that_does_not_start_again_ends_the_run_on_every_rank():
             pool.own.server.die()
         await meet(pool, 10)
         await pool.sleep()
-        with pytest.raises(ValueError, match="genrm engine of rank 1 died and didn't start again: its log"):
+        with pytest.raises(
+            ValueError, match="genrm engine of rank 1 died and didn't start again: its log"
+        ):
             await pool.restart_lost()
 
     run_ranks(2, work)
@@ -525,7 +571,9 @@ def slow_judges(engines):
 def test_engines_change_hands_when_the_split_moves(mode, rollout_tp):
     """What is newly asked was pushed the version of its step; every rank tells of each move."""
     size, steps = 4 * rollout_tp, 20
-    settings = dict(rebalance=True, rollout_tp=rollout_tp, prompts_per_step=16, eval_every=100, steps=steps)
+    settings = dict(
+        rebalance=True, rollout_tp=rollout_tp, prompts_per_step=16, eval_every=100, steps=steps
+    )
     settings["rollout_ranks"] = 3 * rollout_tp if mode == "partial" else 0
     controllers, _ = simulate(mode, size, prepare=slow_judges, **settings)
     first = controllers[0]
@@ -536,18 +584,29 @@ def test_engines_change_hands_when_the_split_moves(mode, rollout_tp):
         assert c.state.history == first.state.history and c.placement.plan == first.placement.plan
         marks = c.report.marks
         assert [mark.text for mark in marks if mark.kind == "split"] == [now for _, now in moved]
-        assert [mark.text for mark in marks if mark.kind == "weights"] == [f"v{n + 1}" for n in range(steps)]
+        assert [mark.text for mark in marks if mark.kind == "weights"] == [
+            f"v{n + 1}" for n in range(steps)
+        ]
         notes = [note.split(":")[0] for note in c.report.notes if "->" in note]
         assert notes == [f"step {step + 1}" for step, _ in moved]
     plans = {str(plan.split): plan for plan in first.placement.plans}
-    for step in range(steps):  # the requests of a step went to the engines of its plan and no others
+    for step in range(
+        steps
+    ):  # the requests of a step went to the engines of its plan and no others
         spans = [span for c in controllers for span in c.report.steps[step][3]]
         for role in ("rollout", "genrm"):
             asked = {span.rank for span in spans if span.name == role}
             assert asked and asked <= set(plans[splits[step]].leads(role))
-        wrote = {version for c in controllers for s in c.report.steps[step][1].kept for version in s.versions}
+        wrote = {
+            version
+            for c in controllers
+            for s in c.report.steps[step][1].kept
+            for version in s.versions
+        }
         assert wrote <= {step}
-    asked = [request for engine in first.placement.rollout.all_engines for request in engine.server.asked]
+    asked = [
+        request for engine in first.placement.rollout.all_engines for request in engine.server.asked
+    ]
     assert {version for _, version in asked} == set(range(steps + 1))  # also the last evaluation's
 
 
@@ -555,7 +614,9 @@ def test_judges_take_turns_on_the_genrm_engines():
     """Each judge is asked on engines of its own model, as many times as the other; the reward needs both."""
     controllers, _ = simulate("partial", 4, model="M", judge=("A", "B"), rollout_ranks=2, steps=2)
     engines = controllers[0].placement.genrm.all_engines
-    requests = {engine.model: engine.server.requests for engine in engines if engine.server.requests}
+    requests = {
+        engine.model: engine.server.requests for engine in engines if engine.server.requests
+    }
     assert set(requests) == {0, 1} and requests[0] == requests[1]
     samples = [s for c in controllers for _, batch, _, _ in c.report.steps for s in batch.kept]
     finished = [s for s in samples if ">" in to_text(s.response)]

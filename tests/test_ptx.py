@@ -21,7 +21,10 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
     alone = [choose(TEXTS, number, size, 3, 0, 1) for number in range(start, start + 7)]
     for number, whole in enumerate(alone, start):
         shares = [choose(TEXTS, number, size, 3, rank, ranks) for rank in range(ranks)]
-        assert sorted(text for share in shares for text in share) == sorted(whole) and len(whole) == size
+        assert (
+            sorted(text for share in shares for text in share) == sorted(whole)
+            and len(whole) == size
+        )
     if start == 0:
         drawn = [text for whole in alone for text in whole]
         assert all(sorted(drawn[at : at + 7]) == TEXTS for at in range(0, len(drawn), 7))
@@ -62,7 +65,11 @@ def test_rows_of_both_kinds(tmp_path):
     rows = [{"text": "abc"}, {"prompt": "a", "response": "bc"}, {"text": "a" * 9}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     a, b, c = map(ord, "abc")
-    assert read_texts(path, Characters(), 6) == [([1], [a, b, c]), ([1, a], [b, c, 0]), ([1], [a] * 5)]
+    assert read_texts(path, Characters(), 6) == [
+        ([1], [a, b, c]),
+        ([1, a], [b, c, 0]),
+        ([1], [a] * 5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,9 @@ def test_rows_of_both_kinds(tmp_path):
 def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r"texts\.jsonl:2: needs `text`, or `prompt` and `response`"):
+    with pytest.raises(
+        ValueError, match=r"texts\.jsonl:2: needs `text`, or `prompt` and `response`"
+    ):
         read_texts(path, Characters(), 6)
 
 

@@ -59,7 +59,9 @@ def random_workload(seed, ranks, judge_scale=1.0):
     )
     spread = rng.uniform(0.2, 0.9)
     answers = tuple(max(1, round(mean * rng.lognormvariate(0, spread))) for _ in range(count))
-    critiques = tuple(max(1, round(mean * judge * rng.lognormvariate(0, spread / 2))) for _ in range(count))
+    critiques = tuple(
+        max(1, round(mean * judge * rng.lognormvariate(0, spread / 2))) for _ in range(count)
+    )
     latencies = [(10 ** rng.uniform(-2.5, -1.5), 10 ** rng.uniform(-4.5, -3)) for _ in range(2)]
     return Workload(
         answers,
@@ -228,7 +230,9 @@ def test_auto_measures_the_other_mode_again():
     work, splits = random_workload(1, 4), auto(4)
     taken = walk(splits, splits[1], [work] * (2 * TRY_AGAIN + 50), 0)
     worse = min(("full", "partial"), key=[split.mode for split in taken].count)
-    turns = [step for step in range(1, len(taken)) if taken[step].mode == worse != taken[step - 1].mode]
+    turns = [
+        step for step in range(1, len(taken)) if taken[step].mode == worse != taken[step - 1].mode
+    ]
     assert len(turns) >= 2 and all(
         TRY_AGAIN <= b - a <= TRY_AGAIN + 2 * COOL_DOWN for a, b in pairwise(turns)
     )
@@ -279,7 +283,8 @@ def test_a_mode_is_not_measured_when_the_run_ends():
 
 
 @pytest.mark.parametrize(
-    "rollout_tp,genrm_tp,sizes", [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (2, 1, [2, 4, 6]), (2, 4, [4]), (4, 2, [4])]
+    "rollout_tp,genrm_tp,sizes",
+    [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (2, 1, [2, 4, 6]), (2, 4, [4]), (4, 2, [4])],
 )
 def test_engines_are_never_cut(rollout_tp, genrm_tp, sizes):
     """Every split of 8 ranks is a multiple of both engines, whose ranks stay what they are when it moves."""
@@ -287,7 +292,9 @@ def test_engines_are_never_cut(rollout_tp, genrm_tp, sizes):
     assert [len(plan.rollout) for plan in plans] == sizes
     for plan in plans:
         rollout, genrm = plan.leads("rollout"), plan.leads("genrm")
-        assert not any(lead % rollout_tp for lead in rollout) and not any(lead % genrm_tp for lead in genrm)
+        assert not any(lead % rollout_tp for lead in rollout) and not any(
+            lead % genrm_tp for lead in genrm
+        )
         assert len(rollout) * rollout_tp + len(genrm) * genrm_tp == 8
 
 
@@ -311,7 +318,9 @@ def test_each_mode_has_its_own_pace():
     partial, full = (token_latency(history, "genrm", 1, mode) for mode in ("partial", "full"))
     assert partial == (pytest.approx(0.04), pytest.approx(0.0016))  # 25 in an engine
     assert full == (pytest.approx(0.025), pytest.approx(0.025 / 30))
-    assert token_latency(history, "genrm", 1, "fused").per_request == 0.0  # of all: more are no slower
+    assert (
+        token_latency(history, "genrm", 1, "fused").per_request == 0.0
+    )  # of all: more are no slower
 
 
 def test_the_work_ahead_has_no_longer_answers_than_the_steps_had():

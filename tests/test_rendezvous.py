@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 def test_an_interface_is_found_by_its_address():
     """Loopback is `lo`; an address that no interface has is named, and so are those to choose from."""
     assert rendezvous.interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ValueError, match=r"--host 203.0.113.7 is not an address .*; it has .*127.0.0.1"):
+    with pytest.raises(
+        ValueError, match=r"--host 203.0.113.7 is not an address .*; it has .*127.0.0.1"
+    ):
         rendezvous.interface_of("203.0.113.7")
 
 
@@ -77,14 +79,19 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
 def test_ranks_of_several_machines_cannot_meet_on_loopback(ranks):
     """It is said, with the setting that helps."""
     ranks(4, 2)
-    with pytest.raises(ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"):
+    with pytest.raises(
+        ValueError, match=r"--host 127.0.0.1: ranks of several machines can't meet there"
+    ):
         rendezvous.init_method(parse_config([]))
 
 
 @pytest.mark.parametrize(
     "first,message",
     [
-        ("node7", "--host 192.0.2.7: torchrun says node7 of rank 0: give it --local-addr 192.0.2.7$"),
+        (
+            "node7",
+            "--host 192.0.2.7: torchrun says node7 of rank 0: give it --local-addr 192.0.2.7$",
+        ),
         ("192.0.2.7", r"the ranks' store: .*'192.0.2.7', 29999\)\): choose another --port$"),
     ],
 )

@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import pytest
-from fakes import FakeActor, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
 from commands import replay
 from commands.replay import Replay, read_replay
+from fakes import FakeActor, simulate
 from sample import Sample
 
 LAYOUTS = [
@@ -51,7 +51,9 @@ def keys(samples):
 
 def without_advantages(samples):
     """By key, the samples as they were before the algorithm came to them."""
-    return {(s.prompt_id, s.index): dataclasses.replace(s, advantages=None, media=()) for s in samples}
+    return {
+        (s.prompt_id, s.index): dataclasses.replace(s, advantages=None, media=()) for s in samples
+    }
 
 
 # ---------------------------------------------------------------- serve and judge
@@ -69,7 +71,9 @@ def test_rollout_only_serves_what_a_run_would_train_on(tmp_path, mode, size, tp)
     assert len(steps) == controllers[0].config.steps
     trained = [s for c in whole if c.placement.actor.is_head for s in c.report.steps[0][2]]
     assert without_advantages(steps[0]) == without_advantages(trained)
-    assert all(c.placement.actor.version == 0 and not c.placement.actor.batches for c in controllers)
+    assert all(
+        c.placement.actor.version == 0 and not c.placement.actor.batches for c in controllers
+    )
     for rank in range(size):
         hand_overs = [[event for event in each if event[0] == rank] for each in (log, whole_log)]
         assert hand_overs[0] == hand_overs[1]
@@ -140,7 +144,9 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
     rollout_only(tmp_path, steps=4, prepare_controller=serve)
     path = tmp_path / "replay.jsonl"
     written = read_replay(path)
-    assert len(written) == 2 and {version for sample in written[0] for version in sample.versions} == {2}
+    assert len(written) == 2 and {
+        version for sample in written[0] for version in sample.versions
+    } == {2}
     (c,) = train_only(path, steps=4, prepare_controller=resumed)
     assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written]
     with pytest.raises(
@@ -190,7 +196,9 @@ def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
 
 def test_samples_of_weights_to_come_are_refused(tmp_path):
     """They can't be on-policy nor stale: another checkpoint wrote them."""
-    sample = Sample(0, 0, [1], response=[2], logprobs=[-0.5], versions=[5], finish="stop", reward=1.0)
+    sample = Sample(
+        0, 0, [1], response=[2], logprobs=[-0.5], versions=[5], finish="stop", reward=1.0
+    )
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({"step": 0} | dataclasses.asdict(sample)))
     with pytest.raises(
@@ -229,10 +237,14 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     """
     path = tmp_path_factory.mktemp("replay") / "replay.jsonl"
     steps = [list({(s.prompt_id, s.index): s for s in step}.values()) for step in steps]
-    rows = [{"step": n} | dataclasses.asdict(sample) for n, step in enumerate(steps) for sample in step]
+    rows = [
+        {"step": n} | dataclasses.asdict(sample) for n, step in enumerate(steps) for sample in step
+    ]
     rng.shuffle(rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_replay(path) == [sorted(step, key=lambda s: (s.prompt_id, s.index)) for step in steps]
+    assert read_replay(path) == [
+        sorted(step, key=lambda s: (s.prompt_id, s.index)) for step in steps
+    ]
 
 
 GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
@@ -247,7 +259,10 @@ GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
         (GOOD + "\n" + GOOD[: len(GOOD) // 2], "replay.jsonl:2: not valid JSON"),
         ('{"step": 0}\n', "replay.jsonl:1: expected the fields of a Sample"),
         ("3\n", "replay.jsonl:1: expected a JSON object"),
-        (GOOD.replace('"step": 0', '"step": "0"'), "replay.jsonl:1: expected the fields of a Sample"),
+        (
+            GOOD.replace('"step": 0', '"step": "0"'),
+            "replay.jsonl:1: expected the fields of a Sample",
+        ),
         (GOOD.replace('"index"', '"number"'), "replay.jsonl:1: expected the fields of a Sample"),
     ],
 )

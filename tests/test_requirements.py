@@ -8,7 +8,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-LINUX = {"extra": "", "sys_platform": "linux", "platform_machine": "x86_64", "platform_system": "Linux"}
+LINUX = {
+    "extra": "",
+    "sys_platform": "linux",
+    "platform_machine": "x86_64",
+    "platform_system": "Linux",
+}
 
 
 def read(name):
@@ -34,9 +39,13 @@ def test_no_pin_contradicts_an_engines_own(package):
             continue
         compared += 1
         if version := exact(ours[name]):
-            assert needed.specifier.contains(version), f"{name}=={version}, but {package} asks for {needed}"
+            assert needed.specifier.contains(version), (
+                f"{name}=={version}, but {package} asks for {needed}"
+            )
         elif version := exact(needed.specifier):
-            assert ours[name].contains(version), f"{name}{ours[name]}, but {package} asks for {needed}"
+            assert ours[name].contains(version), (
+                f"{name}{ours[name]}, but {package} asks for {needed}"
+            )
     assert compared >= 2
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_actor import make_model
-from workers import run_worker
 
 import training  # noqa: F401  makes Megatron importable without CUDA
+from test_actor import make_model
 from training.resharding import Layout
+from workers import run_worker
 
 layouts = st.builds(
     lambda pp, near, copies, parts: Layout(pp, near * parts, copies, parts),
@@ -36,7 +36,10 @@ def test_groups_divide_the_ranks(layout):
     """Each kind has every rank once; an engine has all parts of a copy, who gathers all shards of a part."""
     tensor, micro_data = layout.groups()
     ranks = range(layout.pp * layout.tp * layout.copies)
-    for groups, size in ((tensor, layout.parts), (micro_data, layout.pp * layout.tp // layout.parts)):
+    for groups, size in (
+        (tensor, layout.parts),
+        (micro_data, layout.pp * layout.tp // layout.parts),
+    ):
         assert sorted(chain(*groups)) == [*ranks]
         assert {len(group) for group in groups} == {size} and len(groups) * size == len(ranks)
     for group in tensor:
@@ -80,9 +83,15 @@ def test_table_2_as_it_is_printed(layout):
     costs = layout.costs()
     received = [cost.received for cost in costs.values()]
     assert received == [
-        Fraction(tpd - 1, tpd), Fraction(tp - 1, tp), Fraction(tp - part, part * tp)
-    ]  # fmt: skip
-    assert costs["HybridFlow"].received + Fraction(1, tp) == costs["HybridFlow"].peak == Fraction(1, part)
+        Fraction(tpd - 1, tpd),
+        Fraction(tp - 1, tp),
+        Fraction(tp - part, part * tp),
+    ]
+    assert (
+        costs["HybridFlow"].received + Fraction(1, tp)
+        == costs["HybridFlow"].peak
+        == Fraction(1, part)
+    )
 
 
 # ---------------------------------------------------------------- real shards
@@ -107,7 +116,9 @@ UNEQUAL = {  # embeddings make a stage larger
     "4-2-1": (UNTIED, 8, {"pp": 4, "tp": 2}, (1, 2)),
     "2-2-1 tied": (TIED, 4, {"pp": 2, "tp": 2}, (1, 2)),
 }
-LAYOUTS = EQUAL | UNEQUAL | {f"2-2-1 {model}": (model, 4, {"pp": 2, "tp": 2}, (1, 2)) for model in OTHERS}
+LAYOUTS = (
+    EQUAL | UNEQUAL | {f"2-2-1 {model}": (model, 4, {"pp": 2, "tp": 2}, (1, 2)) for model in OTHERS}
+)
 CASES = [(name, parts) for name, (*_, engines) in LAYOUTS.items() for parts in engines]
 
 
@@ -116,7 +127,9 @@ def found(tmp_path_factory) -> dict:
     """By layout and ranks of an engine, a dict of each rank: see resharding_worker.py."""
     path = tmp_path_factory.mktemp("resharding")
     sizes = dict(num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8)
-    models = {name: make_model(path / name, *kind(name), **sizes) for name in (UNTIED, TIED, *OTHERS)}
+    models = {
+        name: make_model(path / name, *kind(name), **sizes) for name in (UNTIED, TIED, *OTHERS)
+    }
     torch.save({"models": models, "layouts": LAYOUTS}, path / "case.pt")
     run_worker("resharding_worker.py", path / "case.pt", path / "result")
     return {

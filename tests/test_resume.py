@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes import FakeWorld
 
 import checkpoint
 from checkpoint import ResumePoint
 from config import parse_config
+from fakes import FakeWorld
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
@@ -44,11 +44,15 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
     (out / "spans").mkdir(parents=True)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (out / name).open("w") as file:
-            file.writelines(json.dumps({"step": step, "x": 0.1 + step}) + "\n" for step in range(rows))
+            file.writelines(
+                json.dumps({"step": step, "x": 0.1 + step}) + "\n" for step in range(rows)
+            )
             file.write('{"step": 25, "x": 0.')
     records = [["span", *timeline.Span("train", 0, step, step + 0.5, step)] for step in range(rows)]
     records.append(["mark", *timeline.Mark("weights", "v25", 0, 25.0, 24)])
-    (out / "spans" / "rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (out / "spans" / "rank0.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     return out
 
 
@@ -111,7 +115,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path):
     point, lines = prepared(out)
     assert point.step == 10
     assert lines[0].startswith("DAMAGED CHECKPOINT")
-    assert "step_20: megatron/__0_0.distcp is missing or was changed; the one before is used" in lines[0]
+    assert (
+        "step_20: megatron/__0_0.distcp is missing or was changed; the one before is used"
+        in lines[0]
+    )
     assert steps_of(out / "metrics.jsonl") == list(range(10))
     assert atomic_files.steps_in(out / "checkpoints") == [10]
     assert (out / "checkpoints" / "archived_20-1").is_dir()
@@ -137,7 +144,9 @@ def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
     out = make_run(tmp_path / "run")
     for step in (10, 20):
         spoil(out / "checkpoints" / f"step_{step}")
-    with pytest.raises(ValueError, match="none of its 2 checkpoints is whole; --resume never") as error:
+    with pytest.raises(
+        ValueError, match="none of its 2 checkpoints is whole; --resume never"
+    ) as error:
         prepared(out)
     assert len(str(error.value).splitlines()) == 1
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 26
@@ -180,8 +189,14 @@ def test_out_that_cannot_be_written_is_one_line(tmp_path):
     make_run(tmp_path / "run", steps=())
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "logs").write_text("")
-    for out, reason in (("file/run", "Not a directory"), ("empty", "File exists"), ("x" * 300, "too long")):
-        with pytest.raises(ValueError, match=rf"^--out \S*{out} can't be used: .*{reason}") as error:
+    for out, reason in (
+        ("file/run", "Not a directory"),
+        ("empty", "File exists"),
+        ("x" * 300, "too long"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"^--out \S*{out} can't be used: .*{reason}"
+        ) as error:
             prepared(tmp_path / out)
         assert len(str(error.value).splitlines()) == 1
 
@@ -220,7 +235,9 @@ def test_a_name_that_is_no_checkpoint(tmp_path, name):
     spoil(out / "checkpoints" / "step_10")
     with pytest.raises(ValueError, match="step_10: the checkpoint is damaged: megatron"):
         prepared(out, resume=str(out / "checkpoints" / "step_10"))
-    with pytest.raises(ValueError, match=r"--steps 15: the checkpoint .*step_20 has more steps behind it"):
+    with pytest.raises(
+        ValueError, match=r"--steps 15: the checkpoint .*step_20 has more steps behind it"
+    ):
         prepared(out, resume=str(out / "checkpoints" / "step_20"), steps=15)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 26
 
@@ -234,11 +251,17 @@ def test_a_name_that_is_no_checkpoint(tmp_path, name):
         ({"seed": 1}, "--seed 1: the checkpoint .*step_20 was made with 0"),
         ({"judge": ("K", "L")}, "--judge K L: the checkpoint .*step_20 was made with J"),
         ({"cost_judge": ("K",)}, '--cost-judge K: the checkpoint .*step_20 was made with ""'),
-        ({"rule": ("length:9",), "reward_weights": (1.0, 2.0)}, '--rule length:9: .* was made with ""'),
+        (
+            {"rule": ("length:9",), "reward_weights": (1.0, 2.0)},
+            '--rule length:9: .* was made with ""',
+        ),
         ({"reward_weights": (2.0,)}, '--reward-weights 2.0: .* was made with ""'),
         ({"algorithm": ("rloo",)}, "--algorithm rloo: the checkpoint .*step_20 was made with grpo"),
         ({"data": "file"}, '--data file: the checkpoint .*step_20 was made with ""'),
-        ({"prompts_per_step": 8}, "--prompts-per-step 8: the checkpoint .*step_20 was made with 16"),
+        (
+            {"prompts_per_step": 8},
+            "--prompts-per-step 8: the checkpoint .*step_20 was made with 16",
+        ),
     ],
 )
 def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, change, line):

@@ -7,7 +7,6 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-from fakes import VirtualClock, simulate, to_text
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from algorithms import (
     update_multiplier,
 )
 from config import Config, parse_config
+from fakes import VirtualClock, simulate, to_text
 from sample import Sample
 from scheduling.dynamic_sampling import is_informative, is_judged
 
@@ -103,7 +103,8 @@ def test_the_weighted_mean(rows):
     """Against exact fractions; equal exactly where those are, or a group would seem to have variance."""
     weights, one, other = (list(column) for column in zip(*rows, strict=True))
     means = [
-        sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights) for values in (one, other)
+        sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+        for values in (one, other)
     ]
     in_floats = [list(map(float, values)) for values in (weights, one, other)]
     found = [rewards.weighted_mean(values, in_floats[0]) for values in in_floats[1:]]
@@ -130,9 +131,13 @@ NUMBERS = st.floats(-5, 5)
     st.lists(NUMBERS, max_size=2),
     st.lists(NUMBERS, max_size=3),
 )
-def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(judged, ruled, cost_judges, cost_rules):
+def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
+    judged, ruled, cost_judges, cost_rules
+):
     """Over judges and rules alike; the verdict is the judges' alone."""
-    judges = [StubJudge(value) for value, _ in judged] + [StubJudge(value, "cost") for value in cost_judges]
+    judges = [StubJudge(value) for value, _ in judged] + [
+        StubJudge(value, "cost") for value in cost_judges
+    ]
     rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]
     weights = tuple(weight for _, weight in judged + ruled)
     sample = score(answered("It is 5"), judges, rules, weights)
@@ -152,7 +157,9 @@ def test_the_reward_of_a_single_judge_is_what_it_says(value):
     assert sample.verdict is (value > 0.5)
 
 
-@pytest.mark.parametrize("judges, rules", [([None, 1.0], []), ([None], [1.0]), ([None, None], [2.0, 1.0])])
+@pytest.mark.parametrize(
+    "judges, rules", [([None, 1.0], []), ([None], [1.0]), ([None, None], [2.0, 1.0])]
+)
 @pytest.mark.parametrize("key", ["reward", "cost"])
 def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
     """No part is taken for the whole: neither a reward nor a cost, nor a verdict. The words are kept."""
@@ -164,7 +171,10 @@ def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
 
 def test_the_words_of_all_are_told_apart():
     sample = score(answered("5"), [StubJudge(1.0), StubJudge(0.0)], [says(0.25), says(2, "cost")])
-    assert sample.critique == "judge 0:\nsays 1.0\njudge 1:\nsays 0.0\n--reward 0.25: 0.25\n--cost 2: 2.0"
+    assert (
+        sample.critique
+        == "judge 0:\nsays 1.0\njudge 1:\nsays 0.0\n--reward 0.25: 0.25\n--cost 2: 2.0"
+    )
     assert score(answered("5"), [], [says(0.25)]).critique == "--reward 0.25: 0.25"
 
 
@@ -187,7 +197,9 @@ def test_all_are_asked_at_once():
     config = Config(model="m", rule=("right",), judge_format=("chat",))
 
     async def together():
-        await rewards.Rewards(config, [Slow(1.0), Slow(0.5)], rules, to_text).score(answered("5"), None)
+        await rewards.Rewards(config, [Slow(1.0), Slow(0.5)], rules, to_text).score(
+            answered("5"), None
+        )
         return asyncio.get_running_loop().time()
 
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
@@ -221,7 +233,10 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
 def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
     """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
     named = dict(
-        model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), reward_weights=(0.9, 0.1)
+        model="MODEL",
+        rule=("right", "length:100"),
+        cost_rule=("length:50",),
+        reward_weights=(0.9, 0.1),
     )
     more = named | dict(steps=4)
     controllers, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
@@ -252,7 +267,10 @@ ERRORS = [
         r"py:4\): ValueError: two lines$",
     ),
     ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
-    ("def reward(sample):\n    raise ConnectionError('down')\n", r"mine\.py:2\): ConnectionError: down$"),
+    (
+        "def reward(sample):\n    raise ConnectionError('down')\n",
+        r"mine\.py:2\): ConnectionError: down$",
+    ),
     ("async def reward(sample):\n    raise TimeoutError\n", r"mine\.py:2\): TimeoutError: $"),
     ("def reward(sample):\n    next(iter(()))\n", r"mine\.py:2\): StopIteration: $"),
     ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
@@ -306,12 +324,19 @@ def test_a_rule_that_isn_t_there_is_refused(spec):
 
 
 def test_the_rules_that_are_there():
-    sample = rewards.TextSample(0, 0, [1], response=[2] * 10, answer_key="12", text="3+9=12;>12", answer="12")
+    sample = rewards.TextSample(
+        0, 0, [1], response=[2] * 10, answer_key="12", text="3+9=12;>12", answer="12"
+    )
     cut_off = rewards.TextSample(0, 0, [1], question="3+9=", answer_key="12", text=">", answer=None)
     say = lambda spec, sample: rewards.load("cost", spec).function(sample)  # noqa: E731
     assert say("right", sample) == 1.0 and say("right", cut_off) == 0.0
     assert say("length:40", sample) == 0.25
-    assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>", "\n")] == [1.0, 0.0, 1.0, 0.0]
+    assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>", "\n")] == [
+        1.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_what_has_no_answer_key_can_t_be_compared():
@@ -320,7 +345,9 @@ def test_what_has_no_answer_key_can_t_be_compared():
 
 
 def test_a_file_s_default_function_goes_by_the_option(tmp_path):
-    path = write(tmp_path, "def reward(sample):\n    return 1.0\n\ndef cost(sample):\n    return 2.0\n")
+    path = write(
+        tmp_path, "def reward(sample):\n    return 1.0\n\ndef cost(sample):\n    return 2.0\n"
+    )
     assert [rewards.load(key, path).function(None) for key in ("reward", "cost")] == [1.0, 2.0]
 
 
@@ -346,7 +373,8 @@ def test_a_rule_may_ask_again_by_itself(tmp_path, mode):
         each.dropped for each in served(controllers, 2)
     )
     assert all(
-        sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2) for sample in samples
+        sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2)
+        for sample in samples
     )
     calls = controllers[0].rewards.rules[0].function.__globals__["calls"]
     assert {index: count for (_, index, _), count in calls.items()} == {0: 1, 1: 3, 2: 1, 3: 1}
@@ -361,11 +389,23 @@ def test_an_answer_that_is_given_up_while_its_rule_is_asked_keeps_no_half_a_rewa
         "    return 1.0 + sample.index\n"
     )
     controllers, _ = simulate(
-        "partial", 2, rule=(write(tmp_path, slow),), over_dispatch=2.0, steps=5, answers_per_prompt=3
+        "partial",
+        2,
+        rule=(write(tmp_path, slow),),
+        over_dispatch=2.0,
+        steps=5,
+        answers_per_prompt=3,
     )
-    carried = [sample for each in served(controllers, 5) for group in each.carried for sample in group]
-    assert any(sample.finish == "stop" and sample.reward is None for sample in carried), "none was given up"
-    assert all(sample.reward == (sample.verdict + 1.0 + sample.index) / 2 for sample in kept(controllers, 5))
+    carried = [
+        sample for each in served(controllers, 5) for group in each.carried for sample in group
+    ]
+    assert any(sample.finish == "stop" and sample.reward is None for sample in carried), (
+        "none was given up"
+    )
+    assert all(
+        sample.reward == (sample.verdict + 1.0 + sample.index) / 2
+        for sample in kept(controllers, 5)
+    )
 
 
 def test_what_is_given_up_is_ended_and_asked_anew_later():
@@ -378,7 +418,9 @@ def test_what_is_given_up_is_ended_and_asked_anew_later():
         return 1.0
 
     rule = rewards.Rule("reward", slow, rewards.UserCode("--rule slow"))
-    listed = rewards.Rewards(Config(model="m", rule=("right",), judge_format=("chat",)), [], [rule], to_text)
+    listed = rewards.Rewards(
+        Config(model="m", rule=("right",), judge_format=("chat",)), [], [rule], to_text
+    )
     done, given_up = answered("5"), replace(answered("5"), index=1)
 
     async def together():
@@ -410,7 +452,9 @@ def test_what_isn_t_needed_any_more_isn_t_waited_for(tmp_path):
     named = dict(rule=(write(tmp_path, slow),), prompts_per_step=4, over_dispatch=4.0, steps=1)
     controllers, _ = simulate("partial", 2, **named)
     assert controllers[0].timeline.now() < 100
-    assert kept(controllers, 1) and all(sample.prompt_id % 4 != 3 for sample in kept(controllers, 1))
+    assert kept(controllers, 1) and all(
+        sample.prompt_id % 4 != 3 for sample in kept(controllers, 1)
+    )
 
 
 # ---------------------------------------------------------------- Safe-RLHF
@@ -449,7 +493,10 @@ def test_a_step_of_the_multiplier_by_hand():
 
 
 @given(
-    st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.integers(1, 4), st.floats(0, 5), st.floats(-1, 1)
+    st.lists(st.floats(-3, 3), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.floats(0, 5),
+    st.floats(-1, 1),
 )
 @example([1e16, 1.0, -1e16], 2, 1.0, 0.0)  # added in another order, floats would give another sum
 def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, ranks, init, limit):
@@ -475,7 +522,9 @@ def test_the_multiplier_settles_where_the_constraint_is_met():
     )
     for _ in range(200):
         mean = 1 / (1 + lagrange_multiplier(state, algorithm))
-        seen.append(update_multiplier(state, [{"cost": {0: {0: mean}}}], algorithm)["cost/multiplier"])
+        seen.append(
+            update_multiplier(state, [{"cost": {0: {0: mean}}}], algorithm)["cost/multiplier"]
+        )
     assert seen == sorted(seen) and seen[-1] == pytest.approx(3.0, rel=0.02)
     for limit in (0.25, 1.0):  # where it starts from doesn't matter
         state.log_multiplier, algorithm = 4.0, replace(algorithm, cost_limit=limit)
@@ -487,7 +536,10 @@ def test_the_multiplier_settles_where_the_constraint_is_met():
 
 def test_a_large_multiplier_stops_at_100_and_finds_back():
     """A constraint that can't be met for a while, then a step of slack: lambda falls by e, not to nothing."""
-    algorithm, state = constraint(cost_limit=0.0, lagrange_lr=1.0), SimpleNamespace(log_multiplier=0.0)
+    algorithm, state = (
+        constraint(cost_limit=0.0, lagrange_lr=1.0),
+        SimpleNamespace(log_multiplier=0.0),
+    )
     for _ in range(50):
         update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm)
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100)
@@ -498,19 +550,25 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
 @pytest.mark.parametrize("mode,size,tp", [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1)])
 def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
-    controllers, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5))
+    controllers, _ = simulate(
+        mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5)
+    )
     assert len({c.state.log_multiplier for c in controllers}) == 1
     assert not any(each.filtered for each in served(controllers))
     log_multiplier = 0.0
     for step in range(3):
         samples = kept_of(controllers, step)
-        assert len(samples) == 32 and all(sample.cost == len(sample.response) / 50 for sample in samples)
+        assert len(samples) == 32 and all(
+            sample.cost == len(sample.response) / 50 for sample in samples
+        )
         mean = math.fsum(sample.cost for sample in samples) / len(samples)
         log_multiplier += 0.5 * math.exp(log_multiplier) * (mean - 0.1)
         for sample in samples:
             assert sample.returns["reward"] == pytest.approx([sample.reward] * len(sample.response))
             assert sample.returns["cost"] == pytest.approx([sample.cost] * len(sample.response))
-    assert controllers[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
+    assert (
+        controllers[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
+    )
     for c in controllers:
         assert [critic.name for critic in c.placement.critics] == ["reward", "cost"] and all(
             critic.version == 3 for critic in c.placement.critics
@@ -519,7 +577,9 @@ def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     assert easy[0].state.log_multiplier < 0
     off, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_init=0.0))
     ppo, _ = simulate(mode, size, tp=tp, algorithm=("ppo",))
-    advantages = [{(s.prompt_id, s.index): s.advantages for s in kept_of(run, 2)} for run in (off, ppo)]
+    advantages = [
+        {(s.prompt_id, s.index): s.advantages for s in kept_of(run, 2)} for run in (off, ppo)
+    ]
     assert advantages[0] == advantages[1], "with lambda 0 it is PPO"
     assert lagrange_multiplier(off[0].state, off[0].algorithm) == 0
 
@@ -533,7 +593,9 @@ def kept_of(controllers, step):
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
 def test_resume_is_exact(tmp_path, sizes):
     """Lambda goes on from where it was saved, and so does all that follows from it, also on other ranks."""
-    more = dict(algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5), steps=4, save_every=2, out=tmp_path)
+    more = dict(
+        algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5), steps=4, save_every=2, out=tmp_path
+    )
     whole, _ = simulate("full", sizes[0], **more)
     again, _ = simulate(
         "full", sizes[1], resumed=tmp_path / "checkpoints" / "step_2", **more | {"save_every": 0}
@@ -557,7 +619,9 @@ def test_the_kl_comes_off_once_whatever_lambda_is():
         (sample,) = costly([0.5], policy_logprobs=[-1.0], reference_logprobs=[-3.0])
         set_scores([sample], [signals_of([sample], algorithm)], algorithm)
         set_advantages([sample], algorithm, multiplier)
-        assert sample.advantages == pytest.approx([-multiplier * 0.5 / (1 + multiplier) - 0.1 * 2.0])
+        assert sample.advantages == pytest.approx(
+            [-multiplier * 0.5 / (1 + multiplier) - 0.1 * 2.0]
+        )
         assert sample.returns == {"reward": pytest.approx([-0.2]), "cost": pytest.approx([0.7])}
 
 
@@ -587,12 +651,27 @@ def test_only_a_group_s_own_baseline_needs_different_rewards():
     "arguments, wrong",
     [
         ("--algorithm safe_rlhf", r"--algorithm safe_rlhf needs a --cost-rule or a --cost-judge"),
-        ("--rule right --reward-weights 1", r"--reward-weights 1.0: one for each --judge, then .*, so 2"),
-        ("--rule right --reward-weights 1 -1", r"--reward-weights 1.0 -1.0: finite numbers are needed"),
-        ("--rule right --reward-weights 0 0", r"--reward-weights 0.0 0.0: finite numbers are needed"),
-        ("--model m --rule right --cost-judge c --reward-weights 1 1", r"--reward-weights 1.0 1.0: .*, so 1"),
+        (
+            "--rule right --reward-weights 1",
+            r"--reward-weights 1.0: one for each --judge, then .*, so 2",
+        ),
+        (
+            "--rule right --reward-weights 1 -1",
+            r"--reward-weights 1.0 -1.0: finite numbers are needed",
+        ),
+        (
+            "--rule right --reward-weights 0 0",
+            r"--reward-weights 0.0 0.0: finite numbers are needed",
+        ),
+        (
+            "--model m --rule right --cost-judge c --reward-weights 1 1",
+            r"--reward-weights 1.0 1.0: .*, so 1",
+        ),
         ("--cost-judge c", r"--cost-judge needs --model"),
-        ("--algorithm safe_rlhf cost_limit=nan --cost-rule right", r"cost_limit=nan needs cost_limit from"),
+        (
+            "--algorithm safe_rlhf cost_limit=nan --cost-rule right",
+            r"cost_limit=nan needs cost_limit from",
+        ),
         ("--algorithm grpo lagrange_lr=-1", r"lagrange_lr=-1 needs lagrange_lr from 0"),
     ],
 )

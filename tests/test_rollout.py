@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from fakes import judge_on, simulate, to_text, write_answer, write_on, write_verdict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ import controller
 import genrm
 import rollout
 from engines.engine import Answer
+from fakes import judge_on, simulate, to_text, write_answer, write_on, write_verdict
 from sample import Sample
 
 
@@ -33,7 +33,9 @@ def groups_of(batch):
     for sample in batch.kept + batch.dropped:
         kept.setdefault(sample.prompt_id, []).append(sample)
     others = {"filtered": batch.filtered, "carried": batch.carried}
-    others = {fate: {group[0].prompt_id: group for group in groups} for fate, groups in others.items()}
+    others = {
+        fate: {group[0].prompt_id: group for group in groups} for fate, groups in others.items()
+    }
     return {"kept": kept} | others
 
 
@@ -100,13 +102,18 @@ def check_continued(controllers):
     for step in range(controllers[0].config.steps):
         for rank, batch in enumerate(batches_of(controllers, step)):
             for sample in (
-                s for groups in groups_of(batch).values() for group in groups.values() for s in group
+                s
+                for groups in groups_of(batch).values()
+                for group in groups.values()
+                for s in group
             ):
                 owner, *before = begun.pop((sample.prompt_id, sample.index), (rank, [], [], []))
                 now = (sample.response, sample.logprobs, sample.versions)
                 assert owner == rank
                 assert all(new[: len(old)] == old for old, new in zip(before, now, strict=True))
-                assert before[0] or set(sample.versions) <= {*range(step, controllers[0].config.steps)}
+                assert before[0] or set(sample.versions) <= {
+                    *range(step, controllers[0].config.steps)
+                }
         for rank, c in enumerate(controllers):
             begun |= {key: (rank, *facts) for key, facts in c.report.carried[step].items()}
 
@@ -133,9 +140,13 @@ def check_come_first(controllers):
 def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, seed):
     """No prompt, no token, whatever is cut off. A sleeping engine is never asked (the fakes assert it)."""
     assume(size % tp == 0 and (size > 1 or mode != "partial"))
-    options = dict(over_dispatch=over_dispatch, max_refill_waves=refills, rebalance=mode == "partial")
+    options = dict(
+        over_dispatch=over_dispatch, max_refill_waves=refills, rebalance=mode == "partial"
+    )
     with meeting_every(interval_s):
-        controllers, _ = simulate(mode, size, tp=tp, steps=5, prepare=at_random_paces(seed), **options)
+        controllers, _ = simulate(
+            mode, size, tp=tp, steps=5, prepare=at_random_paces(seed), **options
+        )
     check_prompts(controllers)
     check_tokens(controllers)
     check_come_first(controllers)
@@ -166,8 +177,15 @@ def test_a_cut_off_prompt_comes_first_and_is_continued():
     """With what was generated of it; which weights wrote each token is known."""
     controllers, _ = simulate("partial", 4, over_dispatch=4.0, steps=6, eval_every=100)
     check_come_first(controllers)
-    kept = [(step, s) for step in range(6) for batch in batches_of(controllers, step) for s in batch.kept]
-    assert any(len(set(s.versions)) > 1 for _, s in kept) and any(s.versions[0] < step for step, s in kept)
+    kept = [
+        (step, s)
+        for step in range(6)
+        for batch in batches_of(controllers, step)
+        for s in batch.kept
+    ]
+    assert any(len(set(s.versions)) > 1 for _, s in kept) and any(
+        s.versions[0] < step for step, s in kept
+    )
     assert any(c.report.carried[step] for c in controllers for step in range(6))
 
 
@@ -175,7 +193,12 @@ def test_what_is_not_needed_begins_anew_by_default():
     """In the order of drawing, what comes again is empty, and every answer is of the step's weights."""
     controllers, _ = simulate("partial", 4, steps=6, eval_every=100)
     check_come_first(controllers)
-    kept = [(step, s) for step in range(6) for batch in batches_of(controllers, step) for s in batch.kept]
+    kept = [
+        (step, s)
+        for step in range(6)
+        for batch in batches_of(controllers, step)
+        for s in batch.kept
+    ]
     assert kept and all(set(s.versions) == {step} for step, s in kept)
     assert any(c.report.carried[step] for c in controllers for step in range(6))
     assert not any(c.prompts.groups for c in controllers)
@@ -200,7 +223,9 @@ def parity(prompt, index, sampling):
 
 def serving_seconds(controllers, step):
     """Of each rank."""
-    return [s.end - s.start for c in controllers for s in c.report.steps[step][3] if s.name == "serve"]
+    return [
+        s.end - s.start for c in controllers for s in c.report.steps[step][3] if s.name == "serve"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +246,9 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
 
     Worked out by hand. What the split's statistics say is the same.
     """
-    options = dict(write=one_in_ten, verdict=parity, over_dispatch=over_dispatch, steps=1, eval_every=100)
+    options = dict(
+        write=one_in_ten, verdict=parity, over_dispatch=over_dispatch, steps=1, eval_every=100
+    )
     controllers, _ = simulate(mode, size, **options)
     for taken in (*serving_seconds(controllers, 0), controllers[0].state.history[0].serve_s):
         assert seconds - 1e-9 <= taken <= seconds + 2 * rollout.MEETING_INTERVAL_S
@@ -238,12 +265,16 @@ def test_without_a_judge_rollout_keeps_the_devices(mode):
     options = dict(model="m", judge=(), rule=("right",), steps=3)
     controllers, log = simulate(mode, 2, **options)
     history = controllers[0].state.history
-    assert [stats.swap_s for stats in history] == [0.0] * 3 and max(stats.waves for stats in history) > 1
+    assert [stats.swap_s for stats in history] == [0.0] * 3 and max(
+        stats.waves for stats in history
+    ) > 1
     assert not any("genrm" in str(event) for event in log)
     other, _ = simulate("partial", 3, **options)
     for step in range(3):
         mine, theirs = (
-            sorted((s.key, s.response, s.reward) for batch in batches_of(run, step) for s in batch.kept)
+            sorted(
+                (s.key, s.response, s.reward) for batch in batches_of(run, step) for s in batch.kept
+            )
             for run in (controllers, other)
         )
         assert mine == theirs and mine
@@ -254,7 +285,12 @@ def test_the_longest_prompt_is_trained_on_in_the_end(mode, size):
     """Cut off in every step, it goes on where it was: no prompt starves."""
     options = dict(over_dispatch=1.25, steps=10, eval_every=100)
     controllers, _ = simulate(mode, size, write=one_in_ten, verdict=parity, **options)
-    kept = [(step, s) for step in range(10) for batch in batches_of(controllers, step) for s in batch.kept]
+    kept = [
+        (step, s)
+        for step in range(10)
+        for batch in batches_of(controllers, step)
+        for s in batch.kept
+    ]
     long = [(step, s) for step, s in kept if s.prompt_id == 7]
     assert len(long) == 4 and len({step for step, _ in long}) == 1 and long[0][0] > 1
     assert all(len(s.response) == 100 and len(set(s.versions)) > 1 for _, s in long)
@@ -308,7 +344,16 @@ def visible_state(c):
     outstanding = [owed, [pool.awake for pool in pools]]
     plan, engines = c.placement.plan, [[engine.rank for engine in pool.engines] for pool in pools]
     state, prompts = copy.deepcopy(c.state), copy.deepcopy(c.prompts.state())
-    return c.stopping, c.stop.asked, plan, engines, outstanding, state, prompts, list(c.report.notes)
+    return (
+        c.stopping,
+        c.stop.asked,
+        plan,
+        engines,
+        outstanding,
+        state,
+        prompts,
+        list(c.report.notes),
+    )
 
 
 def hit(c):
@@ -344,7 +389,9 @@ def test_whoever_follows_a_meeting_routes_around_lost_engines():
             rollout.follow(c, await rollout.sync_controllers(c, 0))
         asked.append(c.placement.rollout.route().rank)
 
-    controllers = in_a_meeting(4, act, lambda c: c.world.rank == 0 and c.placement.rollout.own.server.die())
+    controllers = in_a_meeting(
+        4, act, lambda c: c.world.rank == 0 and c.placement.rollout.own.server.die()
+    )
     assert asked == [1] * 4 and [c.stopping for c in controllers] == [0] * 4
     for c in controllers:
         (note,) = c.report.notes
@@ -361,7 +408,9 @@ def test_a_role_without_engines_ends_the_run():
 
     async def act(c):
         meeting = await rollout.sync_controllers(c, 0)
-        with pytest.raises(ValueError, match=r"no rollout engine .*: the rollout engine of rank 0 died"):
+        with pytest.raises(
+            ValueError, match=r"no rollout engine .*: the rollout engine of rank 0 died"
+        ):
             rollout.follow(c, meeting)
 
     in_a_meeting(4, act, all_rollout_engines_die)
@@ -482,7 +531,9 @@ def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
     check_tokens(controllers)
     for step in range(2):
         batches = batches_of(controllers, step)
-        assert sum(len(batch.kept) for batch in batches) == 8 * 4 and sum(batch.moved for batch in batches)
+        assert sum(len(batch.kept) for batch in batches) == 8 * 4 and sum(
+            batch.moved for batch in batches
+        )
         assert all(s.finish == "stop" for batch in batches for s in batch.kept)
 
 

@@ -29,7 +29,11 @@ def found():
     runs = {ranks: central.Scaled(ranks) for ranks in central.QUICK}
     step_s = {ranks: run.run()[-1].ended_s for ranks, run in runs.items()}
     ways = {ranks: run.ways() for ranks, run in runs.items()}
-    return {way: {ranks: each[way] for ranks, each in ways.items()} for way in central.WAYS}, step_s, runs
+    return (
+        {way: {ranks: each[way] for ranks, each in ways.items()} for way in central.WAYS},
+        step_s,
+        runs,
+    )
 
 
 def test_what_ours_holds_and_sends_is_flat(found):
@@ -57,7 +61,10 @@ def test_what_grows_is_named(found):
     assert 0.9 < ours["relayed"] < 1.5 and ours["heard"] < 0.3
     lines = {tuple(line.split(" | ")[:2]): line for line in central.table_of(ways, step_s)}
     assert f"relayed ranks^{ours['relayed']:.2f}" in lines["| ours", "grows:"]
-    assert "samples" not in lines["| ours", "grows:"] and "samples ranks^" in lines["| central", "grows:"]
+    assert (
+        "samples" not in lines["| ours", "grows:"]
+        and "samples ranks^" in lines["| central", "grows:"]
+    )
 
 
 def test_the_closed_forms_stand_on_what_was_counted(found):
@@ -71,8 +78,14 @@ def test_the_closed_forms_stand_on_what_was_counted(found):
         assert one.requests == sum(run.requests.values()) / 2 > coordinator.samples
         assert coordinator.sent == coordinator.heard == central.METADATA * coordinator.samples
         kept = central.PROMPTS * central.ANSWERS * units
-        lengths = [run._author.workload.answer.of(0, *key) for keys in step.trained.values() for key in keys]
-        assert one.sent == pytest.approx(kept * (200 + 5 * 512) + TOKEN_BYTES * sum(lengths), rel=0.01)
+        lengths = [
+            run._author.workload.answer.of(0, *key)
+            for keys in step.trained.values()
+            for key in keys
+        ]
+        assert one.sent == pytest.approx(
+            kept * (200 + 5 * 512) + TOKEN_BYTES * sum(lengths), rel=0.01
+        )
 
 
 def test_media_go_through_one_controller_alone():
@@ -103,8 +116,12 @@ def test_nothing_is_held_of_the_step_before(monkeypatch):
         found.append(held[c.world.rank])
         return await rollout.collect(c)
 
-    monkeypatch.setattr(Prompts, "group", lambda self, *more: watched(rank_of[self], group(self, *more)))
-    monkeypatch.setattr(SimulatedWorld, "_received", lambda w, parcel: watched(w.rank, received(w, parcel)))
+    monkeypatch.setattr(
+        Prompts, "group", lambda self, *more: watched(rank_of[self], group(self, *more))
+    )
+    monkeypatch.setattr(
+        SimulatedWorld, "_received", lambda w, parcel: watched(w.rank, received(w, parcel))
+    )
     run = central.Scaled(64, steps=3)
     rank_of = {c.prompts: c.world.rank for c in run.controllers}
     for c in run.controllers:
@@ -126,7 +143,11 @@ def test_bytes_by_hand():
     network.gather_s(["a", "bb", "cccc"])
     assert network.sent == {0: 1, 1: 2, 2: 4} and network.heard == {0: 6, 1: 5, 2: 3}
     assert network.reduced("".join, ["a", "bb", "cccc"]) == "abbcccc"
-    assert network.sent == {0: 2, 1: 4, 2: 8} and network.heard == {0: 6 + 2 + 4, 1: 5 + 7, 2: 3 + 7}
+    assert network.sent == {0: 2, 1: 4, 2: 8} and network.heard == {
+        0: 6 + 2 + 4,
+        1: 5 + 7,
+        2: 3 + 7,
+    }
     assert +network.relayed == {0: 7 - 1}
     four = Counting(16)
     vars(four)["_bytes"] = lambda value: size(value)
@@ -141,7 +162,10 @@ def test_bytes_by_hand():
 
 
 def test_units_are_alike():
-    lengths, work = Alike(600, 1.0, 4096, 4), Even(512, *[Alike(600, 1.0, 4096, 4)] * 2, keep=0.5, units=4)
+    lengths, work = (
+        Alike(600, 1.0, 4096, 4),
+        Even(512, *[Alike(600, 1.0, 4096, 4)] * 2, keep=0.5, units=4),
+    )
     for prompt_id in range(0, 40, 4):
         first, again = ([lengths.of(7, prompt_id + unit, 1) for unit in range(4)] for _ in range(2))
         assert first == again and 0.89 * max(first) <= min(first) < max(first)
@@ -159,7 +183,11 @@ def test_samples_held_and_requests_by_hand():
     batch.stats = SimpleNamespace(rollout=stats, genrm=SimpleNamespace(requests=2))
     with mock.patch.object(central.Scaled.__mro__[2], "step", mock.AsyncMock()):
         asyncio.run(run.step(c, 0, batch, [samples[0], *samples[4:]], {}))
-    assert (run.drawn, run.held, run.requests) == (Counter({2: 4}), Counter({2: 6}), Counter({2: 3, 5: 1}))
+    assert (run.drawn, run.held, run.requests) == (
+        Counter({2: 4}),
+        Counter({2: 6}),
+        Counter({2: 3, 5: 1}),
+    )
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -177,7 +205,14 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_it_takes_no_decision_itself():
     """Nothing of serving, routing or balancing is defined in bench/central.py."""
     product = {*rollout.MODES, "route", "generate", "judge", "serve", "collect", "exchange", "deal"}
-    product |= {"plan_batch", "karmarkar_karp", "choose_split", "next_wave", "status", "apply_status"}
+    product |= {
+        "plan_batch",
+        "karmarkar_karp",
+        "choose_split",
+        "next_wave",
+        "status",
+        "apply_status",
+    }
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     tree = ast.parse((ROOT / "bench/central.py").read_text())
     assert not {node.name for node in ast.walk(tree) if isinstance(node, kinds)} & product

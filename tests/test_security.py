@@ -16,23 +16,27 @@ import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from models import save_model
-from test_command import SMALL, Run
 from transformers import AutoTokenizer
 
 import data
 from config import parse_config, printable
 from engines.server import end_stale_servers, server_flags, write_pid_file
+from models import save_model
 from reporting.metrics import Report
 from reporting.progress import Progress
 from sample import Sample
+from test_command import SMALL, Run
 
 ROOT = Path(__file__).parent.parent
 STEPS = 12  # of the run that is looked at: it must still serve when all has been asked
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks
 CLOSED = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
 CLOSED_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open: whether it lives
+PROBES = (
+    "/health",
+    "/ready",
+    "/metrics",
+)  # how a path begins that SGLang leaves open: whether it lives
 
 
 # ---------------------------------------------------------------- text from a model
@@ -64,8 +68,12 @@ HOSTILE += "\n# heading\n    code\n</code></pre><b>"
 
 def test_samples_jsonl_has_one_row_whatever_a_model_wrote(tmp_path):
     progress = Progress(1, is_main=False)
-    report = Report(parse_config([]), SimpleNamespace(rank=0), tmp_path, progress, lambda tokens: HOSTILE)
-    sample = Sample(0, 0, [1], HOSTILE, HOSTILE, response=[2], critique=HOSTILE, verdict=True, reward=1.0)
+    report = Report(
+        parse_config([]), SimpleNamespace(rank=0), tmp_path, progress, lambda tokens: HOSTILE
+    )
+    sample = Sample(
+        0, 0, [1], HOSTILE, HOSTILE, response=[2], critique=HOSTILE, verdict=True, reward=1.0
+    )
     report._write_samples(0, [sample])
     report._writer.close()
     [row] = map(json.loads, (tmp_path / "samples.jsonl").open())
@@ -104,7 +112,10 @@ def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
     """No setting asks for it; weights come from safetensors."""
     home = save_model(tmp_path / "model")
     flags = server_flags("genrm", 1, 23030, home, parse_config([]))
-    assert "--trust-remote-code" not in flags and flags[flags.index("--load-format") + 1] == "safetensors"
+    assert (
+        "--trust-remote-code" not in flags
+        and flags[flags.index("--load-format") + 1] == "safetensors"
+    )
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
 
 
@@ -126,16 +137,17 @@ print(*before, *count())
 
 def test_a_server_has_no_websocket():
     """SGLang's has, and doesn't ask it for the key; nothing else is taken away."""
-    ran = subprocess.run([sys.executable, "-c", WEBSOCKETS], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", WEBSOCKETS], cwd=ROOT, capture_output=True, text=True
+    )
     sockets, routes, left, routes_left = map(int, ran.stdout.split())
     assert sockets > 0 and left == 0 and routes_left == routes - sockets
 
 
 # ---------------------------------------------------------------- servers that an earlier run left
 
-SERVER = (
-    "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
-)
+SERVER = "import subprocess, time; subprocess.Popen(['sleep', '600']); "
+SERVER += "print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -183,7 +195,9 @@ def test_a_process_that_began_at_another_time_is_not_ours(left, tmp_path):
 def test_a_run_that_is_not_over_is_not_touched(left, tmp_path):
     """Its owner lives (this process): one sentence, nothing ended, the note stays."""
     server, path = left
-    with pytest.raises(ValueError, match=f"--out {tmp_path}: a run is at work there .process {os.getpid()}."):
+    with pytest.raises(
+        ValueError, match=f"--out {tmp_path}: a run is at work there .process {os.getpid()}."
+    ):
         end_stale_servers(tmp_path)
     assert server.poll() is None and path.exists()
 
@@ -235,7 +249,9 @@ def look(run, seen):
 def ask(port, method, path, key=None):
     """HTTP status of an empty request."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, headers=headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", method=method, headers=headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             return response.status, response.read()
@@ -248,10 +264,16 @@ def refusals(port, key):
     status, text = ask(port, "GET", "/openapi.json", key)
     assert status == 200, text
     paths = {
-        path.replace("{", "").replace("}", ""): methods for path, methods in json.loads(text)["paths"].items()
+        path.replace("{", "").replace("}", ""): methods
+        for path, methods in json.loads(text)["paths"].items()
     }
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
-    routes += [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere"), ("POST", "/generate")]
+    routes += [
+        ("GET", "/openapi.json"),
+        ("GET", "/docs"),
+        ("GET", "/nowhere"),
+        ("POST", "/generate"),
+    ]
     return {
         route: (ask(port, *route)[0], ask(port, *route, "0" * 64)[0])
         for route in routes
@@ -264,17 +286,22 @@ def looked_at(tmp_path_factory):
     """A --rollout-only run of the demo, what was seen of it, and the --train-only run on its replay."""
     home = tmp_path_factory.mktemp("run")
     seen, facts = {}, {}
-    run = Run(home / "serve", 23040, [*SMALL, "--rollout-only", "--steps", str(STEPS)], launch=CLOSED)
+    run = Run(
+        home / "serve", 23040, [*SMALL, "--rollout-only", "--steps", str(STEPS)], launch=CLOSED
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CLOSED_ENVIRONMENT.items():
             patch.setenv(name, value)
         run.start()
     try:
-        run.wait_for(lambda run: look(run, seen) or (run.folder / "out" / "metrics.jsonl").is_file(), 500)
+        run.wait_for(
+            lambda run: look(run, seen) or (run.folder / "out" / "metrics.jsonl").is_file(), 500
+        )
         servers = [(p, c) for p, c in run.processes() if "cpu.sglang" in c]
         facts["key"] = {p.environ()["NANOYATT_API_KEY"] for p, _ in servers}
         facts["notes"] = {
-            path.stem: json.loads(path.read_text()) for path in (run.folder / "out" / "logs").glob("*.pid")
+            path.stem: json.loads(path.read_text())
+            for path in (run.folder / "out" / "logs").glob("*.pid")
         }
         facts["servers"] = {p.pid: p.create_time() for p, _ in servers}
         [key] = facts["key"]
@@ -302,7 +329,10 @@ def test_it_ran(looked_at):
         assert each.status == 0, each.stderr + each.stdout
         each.check_nothing_is_left()
         assert "warning" not in (each.stderr + each.stdout).lower()
-    assert {path.name for path in (run.folder / "out" / "logs").iterdir()} == {"rollout-0.log", "genrm-1.log"}
+    assert {path.name for path in (run.folder / "out" / "logs").iterdir()} == {
+        "rollout-0.log",
+        "genrm-1.log",
+    }
 
 
 def test_a_request_without_the_key_is_refused(looked_at):
@@ -311,7 +341,9 @@ def test_a_request_without_the_key_is_refused(looked_at):
     assert facts["was serving"]
     for refused in facts["refused"].values():
         assert len(refused) > 50
-        assert all(status in (401, 403) for statuses in refused.values() for status in statuses), refused
+        assert all(status in (401, 403) for statuses in refused.values() for status in statuses), (
+            refused
+        )
 
 
 def test_the_key_is_nowhere_to_be_read(looked_at):
@@ -329,7 +361,9 @@ def test_every_socket_is_on_loopback(looked_at):
     assert any("cpu.sglang" in command for command in seen) and any(
         "bin/torchrun" in command for command in seen
     )
-    assert {address for addresses in seen.values() for address, _ in addresses} == {"127.0.0.1"}, seen
+    assert {address for addresses in seen.values() for address, _ in addresses} == {"127.0.0.1"}, (
+        seen
+    )
     assert {("127.0.0.1", 23040), ("127.0.0.1", 23043)} <= {
         address for addresses in seen.values() for address in addresses
     }
@@ -339,7 +373,9 @@ def test_every_socket_is_on_loopback(looked_at):
         if {ip for ip, _ in addresses} - {"127.0.0.1"}
     }
     assert all("bin/torchrun" in command for command in by_default), trained
-    assert {port for addresses in by_default.values() for _, port in addresses} == {23069}  # --master-port
+    assert {port for addresses in by_default.values() for _, port in addresses} == {
+        23069
+    }  # --master-port
 
 
 def test_each_server_was_noted_while_it_served(looked_at):
@@ -357,7 +393,8 @@ def test_the_rollout_alone_leaves_its_samples_whole(looked_at):
     assert {row["step"] for row in rows} <= set(range(STEPS))
     assert {version for row in rows for version in row["versions"]} == {0}
     assert all(
-        len(row["response"]) == len(row["logprobs"]) > 0 and row["reward"] in (0.0, 1.0) for row in rows
+        len(row["response"]) == len(row["logprobs"]) > 0 and row["reward"] in (0.0, 1.0)
+        for row in rows
     )
     metrics = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()][:STEPS]
     for step, row in enumerate(metrics):
@@ -389,7 +426,11 @@ def test_a_second_run_in_the_same_place(tmp_path):
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         write_pid_file(tmp_path / "out" / "logs" / "rollout-0.pid", sleeper.pid)
-        run = Run(tmp_path / "again", 23080, [*SMALL, "--out", str(tmp_path / "out")]).start().finish(200)
+        run = (
+            Run(tmp_path / "again", 23080, [*SMALL, "--out", str(tmp_path / "out")])
+            .start()
+            .finish(200)
+        )
         run.check_one_line("a run is at work there")
         assert sleeper.poll() is None
         changed(tmp_path / "out" / "logs" / "rollout-0.pid", owner_born=0.0)

@@ -43,9 +43,17 @@ async def signalled(stop, times, seconds, cleaned):
         (True, {0.05: signal.SIGTERM}, "done"),  # asked to stop, and does so by itself
         (True, {0.05: signal.SIGINT, 0.1: signal.SIGINT}, "done"),  # torchrun passes it on again
         (True, {0.05: signal.SIGINT, 0.3: signal.SIGINT}, "cancelled"),  # somebody means it
-        (True, {0.05: signal.SIGINT, 0.3: signal.SIGTERM}, "cancelled"),  # torchrun's, at a second Ctrl-C
+        (
+            True,
+            {0.05: signal.SIGINT, 0.3: signal.SIGTERM},
+            "cancelled",
+        ),  # torchrun's, at a second Ctrl-C
         (False, {0.05: signal.SIGTERM}, "cancelled"),
-        (False, {0.05: signal.SIGINT, 0.1: signal.SIGTERM}, "cancelled"),  # the cleanup isn't cut short
+        (
+            False,
+            {0.05: signal.SIGINT, 0.1: signal.SIGTERM},
+            "cancelled",
+        ),  # the cleanup isn't cut short
     ],
 )
 def test_signals(monkeypatch, graceful, times, ends):
@@ -100,19 +108,28 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path):
         (tmp_path / str(rank)).mkdir()
     files = [tmp_path / str(rank) / "error.json" for rank in (0, 1)]
     ends = [leave("shutdown.exit_on_error('error: --steps 0')", path) for path in files]
-    assert [end.returncode for end in ends] == [2, 2] and [end.stdout for end in ends] == ["on stdout\n"] * 2
+    assert [end.returncode for end in ends] == [2, 2] and [end.stdout for end in ends] == [
+        "on stdout\n"
+    ] * 2
     assert [end.stderr for end in ends] == ["error: --steps 0\n", ""]
     for path in files:
         assert json.loads(path.read_text())["message"]["message"] == "error: --steps 0"
         failure = ProcessFailure(0, 1, 2, str(path))
-        assert failure.message["message"] == "error: --steps 0" and abs(failure.timestamp - time.time()) < 60
+        assert (
+            failure.message["message"] == "error: --steps 0"
+            and abs(failure.timestamp - time.time()) < 60
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_event_loop(number):
     """One line and the signal's status."""
     end = leave(f"import os; os.kill(os.getpid(), {int(number)})")
-    assert (end.returncode, end.stderr, end.stdout) == (128 + number, "interrupted\n", "on stdout\n")
+    assert (end.returncode, end.stderr, end.stdout) == (
+        128 + number,
+        "interrupted\n",
+        "on stdout\n",
+    )
 
 
 CHILD = """
@@ -186,7 +203,13 @@ except asyncio.CancelledError:
 def torchrun(tmp_path, program, port):
     """Two ranks that run it."""
     (tmp_path / "ranks.py").write_text(RANKS.format(root=str(ROOT), program=program))
-    command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", port]
+    command = [
+        Path(sys.executable).with_name("torchrun"),
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        port,
+    ]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, tmp_path / "ranks.py"], env=environment, **pipes) as run:
@@ -198,7 +221,9 @@ def torchrun(tmp_path, program, port):
 
 def check_no_traceback_of_ours(stderr):
     """torchrun's own is none."""
-    assert not [line for line in stderr.splitlines() if "ranks.py" in line and "File" in line], stderr
+    assert not [line for line in stderr.splitlines() if "ranks.py" in line and "File" in line], (
+        stderr
+    )
 
 
 def test_one_ranks_error_ends_all_of_them(tmp_path):

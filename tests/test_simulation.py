@@ -79,7 +79,9 @@ def token_by_token(costs, arrivals, aborts):
         return len(live) < FULL or steps_since_read >= costs.apart
 
     while arrivals or waiting or live:
-        ended.update({s.index: (now, s.length, "stop") for s, tokens in live.items() if tokens == s.length})
+        ended.update(
+            {s.index: (now, s.length, "stop") for s, tokens in live.items() if tokens == s.length}
+        )
         live = {s: tokens for s, tokens in live.items() if tokens < s.length}
         if not live and not waiting:
             until(max(now, arrivals[0][0]) if arrivals else now)
@@ -119,7 +121,9 @@ def batched(costs, arrivals, aborts):
             ended[sequence.index] = (clock.now, tokens, finish)
 
     for seconds, sequences in arrivals:
-        clock.call_at(seconds, batch.submit, [replace(sequence, ended=queue) for sequence in sequences])
+        clock.call_at(
+            seconds, batch.submit, [replace(sequence, ended=queue) for sequence in sequences]
+        )
     for seconds in aborts:
         clock.call_at(seconds, batch.cut_off, lambda sequence: True)
     clock.run_until_complete(collect())
@@ -132,17 +136,26 @@ def random_workload(seed):
     pause_s = rng.choice([0.001, 0.05, 0.3])
     for _ in range(rng.randint(1, 15)):
         now, prompt = now + rng.expovariate(1 / pause_s), rng.randint(1, 80)
-        group = [rng.choice([0, 0, rng.randint(1, 30)]) for _ in range(rng.randint(1, 4))]  # begun elsewhere
+        group = [
+            rng.choice([0, 0, rng.randint(1, 30)]) for _ in range(rng.randint(1, 4))
+        ]  # begun elsewhere
         unread = [prompt + group[0], *group[1:]]
         lengths = [rng.randint(1, 60) for _ in group]
         whole = zip(group, unread, lengths, strict=True)
-        arrivals.append((now, [Sequence(next(numbers), prompt + b, u, n, None) for b, u, n in whole]))
+        arrivals.append(
+            (now, [Sequence(next(numbers), prompt + b, u, n, None) for b, u, n in whole])
+        )
     longest = max(sequence.room for _, sequences in arrivals for sequence in sequences)
     costs = Decode(
-        rng.uniform(0.005, 0.03), rng.choice([0, 5e-4]), rng.choice([0, 1e-6, 1e-5]), rng.choice([0, 1e-4]),
-        rng.choice([0, 0.02]), rng.choice([0, 3, 8]), rng.randint(1, rng.choice([8, 24])),
+        rng.uniform(0.005, 0.03),
+        rng.choice([0, 5e-4]),
+        rng.choice([0, 1e-6, 1e-5]),
+        rng.choice([0, 1e-4]),
+        rng.choice([0, 0.02]),
+        rng.choice([0, 3, 8]),
+        rng.randint(1, rng.choice([8, 24])),
         rng.choice([float("inf"), longest * rng.uniform(1, 4)]),
-    )  # fmt: skip
+    )
     return costs, arrivals, sorted(rng.uniform(0, 2 * now + 1) for _ in range(rng.randint(0, 2)))
 
 
@@ -185,7 +198,9 @@ def test_what_is_cut_off_goes_on_elsewhere():
     async def answer(number):
         prompt, finish = [number] + [0] * 9, ""
         while finish != "stop":
-            (part,) = [part async for part in engines[rng.random() < 0.5].generate(request_of(prompt))]
+            (part,) = [
+                part async for part in engines[rng.random() < 0.5].generate(request_of(prompt))
+            ]
             prompt, finish = prompt + part.tokens, part.finish
         lengths[number] = len(prompt) - 10
 
@@ -232,7 +247,9 @@ def test_a_groups_prompt_is_read_once():
     answers = sorted(run_on(clock, ask()), key=lambda answer: answer.index)
     assert [answer.cached_tokens for answer in answers] == [0, 1000, 1000]
     first = [answer.first_token for answer in answers]
-    assert first == pytest.approx([1000 * DECODE.prefill, 1100 * DECODE.prefill, 1100 * DECODE.prefill])
+    assert first == pytest.approx(
+        [1000 * DECODE.prefill, 1100 * DECODE.prefill, 1100 * DECODE.prefill]
+    )
 
 
 def test_scorers_read_one_prompt_after_the_other():
@@ -241,7 +258,9 @@ def test_scorers_read_one_prompt_after_the_other():
     engine = engine_on(clock, Decode(0.0, prefill=0.01, most=1), lambda request: Reply([], 0.5))
 
     async def score():
-        asked = [asyncio.ensure_future(anext(engine.generate(request_of([1] * n)))) for n in (10, 30, 5)]
+        asked = [
+            asyncio.ensure_future(anext(engine.generate(request_of([1] * n)))) for n in (10, 30, 5)
+        ]
         await asked[1]
         await engine.abort()
         return await asyncio.gather(*asked)
@@ -282,12 +301,18 @@ def test_a_change_of_the_device_moves_its_part():
     decode, on_top = decode_of(MODEL, DEVICE, 2, **how), MODEL.layers * 1e-4
     slow = decode_of(MODEL, DEVICE._replace(hbm=1e12), 2, **how)
     assert slow.fixed - on_top == pytest.approx(2 * (decode.fixed - on_top))
-    assert (slow.each, slow.prefill, slow.kv_tokens) == (decode.each, decode.prefill, decode.kv_tokens)
+    assert (slow.each, slow.prefill, slow.kv_tokens) == (
+        decode.each,
+        decode.prefill,
+        decode.kv_tokens,
+    )
     assert slow.context == pytest.approx(2 * decode.context)
     weak = decode_of(MODEL, DEVICE._replace(flops=5e13), 2, **how)
     assert weak.each - 2e-5 == pytest.approx(2 * (decode.each - 2e-5))
     assert weak.prefill == pytest.approx(2 * decode.prefill)
-    assert decode_of(MODEL, DEVICE, 1, **how).kv_tokens < decode.kv_tokens / 2  # of one copy of the weights
+    assert (
+        decode_of(MODEL, DEVICE, 1, **how).kv_tokens < decode.kv_tokens / 2
+    )  # of one copy of the weights
     with pytest.raises(ValueError, match="leave 1 devices no room"):
         decode_of(MODEL._replace(params=7e10), DEVICE, 1, **how)
 
@@ -394,7 +419,9 @@ def test_a_run(mode):
 
 @pytest.mark.parametrize("algorithm", [("ppo", "kl_coef=0.1"), ("remax",)])
 def test_other_algorithms(algorithm):
-    cluster = replace(CLUSTER, scores=True, decode=dict(rollout=DECODE, genrm=replace(JUDGE, most=1)))
+    cluster = replace(
+        CLUSTER, scores=True, decode=dict(rollout=DECODE, genrm=replace(JUDGE, most=1))
+    )
     steps = simulation("full", cluster=cluster, algorithm=algorithm).run()
     assert all(sum(map(len, step.trained.values())) == 64 for step in steps)
 
@@ -402,7 +429,9 @@ def test_other_algorithms(algorithm):
 def test_modes_train_on_the_same():
     """Whatever the engines' speed: keys in all modes are equal."""
     runs = [simulation(mode).run() for mode in ("full", "partial", "fused")]
-    trained = [[{key for keys in step.trained.values() for key in keys} for step in run] for run in runs]
+    trained = [
+        [{key for keys in step.trained.values() for key in keys} for step in run] for run in runs
+    ]
     assert trained[0] == trained[1] == trained[2]
 
 
@@ -432,7 +461,8 @@ def test_grain_is_a_matter_of_speed(mode):
     cluster = replace(CLUSTER, meeting_s=0.1, actor=Passes(2e-5, 1e-9))
     work = replace(WORK, answer=Lengths(600, 0.8, 4096))
     fine, rough = (
-        simulation(mode, work=work, cluster=replace(cluster, grain=grain)).run() for grain in (1, 16)
+        simulation(mode, work=work, cluster=replace(cluster, grain=grain)).run()
+        for grain in (1, 16)
     )
     for one, other in zip(fine, rough, strict=True):
         for phase in ("serve", "train"):
@@ -457,8 +487,23 @@ def test_a_change_moves_its_phase():
 
 
 MINE = {  # the product's own, which serve, route, choose, deal and judge in a simulation
-    "controller.py": {"train", "exchange", "deal", "learn", "compute_advantages", "rebalance", "advance"},
-    "rollout.py": {"collect", "begin_wave", "gather_finished_groups", "judge_one", "generate", "ask"},
+    "controller.py": {
+        "train",
+        "exchange",
+        "deal",
+        "learn",
+        "compute_advantages",
+        "rebalance",
+        "advance",
+    },
+    "rollout.py": {
+        "collect",
+        "begin_wave",
+        "gather_finished_groups",
+        "judge_one",
+        "generate",
+        "ask",
+    },
     "placement.py": {"to_training", "to_serving", "switch", "share"},
     "engines/pool.py": {"generate", "route", "status", "apply_status", "use"},
     "scheduling/balance.py": {"plan_batch", "karmarkar_karp"},
@@ -486,16 +531,29 @@ def test_whose_functions_are_called(mode):
             run.run(share)
         finally:
             sys.setprofile(None)
-        assert {(str(ROOT / file), name) for file, names in MINE.items() for name in names} <= called
+        assert {
+            (str(ROOT / file), name) for file, names in MINE.items() for name in names
+        } <= called
         assert (serve.__code__.co_filename, serve.__name__) in called
-        assert all(c.collect is rollout.collect and c.learn is controller.learn for c in run.controllers)
+        assert all(
+            c.collect is rollout.collect and c.learn is controller.learn for c in run.controllers
+        )
 
 
 def test_the_simulation_takes_no_decision_itself():
     """Its functions have no name of a decision; the sampler's, answered once, ask the product's."""
     deciding = {name for names in MINE.values() for name in names} | {*map(str, rollout.MODES)}
-    interface = {"generate", "exchange", "record"}  # of an engine, a world, a sampler, which passes it on
+    interface = {
+        "generate",
+        "exchange",
+        "record",
+    }  # of an engine, a world, a sampler, which passes it on
     for path in (ROOT / "simulation").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in deciding - interface:
-                assert path.name == "shared.py" and f"super().{node.name}" in ast.unparse(node), node.name
+            if (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name in deciding - interface
+            ):
+                assert path.name == "shared.py" and f"super().{node.name}" in ast.unparse(node), (
+                    node.name
+                )

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "recipes", "cpu", "images")
+ROOMS = (
+    "engines",
+    "training",
+    "scheduling",
+    "runtime",
+    "reporting",
+    "commands",
+    "recipes",
+    "cpu",
+    "images",
+)
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 OUTSIDE = sorted(path for room in ("simulation", "papers") for path in (ROOT / room).rglob("*.py"))
@@ -62,9 +72,15 @@ def only_for_types(path: Path) -> set[str]:
     """What a file imports under TYPE_CHECKING alone."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             inner = [n for n in node.body if isinstance(n, ast.ImportFrom)]
-            names |= {n.module for n in inner} | {f"{n.module}.{a.name}" for n in inner for a in n.names}
+            names |= {n.module for n in inner} | {
+                f"{n.module}.{a.name}" for n in inner for a in n.names
+            }
     return names
 
 
@@ -81,10 +97,18 @@ def test_budget_of_a_file(path):
 @pytest.mark.parametrize("path", PRODUCT + OUTSIDE, ids=name_of)
 def test_nothing_is_dynamic_and_no_error_is_swallowed(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and room_of(path) != "cpu":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and room_of(path) != "cpu"
+        ):
             assert node.func.id not in DYNAMIC, f"{path.name}:{node.lineno}"
         if isinstance(node, ast.ExceptHandler):
-            names = {n.id for n in ast.walk(node.type or ast.Name("Exception")) if isinstance(n, ast.Name)}
+            names = {
+                n.id
+                for n in ast.walk(node.type or ast.Name("Exception"))
+                if isinstance(n, ast.Name)
+            }
             assert not names & {"Exception", "BaseException"}, f"{path.name}:{node.lineno}"
 
 
@@ -114,8 +138,12 @@ def test_the_product_runs_without_its_simulation(path):
 
 def test_no_import_circles():
     """Between modules, imports for types left out."""
-    modules = {name_of(path).removesuffix(".py").replace("/", "."): path for path in PRODUCT + OUTSIDE}
-    graph = {name: (imports_of(p) - only_for_types(p)) & modules.keys() for name, p in modules.items()}
+    modules = {
+        name_of(path).removesuffix(".py").replace("/", "."): path for path in PRODUCT + OUTSIDE
+    }
+    graph = {
+        name: (imports_of(p) - only_for_types(p)) & modules.keys() for name, p in modules.items()
+    }
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:

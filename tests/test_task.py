@@ -39,7 +39,9 @@ def test_a_problem_follows_from_seed_and_draw(seed, draw):
     prompt = task.Addition(seed, characters).training(draw)
     assert prompt == task.Addition(seed, characters).training(draw)
     a, b = prompt.question.removesuffix("=").split("+")
-    assert prompt.answer_key == str(int(a) + int(b)) and prompt.tokens == characters(prompt.question)
+    assert prompt.answer_key == str(int(a) + int(b)) and prompt.tokens == characters(
+        prompt.question
+    )
     assert 1 <= min(len(a), len(b)) <= max(len(a), len(b)) <= 6
     assert (a, b) == (str(int(a)), str(int(b)))
 
@@ -118,5 +120,8 @@ def test_an_accept_never_contradicts_its_critique(text):
 
 
 def test_the_rows_are_known_to_the_judges():
-    assert FORMATS["addition"].parse is task.addition_parse and FORMATS["addition"].final_answer(">7") == "7"
+    assert (
+        FORMATS["addition"].parse is task.addition_parse
+        and FORMATS["addition"].final_answer(">7") == "7"
+    )
     assert FORMATS["addition_score"].scores and FORMATS["addition_score"].final_answer(">7") == "7"

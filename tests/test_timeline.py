@@ -73,13 +73,19 @@ def test_an_instant_adds_no_time(others):
 def test_seconds_of_one_name(rollout, genrm):
     """Wall-clock seconds with at least one span of that name open."""
     spans = spans_of(rollout) + spans_of(genrm, "genrm", rank=1)
-    assert tl.seconds(spans, "rollout") == sum(in_flight(rollout, tick) > 0 for tick in range(100)) / 4
+    assert (
+        tl.seconds(spans, "rollout") == sum(in_flight(rollout, tick) > 0 for tick in range(100)) / 4
+    )
     assert tl.seconds(spans, "genrm") == sum(in_flight(genrm, tick) > 0 for tick in range(100)) / 4
     assert tl.seconds(spans, "train") == 0
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["rollout", "genrm"]), st.integers(0, 2), INTERVALS), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["rollout", "genrm"]), st.integers(0, 2), INTERVALS), max_size=6
+    )
+)
 def test_lanes_against_a_sampler(groups):
     """One lane for each rank and name; requests of all controllers to one engine fall together."""
     spans = [span for name, rank, intervals in groups for span in spans_of(intervals, name, rank)]
@@ -145,7 +151,10 @@ def test_samples_and_marks_go_to_the_file_alone(tmp_path):
     line.mark("split", "3|1")
     line.request("rollout", 2, 112.0, 113.0)
     assert line.drain().spans == [tl.Span("rollout", 2, 2.0, 3.0, 1)]
-    samples = [tl.SampleSpan("queued", 7, 3, 2, 0.0, 0.5, 0), tl.SampleSpan("aborted", 7, 3, 2, 1.0, 1.0, 0)]
+    samples = [
+        tl.SampleSpan("queued", 7, 3, 2, 0.0, 0.5, 0),
+        tl.SampleSpan("aborted", 7, 3, 2, 1.0, 1.0, 0),
+    ]
     marks = [tl.Mark("weights", "v1", 1, 2.0, 0), tl.Mark("split", "3|1", 1, 2.0, 1)]
     assert tl.read(tmp_path) == tl.Records([tl.Span("rollout", 2, 2.0, 3.0, 1)], samples, marks)
 
@@ -155,7 +164,10 @@ def test_tables_that_were_run(tmp_path):
     line = tl.Timeline(1, lambda: 110.0, tmp_path)
     line.start()
     line.step = 2
-    passes = [("actor", Task(0, 1, False, 3), 111.0, 111.5), ("actor", Task(0, 1, True, 3), 112.0, 113.0)]
+    passes = [
+        ("actor", Task(0, 1, False, 3), 111.0, 111.5),
+        ("actor", Task(0, 1, True, 3), 112.0, 113.0),
+    ]
     line.ran([SimpleNamespace(start=111.0, end=113.0, passes=passes)])
     records = line.drain()
     assert records.spans == [tl.Span("pipeline", 1, 1.0, 3.0, 2)]
@@ -163,7 +175,11 @@ def test_tables_that_were_run(tmp_path):
     assert records.passes == [first, tl.PassSpan("actor", 1, True, 3, 1, 2.0, 3.0, 2)]
     assert tl.read(tmp_path) == records
     tl.write_trace(records, tmp_path / "trace.json")
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    events = [
+        e
+        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
     assert [(e["name"], e["ts"], e["dur"]) for e in events] == [
         ("actor F3", 1_000_000, 500_000),
         ("actor B3", 2_000_000, 1_000_000),
@@ -172,7 +188,9 @@ def test_tables_that_were_run(tmp_path):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.builds(tl.Span, st.sampled_from(list(tl.COLORS)), RANKS, QUARTERS, QUARTERS, RANKS)),
+    st.lists(
+        st.builds(tl.Span, st.sampled_from(list(tl.COLORS)), RANKS, QUARTERS, QUARTERS, RANKS)
+    ),
     st.lists(
         st.builds(
             tl.SampleSpan,
@@ -212,7 +230,9 @@ MIXED = [
 
 def test_the_trace_is_a_chrome_trace(tmp_path):
     """Complete events in microseconds, and a name for every process and thread."""
-    tl.write_trace(tl.Records([*MIXED, tl.Span("evaluate", 0, 0.0, 9.0, 0)]), tmp_path / "trace.json")
+    tl.write_trace(
+        tl.Records([*MIXED, tl.Span("evaluate", 0, 0.0, 9.0, 0)]), tmp_path / "trace.json"
+    )
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["displayTimeUnit"] == "ms"
     events, names = ([e for e in trace["traceEvents"] if e["ph"] == ph] for ph in ("X", "M"))
@@ -221,7 +241,9 @@ def test_the_trace_is_a_chrome_trace(tmp_path):
         assert event.keys() == {"name", "ph", "pid", "tid", "ts", "dur", "args"}
         assert event["dur"] > 0 and event["ts"] >= 0 and event["args"]["in_flight"] >= 1
     rollout = [e for e in events if e["name"] == "rollout"]
-    assert [(e["pid"], e["ts"], e["dur"], e["args"]["in_flight"]) for e in rollout] == [(0, 0, 3e6, 1.33)]
+    assert [(e["pid"], e["ts"], e["dur"], e["args"]["in_flight"]) for e in rollout] == [
+        (0, 0, 3e6, 1.33)
+    ]
     assert sorted((e["pid"], e["ts"], e["dur"]) for e in events if e["name"] == "genrm") == [
         (1, 0.5e6, 1e6),
         (1, 3e6, 0.5e6),
@@ -257,14 +279,22 @@ def test_an_answer_over_two_steps_in_the_trace(tmp_path):
     """One id through abort and resumption; each stretch on its engine, closed before the next opens."""
     events = events_of(tl.Records(samples=LIFE), tmp_path / "trace.json", "ben")
     assert {(e["id"], e["cat"]) for e in events} == {("12.3", "sample")}
-    assert [(e["name"], e["ph"], e["pid"], e["ts"]) for e in sorted(events, key=lambda e: e["ts"])] == [
-        ("queued", "b", 0, 0), ("queued", "e", 0, 250_000),
-        ("decoding", "b", 0, 250_000), ("decoding", "e", 0, 2_000_000),
+    assert [
+        (e["name"], e["ph"], e["pid"], e["ts"]) for e in sorted(events, key=lambda e: e["ts"])
+    ] == [
+        ("queued", "b", 0, 0),
+        ("queued", "e", 0, 250_000),
+        ("decoding", "b", 0, 250_000),
+        ("decoding", "e", 0, 2_000_000),
         ("aborted", "n", 0, 2_000_000),
-        ("queued", "b", 1, 5_000_000), ("queued", "e", 1, 5_000_000),
-        ("resumed", "b", 1, 5_000_000), ("resumed", "e", 1, 6_500_000),
-        ("judging", "b", 2, 6_500_000), ("judging", "e", 2, 7_000_000), ("done", "n", 2, 7_000_000),
-    ]  # fmt: skip
+        ("queued", "b", 1, 5_000_000),
+        ("queued", "e", 1, 5_000_000),
+        ("resumed", "b", 1, 5_000_000),
+        ("resumed", "e", 1, 6_500_000),
+        ("judging", "b", 2, 6_500_000),
+        ("judging", "e", 2, 7_000_000),
+        ("done", "n", 2, 7_000_000),
+    ]
     assert [e["args"]["step"] for e in events if e["ph"] in "bn"] == [0, 0, 0, 1, 1, 1, 1]
     names = events_of(tl.Records(samples=LIFE), tmp_path / "trace.json", "M")
     assert {e["pid"] for e in names} == {0, 1, 2}
@@ -274,7 +304,8 @@ def test_an_answer_over_two_steps_in_the_trace(tmp_path):
 @given(
     st.randoms(),
     st.lists(
-        st.lists(st.tuples(st.sampled_from(list(tl.STATES)), st.integers(0, 3)), max_size=6), max_size=5
+        st.lists(st.tuples(st.sampled_from(list(tl.STATES)), st.integers(0, 3)), max_size=6),
+        max_size=5,
     ),
 )
 def test_slices_of_an_answer_never_overlap_in_the_trace(rng, answers):
@@ -282,14 +313,18 @@ def test_slices_of_an_answer_never_overlap_in_the_trace(rng, answers):
     samples = []
     for index, life in enumerate(answers):
         ends = list(
-            itertools.accumulate((0 if state in tl.INSTANTS else length for state, length in life), initial=0)
+            itertools.accumulate(
+                (0 if state in tl.INSTANTS else length for state, length in life), initial=0
+            )
         )
         samples += [
             tl.SampleSpan(s, 5, index, 0, *times, 0)
             for (s, _), times in zip(life, itertools.pairwise(ends), strict=True)
         ]
     shuffled = [s for s in samples if s.end > s.start]
-    rng.shuffle(shuffled)  # instants and stretches of no length stay in order: they come from one rank's file
+    rng.shuffle(
+        shuffled
+    )  # instants and stretches of no length stay in order: they come from one rank's file
     with tempfile.TemporaryDirectory() as folder:
         records = tl.Records(samples=shuffled + [s for s in samples if s.end == s.start])
         events = events_of(records, Path(folder) / "trace.json", "ben")

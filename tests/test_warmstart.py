@@ -112,7 +112,9 @@ def test_the_critique_recomputes_before_it_looks(a, b, answer):
         columns = max(len(str(a)), len(str(b)))
         return [text[i * (width + 3) :][:width] for i in range(columns)]
 
-    assert recomputed(critiques.critique(a, b, answer)) == recomputed(critiques.critique(a, b, str(a + b)))
+    assert recomputed(critiques.critique(a, b, answer)) == recomputed(
+        critiques.critique(a, b, str(a + b))
+    )
 
 
 # ---------------------------------------------------------------- slips
@@ -133,7 +135,17 @@ def test_slip_weights_are_a_whole():
     assert sum(critiques.SLIPS.values()) == pytest.approx(1)
 
 
-MISSES = (1.0, 0.85, 0.9, 1.0, 0.6, 0.2, 0.9, 0.8, 0.99)  # a carry can only be lost where there is one
+MISSES = (
+    1.0,
+    0.85,
+    0.9,
+    1.0,
+    0.6,
+    0.2,
+    0.9,
+    0.8,
+    0.99,
+)  # a carry can only be lost where there is one
 
 
 @pytest.mark.parametrize("kind,wrong", list(zip(critiques.SLIPS, MISSES, strict=True)))
@@ -159,7 +171,9 @@ def test_corrupted_answers_are_mostly_wrong_and_of_every_kind():
     assert any(not answer.isdigit() for _, _, answer in wrong)
     long = [(str(a + b), answer) for a, b, answer in wrong if len(answer) == len(str(a + b)) > 3]
     shared = [sum(x == y for x, y in zip(*pair, strict=True)) / len(pair[0]) for pair in long]
-    assert sum(part < 0.3 for part in shared) / len(shared) > 0.1  # a claim that says nothing about the sum
+    assert (
+        sum(part < 0.3 for part in shared) / len(shared) > 0.1
+    )  # a claim that says nothing about the sum
 
 
 @pytest.mark.parametrize(
@@ -213,7 +227,8 @@ def test_the_model_follows_from_the_seed(model_dir, tmp_path):
     models.new_model(tmp_path / "again", 0)
     models.new_model(tmp_path / "other", 1)
     first, again, other = (
-        load_file(f"{path}/model.safetensors") for path in (model_dir, tmp_path / "again", tmp_path / "other")
+        load_file(f"{path}/model.safetensors")
+        for path in (model_dir, tmp_path / "again", tmp_path / "other")
     )
     assert sum(tensor.numel() for tensor in first.values()) == pytest.approx(366_000, rel=0.01)
     assert all((first[name] == again[name]).all() for name in first)
@@ -268,10 +283,14 @@ def test_a_cached_recipe_is_not_made_again(tmp_path, monkeypatch):
 
     made = []
     monkeypatch.setattr(warmstart, "CACHE", tmp_path)
-    monkeypatch.setattr(warmstart, "make", lambda config, world, home, progress, demo: made.append(home))
+    monkeypatch.setattr(
+        warmstart, "make", lambda config, world, home, progress, demo: made.append(home)
+    )
 
     def prepare(seed):
-        return asyncio.run(warmstart.prepare(SimpleNamespace(seed=seed, preset="tiny"), Alone(), None))
+        return asyncio.run(
+            warmstart.prepare(SimpleNamespace(seed=seed, preset="tiny"), Alone(), None)
+        )
 
     actor, judge = prepare(0)
     assert (

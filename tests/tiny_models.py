@@ -34,9 +34,9 @@ def make_tiny_qwen3(directory, seed=0, kv_heads=4):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        for (
-            weight
-        ) in model.parameters():  # the default init gives nearly uniform logits: nothing would be told apart
+        for weight in (
+            model.parameters()
+        ):  # the default init gives nearly uniform logits: nothing would be told apart
             torch.nn.init.normal_(weight, mean=0.0 if weight.dim() > 1 else 1.0, std=0.15)
     Path(directory).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+
 from chaos import difference, fingerprint, kill_all, rows_of
 from test_demo import train
 
@@ -45,7 +46,9 @@ class Machine:
         self.folder.mkdir(exist_ok=True)
         hosts = self.folder / "hosts"
         hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
-        within = f"hostname {name} && mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
+        within = (
+            f"hostname {name} && mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
+        )
         within += " && ip link set lo up && echo up && { sleep infinity & wait; }"  # reaps orphans
         own = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, "sh", "-c", within]
@@ -117,7 +120,12 @@ def connect(machines):
 
 def program_of(command):
     """torchrun, rank or engine; of any other process its command line."""
-    kinds = {"bin/torchrun": "torchrun", "cpu.sglang": "engine", "sglang::": "engine", "run.py": "rank"}
+    kinds = {
+        "bin/torchrun": "torchrun",
+        "cpu.sglang": "engine",
+        "sglang::": "engine",
+        "run.py": "rank",
+    }
     kinds["torch_shm_manager"] = "rank"  # its child, which inherits its sockets
     return next((kind for word, kind in kinds.items() if word in command), command)
 
@@ -127,8 +135,12 @@ class Seen:
     """Of both machines, while a run was on."""
 
     listening: set = field(default_factory=set)  # (machine, program, address, port)
-    connected: set = field(default_factory=set)  # (machine, program, address of the other end, its port)
-    statuses: dict = field(default_factory=dict)  # (address, port) of an engine -> HTTP status by key
+    connected: set = field(
+        default_factory=set
+    )  # (machine, program, address of the other end, its port)
+    statuses: dict = field(
+        default_factory=dict
+    )  # (address, port) of an engine -> HTTP status by key
     killed: int = 0  # processes
 
     def look(self, machines):
@@ -188,7 +200,9 @@ def on_two(machines, out, steps, strike=None, meeting=()):
     runs, seen, deadline = {}, Seen(), time.monotonic() + DEADLINE_S
     try:
         while not runs or any(run.poll() is None for run in runs.values()):
-            assert time.monotonic() < deadline, f"not done after {DEADLINE_S:.0f} s: {said(machines)}"
+            assert time.monotonic() < deadline, (
+                f"not done after {DEADLINE_S:.0f} s: {said(machines)}"
+            )
             for machine in machines:
                 if machine not in runs:
                     runs[machine] = start(machine, out, steps, meeting, restarts=2 * bool(strike))
@@ -215,7 +229,9 @@ def replace_second(machines):
     """It dies as when its power fails: no connection is closed. Another comes with its name and address."""
     old, there = machines[1], list(machines[1].family())
     old.close()
-    subprocess.run(machines[0].command("ip", "link", "delete", "cable"), check=False)  # if it isn't gone yet
+    subprocess.run(
+        machines[0].command("ip", "link", "delete", "cable"), check=False
+    )  # if it isn't gone yet
     machines[1] = Machine(old.name, old.address, old.folder.parent)
     connect(machines)
     return there
@@ -237,18 +253,24 @@ def start(machine, out, steps, meeting, restarts):
 def is_rank(process, command):
     """Whether torchrun started it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return program_of(command) == "rank" and "bin/torchrun" in " ".join(process.parent().cmdline())
+        return program_of(command) == "rank" and "bin/torchrun" in " ".join(
+            process.parent().cmdline()
+        )
     return False
 
 
 def said(machines):
-    return "".join(f"\n--- {machine.name}:\n{machine.log.read_text()[-3000:]}" for machine in machines)
+    return "".join(
+        f"\n--- {machine.name}:\n{machine.log.read_text()[-3000:]}" for machine in machines
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", default="", help="runs over two machines whose name has this word")
+    parser.add_argument(
+        "--only", default="", help="runs over two machines whose name has this word"
+    )
     given, differ = parser.parse_args(), False
     steps = given.steps
     with tempfile.TemporaryDirectory(prefix="two-machines-") as folder:
@@ -268,7 +290,11 @@ def main():
                 found, seen = on_two(machines, place / name.replace(" ", "-"), steps, **how)
             unlike = difference(found, expected)
             differ |= bool(unlike)
-            result = f"DIFFERS: {unlike}" if unlike else f"{len(found['rows'])} rows and the weights equal"
+            result = (
+                f"DIFFERS: {unlike}"
+                if unlike
+                else f"{len(found['rows'])} rows and the weights equal"
+            )
             print(f"{name}: {result} ({time.monotonic() - began:.0f} s, {seen.killed} killed)")
             print(f"  listening: {sorted(seen.listening)}\n  statuses: {seen.statuses}", flush=True)
     sys.exit(differ)

@@ -22,15 +22,29 @@ CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
 TEXT = dict(
-    vocab_size=VOCAB, hidden_size=96, intermediate_size=288, num_attention_heads=4, num_key_value_heads=2,
-    rms_norm_eps=1e-6, max_position_embeddings=1024, tie_word_embeddings=True,
-    bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=96,
+    intermediate_size=288,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    bos_token_id=BOS,
+    eos_token_id=EOS,
+    pad_token_id=PAD,
+)
 ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4])
 TOWER = dict(
-    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, temporal_patch_size=2, spatial_merge_size=2,
-    out_hidden_size=96, in_channels=3,
-)  # fmt: skip
+    depth=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    out_hidden_size=96,
+    in_channels=3,
+)
 FAMILY = {  # of the text model, of the tower
     "qwen3_vl": (
         dict(head_dim=24, rope_parameters=ROPE | dict(mrope_interleaved=True)),
@@ -53,8 +67,11 @@ def make_vision_model(
     named = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
     config = config_class(
         text_config=TEXT | text | dict(num_hidden_layers=layers, tie_word_embeddings=tied),
-        vision_config=TOWER | tower | changes, tie_word_embeddings=tied, vision_end_token_id=END, **named,
-    )  # fmt: skip
+        vision_config=TOWER | tower | changes,
+        tie_word_embeddings=tied,
+        vision_end_token_id=END,
+        **named,
+    )
     model = model_class(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,10 +87,15 @@ def make_vision_model(
     side = 2 * tower["patch_size"]
     size = dict(shortest_edge=side * side, longest_edge=side * side * 16)
     processor = dict(
-        image_processor_type="Qwen2VLImageProcessor", patch_size=tower["patch_size"], temporal_patch_size=2,
-        merge_size=2, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        image_processor_type="Qwen2VLImageProcessor",
+        patch_size=tower["patch_size"],
+        temporal_patch_size=2,
+        merge_size=2,
+        size=size,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
         processor_class=config_class.__name__.replace("Config", "Processor"),
-    )  # fmt: skip
+    )
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
     video = processor | dict(video_processor_type="Qwen2VLVideoProcessor")
     (path / "video_preprocessor_config.json").write_text(json.dumps(video))

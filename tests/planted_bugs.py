@@ -1,0 +1,136 @@
+"""What each test file finds: planted bugs, one after another, in a copy of the project.
+
+    python tests/planted_bugs.py                       every bug: the first file of `make test` that finds it
+    python tests/planted_bugs.py --all                 every bug: all files that find it (hours)
+    python tests/planted_bugs.py --module scheduling --files test_balance.py test_fusion.py --all
+
+tests/planted/MODULE.toml has the bugs of a root file or a room: each replaces `old`, which stands once in
+`file`, by `new`. A file finds a bug if one of its tests fails. Exit status 1 if a bug is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PLANTED = ROOT / "tests" / "planted"
+DEFAULT_TIER = "not slow and not long and not gpu"
+NO_TESTS = 5  # pytest's exit status
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A small mistake in one file of the product."""
+
+    module: str  # root file or room; the name of its list
+    name: str
+    file: str
+    old: str
+    new: str
+    found_by: str  # a test file that is known to find it, asked first
+
+    def planted(self) -> str:
+        """The file's text with the bug. AssertionError if the place is gone or isn't unique."""
+        text = (ROOT / self.file).read_text()
+        count = text.count(self.old)
+        assert count == 1, (
+            f"{self.module}.{self.name}: `{self.old}` stands {count} times in {self.file}"
+        )
+        return text.replace(self.old, self.new)
+
+
+def read_bugs() -> list[Bug]:
+    """All planted bugs, in the order of their lists."""
+    bugs = []
+    for path in sorted(PLANTED.glob("*.toml")):
+        for name, row in tomllib.loads(path.read_text()).items():
+            bugs.append(Bug(path.stem, name, **row))
+    return bugs
+
+
+def copy_project(to: Path) -> None:
+    """Every file that git knows or would add, as it is now."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, to / name)
+
+
+def finds(project: Path, test_file: str, timeout_s: float) -> bool:
+    """Whether a test of a file fails. One that doesn't end in time has found the bug, too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-m", DEFAULT_TIER, f"tests/{test_file}"]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    how = dict(cwd=project, env=settings, start_new_session=True)
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, **how, **quiet)
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        status = 1
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+    return status not in (0, NO_TESTS)
+
+
+def finders(bug: Bug, files: list[str], every: bool, timeout_s: float) -> Iterator[str]:
+    """The test files that find a bug: all of them, or the first."""
+    first = [file for file in files if file == bug.found_by]
+    with tempfile.TemporaryDirectory() as folder:
+        project = Path(folder)
+        copy_project(project)
+        (project / bug.file).write_text(bug.planted())
+        for file in first + [file for file in files if file != bug.found_by]:
+            if finds(project, file, timeout_s):
+                yield file
+                if not every:
+                    return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--module", nargs="+", help="lists of bugs; default: all")
+    parser.add_argument("--bug", nargs="+", help="names of bugs; default: all")
+    parser.add_argument("--files", nargs="+", help="test files; default: all")
+    parser.add_argument(
+        "--all", action="store_true", help="all files that find a bug, not the first"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
+    parser.add_argument("--timeout-s", type=float, default=600, help="of one test file")
+    arguments = parser.parse_args()
+    bugs = [bug for bug in read_bugs() if bug.module in (arguments.module or [bug.module])]
+    bugs = [bug for bug in bugs if bug.name in (arguments.bug or [bug.name])]
+    files = arguments.files or sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
+    missed = 0
+
+    def look(bug: Bug) -> tuple[Bug, list[str], float]:
+        start = time.monotonic()
+        return bug, list(finders(bug, files, arguments.all, arguments.timeout_s)), start
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for bug, found, start in pool.map(look, bugs):
+            missed += not found
+            seconds = time.monotonic() - start
+            name = f"{bug.module}.{bug.name}"
+            print(f"{name:44} {' '.join(found) or 'MISSED':60} {seconds:4.0f} s", flush=True)
+    print(f"{len(bugs)} bugs, {missed} missed")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
