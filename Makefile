@@ -2,6 +2,7 @@
 # make test      installs into .venv, then lints and passes the tests of the default tier, on the CPU
 # make test-all  the same, then the slow ones; make test-long: chaos and machines, by hand
 # make papers    installs, then writes the papers' tables beside ours into docs/papers
+# make results   installs, then measures README's results and draws its pictures, some 20 minutes
 # make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-.PHONY: run test test-all test-long test-gpu lint install papers
+.PHONY: run test test-all test-long test-gpu lint install papers results
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q
 run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
@@ -35,6 +36,9 @@ papers: install
 	set -e; for paper in measured wechat_yatt rlhfuse hybridflow; do \
 	  $(BIN)/python papers/$$paper.py --write; done
 	$(BIN)/python bench/central.py --write
+
+results: install
+	$(BIN)/python bench/results.py
 
 lint: install
 	$(BIN)/ruff check .

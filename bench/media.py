@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -39,7 +40,7 @@ from recipes.addition import models
 from runtime.world import World
 from sample import Sample
 
-RANKS, SIDES, REPEATS = (2, 4), ("text", "images", "central"), 3
+SIDES = ("text", "images", "central")
 PROMPTS, ANSWERS, STEPS = 16, 4, 2  # of a rank
 PIXELS = (584, 600, 3)  # of noise: a PNG of 1.05 MB
 FOLDER = launch.ROOT / "runs" / "bench" / "media"
@@ -89,12 +90,12 @@ def one_rank(side: str, arguments: list[str]) -> None:
     run.main(arguments)
 
 
-def make_inputs() -> None:
+def make_inputs(rows: int) -> None:
     """A model, rows with and without images, a rule that finds every group informative."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     models.new_model(FOLDER / "model", 0, models.vision_model)
     (FOLDER / "rule.py").write_text("def reward(sample):\n    return float(sample.index % 2)\n")
-    rng, rows = np.random.default_rng(0), max(RANKS) * PROMPTS * STEPS
+    rng = np.random.default_rng(0)
     from PIL import Image
 
     for number in range(rows):
@@ -125,10 +126,14 @@ def measure(side: str, ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
     launch.end_with_us()
-    make_inputs()
-    found = {(ranks, side): [] for ranks in RANKS for side in SIDES}
-    for _ in range(REPEATS):  # in turns
+    make_inputs(max(given.ranks) * PROMPTS * STEPS)
+    found = {(ranks, side): [] for ranks in given.ranks for side in SIDES}
+    for _ in range(given.repeats):  # in turns
         for (ranks, side), facts in found.items():
             facts.append(measure(side, ranks))
     rows = []

@@ -155,7 +155,7 @@ def test_a_page_can_be_read(page):
     lines = page.read_text().splitlines()
     assert not [line for line in lines if len(line) > 110 and not line.startswith("|")]
     if page == README:
-        assert len(lines) <= 200
+        assert len(lines) <= 180
     else:
         assert lines[0].startswith("# ") and lines[2].startswith("    ")
 
@@ -213,7 +213,7 @@ def test_every_command_is_understood(page):
 
 
 def test_every_command_of_readme_has_its_script():
-    """With the same words, where DIR and the like come from the environment; and no script has none."""
+    """With the same words, where DIR and the like come from the environment; other scripts are understood."""
 
     def plain(words: list[str]) -> list[str]:
         return ["PATH" if word in PATHS or word.startswith("$") else word for word in words]
@@ -223,8 +223,10 @@ def test_every_command_of_readme_has_its_script():
     for script in SCRIPTS:
         (line,) = re.findall(r'^exec (.*) "\$@"$', script.read_text(), re.MULTILINE)
         scripts[script.name] = plain(shlex.split(line))
+        check_run(scripts[script.name])
         assert script.stat().st_mode & 0o111, f"{script.name} can't be executed"
-    assert sorted(scripts.values()) == sorted(written) and len(written) >= 10
+    assert [words for words in written if words not in scripts.values()] == []
+    assert len(written) == 5 and len(scripts) >= 10
 
 
 STAND_INS = {

@@ -1,0 +1,64 @@
+"""README's results against docs/results.json: the same numbers, of one commit, made by known commands."""
+
+import json
+
+import pytest
+
+from bench import results
+from test_docs import check_program, check_run
+
+FOUND = {
+    "modes": {
+        "values": {"ratio": {"value": 0.726, "spread": [0.701, 0.75]}},
+        "kind": "measured",
+        "command": "c",
+        "commit": "abc",
+    },
+    "central": {
+        "values": {
+            "ours": {"value": 116.0, "spread": [115.0, 117.0]},
+            "central": {"value": 2660.0, "spread": [668.0, 42744.0]},
+        },
+        "kind": "simulated",
+        "command": "c",
+        "commit": "abc",
+    },
+}
+
+
+def test_readme_shows_what_was_measured():
+    """Whoever measures a row again has to write the table again, and rows of several commits are none."""
+    table = results.render(json.loads(results.RESULTS.read_text()), results.paper_rows())
+    assert results.BEGIN + table + results.END in results.README.read_text()
+
+
+def test_a_table_has_one_commit():
+    table = results.render(FOUND, ["| a paper | simulated | page |"])
+    assert "0.73 (0.70 to 0.75)" in table and "holds 115 to 117 samples" in table
+    assert "668 to 42,744" in table and "of commit abc," in table
+    assert table.index("0.73") < table.index("42,744") < table.index("a paper")
+    other = FOUND | {"modes": FOUND["modes"] | {"commit": "def"}}
+    with pytest.raises(ValueError, match="several commits"):
+        results.render(other, [])
+
+
+def test_the_table_takes_the_place_of_the_one_before():
+    page = f"before\n{results.BEGIN}old\n{results.END}\nafter\n"
+    assert results.with_table(page, "new\n") == page.replace("old", "new")
+
+
+def test_every_value_is_read_and_every_command_understood():
+    printed = {
+        "demo": "eval/accuracy 0.265 on\nstep 1\neval/accuracy 0.980 on\n",
+        "central": "| ours | 64 | 115 | 0.5 |\n| central | 4,096 | 42,744 | 1.0 |\n",
+        "images": "| 2 | text | 0.01 | 1 |\n| 2 | images | 0.01 | 1 |\n| 2 | central | 32.68 | 1 |\n",
+        "save": "checkpoint of 3.75 GiB\n| forked | 0.18 (0.16-0.59) |\n| synchronous | 8.5 (8.4-10.7) |\n",
+    }
+    values = {name: results.ROWS[name].values(text, 150.0) for name, text in printed.items()}
+    assert values["demo"] == {"before": [0.265], "after": [0.98], "minutes": [2.5]}
+    assert values["central"] == {"ours": [115.0], "central": [42744.0]}
+    assert values["images"] == {"images": [0.01], "central": [32.68]}
+    assert values["save"]["forked"] == [0.18, 0.16, 0.59] and values["save"]["size"] == [3.75]
+    for row in results.ROWS.values():
+        words = row.command.replace('"', "").split()
+        check_run(words) if "run.py" in words else check_program(words)
