@@ -22,7 +22,7 @@ from training import model
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
 PROGRAMS = (
@@ -30,7 +30,7 @@ PROGRAMS = (
     *ROOT.glob("tests/*chaos.py"),
     ROOT / "reporting" / "figure.py",
 )
-PROGRAMS += (ROOT / "papers" / "tables.py",)
+PROGRAMS += (ROOT / "papers" / "tables.py", ROOT / "tests" / "planted_bugs.py")
 TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr"}
 TORCHRUN |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
