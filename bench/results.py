@@ -140,8 +140,8 @@ def current_commit() -> str:
 
 # ---------------------------------------------------------------- the table and the pictures
 
-PAPERS = {
-    "wechat_yatt": "WeChat-YATT",
+PAPERS = {  # page -> whose figures
+    "wechat_yatt": "WeChat-YATT's workloads",
     "rlhfuse": "RLHFuse",
     "hybridflow": "HybridFlow",
     "measured": "our own engines at a set pace",
@@ -154,9 +154,9 @@ def paper_rows(folder: Path = DOCS / "papers") -> list[str]:
     for page, name in PAPERS.items():
         text = (folder / f"{page}.md").read_text()
         errors = [abs(float(error)) for error in re.findall(r"\| ([+-][\d.]+)% \| predicted", text)]
-        found = f"median error {median(errors):.1f} %, largest {max(errors):.1f} %"
-        place = f"`make papers`: [page](docs/papers/{page}.md)"
-        rows.append(f"| {name}, {len(errors)} predicted rows: {found} | simulated | {place} |")
+        found = f"{len(errors)} figures of {name} are predicted with a median error of {median(errors):.1f} %"
+        found += f", the largest is {max(errors):.1f} %"
+        rows.append(f"| {found} | simulated | `make papers`: [page](docs/papers/{page}.md) |")
     return rows
 
 
