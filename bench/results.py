@@ -141,7 +141,7 @@ def current_commit() -> str:
 # ---------------------------------------------------------------- the table and the pictures
 
 PAPERS = {  # page -> whose figures
-    "wechat_yatt": "WeChat-YATT's workloads",
+    "wechat_yatt": "SGLang on H20s, for WeChat-YATT's maps,",
     "rlhfuse": "RLHFuse",
     "hybridflow": "HybridFlow",
     "measured": "our own engines at a set pace",
