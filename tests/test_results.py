@@ -7,22 +7,16 @@ import pytest
 from bench import results
 from test_docs import check_program, check_run
 
+
+def row(**values):
+    """A row of docs/results.json: of each value the median, the smallest and the largest."""
+    found = {name: {"value": v, "spread": [low, high]} for name, (v, low, high) in values.items()}
+    return {"values": found, "kind": "measured", "command": "c", "commit": "abc"}
+
+
 FOUND = {
-    "modes": {
-        "values": {"ratio": {"value": 0.726, "spread": [0.701, 0.75]}},
-        "kind": "measured",
-        "command": "c",
-        "commit": "abc",
-    },
-    "central": {
-        "values": {
-            "ours": {"value": 116.0, "spread": [115.0, 117.0]},
-            "central": {"value": 2660.0, "spread": [668.0, 42744.0]},
-        },
-        "kind": "simulated",
-        "command": "c",
-        "commit": "abc",
-    },
+    "modes": row(ratio=(0.726, 0.701, 0.75)),
+    "central": row(ours=(116.0, 115.0, 117.0), central=(2660.0, 668.0, 42744.0)),
 }
 
 
