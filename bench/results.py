@@ -24,9 +24,8 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
 
-from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
+from bench.launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 
 DOCS, FOLDER = ROOT / "docs", ROOT / "runs" / "results"
 RESULTS, README = DOCS / "results.json", ROOT / "README.md"
@@ -190,8 +189,7 @@ def with_table(page: str, table: str) -> str:
 
 def draw_pictures() -> None:
     """The processes, and four steps of the demo that was measured."""
-    import processes
-
+    from bench import processes
     from reporting.figure import make_figure, read_run
 
     processes.draw(processes.PICTURE)
