@@ -31,7 +31,7 @@ import rewards
 from algorithms import algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, replay
-from config import HELD_OUT, Config, parse_config, printable
+from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
 from engines import server
 from engines.engine import Sampling
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     stop = shutdown.Stop()
     try:
         last_line = start(arguments, stop)
-    except ValueError as error:
+    except UserError as error:
         shutdown.exit_on_error(f"error: {printable(str(error))}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         shutdown.exit_on_signal(stop.asked or signal.SIGTERM)
@@ -78,24 +78,24 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
         dry_run.dry_run(config, plans, ranks or 2, maps)
         return ""
     if maps:
-        raise ValueError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
+        raise UserError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
     choose_device(config)
     if config.command == "eval":
         if ranks > 1:
-            raise ValueError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
+            raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
         work = evaluate.run(config)
     elif not ranks:
-        raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     else:
         work = run(config, plans, stop) if config.command == "rl" else learn_from_examples(config)
     return asyncio.run(shutdown.run_until_signal(work, stop))
 
 
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
-    """What only tables and the number of ranks tell: ValueError, or the plans of the loop (make_plans)."""
+    """What only tables and the number of ranks tell: UserError, or the plans of the loop (make_plans)."""
     if ranks % (model_parallel := config.tp * config.pp * config.cp):
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
-        raise ValueError(f"{sizes} doesn't divide {ranks} ranks")
+        raise UserError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
     schedule_of(config)
@@ -103,7 +103,7 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
 
 
 def choose_device(config: Config) -> None:
-    """Hide CUDA devices from a run without, and all that it starts. ValueError if a rank here lacks one."""
+    """Hide CUDA devices from a run without, and all that it starts. UserError if a rank here lacks one."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
@@ -113,7 +113,7 @@ def choose_device(config: Config) -> None:
 
     if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
         needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
-        raise ValueError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
+        raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from config import Config
+from config import Config, UserError, read_model_config
 from images.reader import sees
 from images.tokens import Image
 from runtime.world import live_process
@@ -63,7 +63,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
             # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
             flags["enable-weights-cpu-backup"] = None
     elif tp > 1:
-        raise ValueError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
+        raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
     else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
         flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
         flags["max-total-tokens"] = max(KV_TOKENS, context)
@@ -106,16 +106,10 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
     if config.max_model_len:
         return config.max_model_len
-    path = Path(model_dir, "config.json")
-    if not path.is_file():
-        raise ValueError(f"{model_dir}: not a Hugging Face model directory, it has no config.json")
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    found = read_model_config(model_dir)
     found = found.get("text_config", found)  # of a model that sees
     if "max_position_embeddings" not in found:
-        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len")
+        raise UserError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
     return found["max_position_embeddings"]
 
 
@@ -129,17 +123,17 @@ def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
             with safe_open(path, framework="numpy") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
         except SafetensorError as error:
-            raise ValueError(f"{path} can't be read: {error}") from None
+            raise UserError(f"{path} can't be read: {error}") from None
     if not shapes:
-        raise ValueError(f"{model_dir} holds no *.safetensors file: a model is a Hugging Face directory")
+        raise UserError(f"{model_dir} holds no *.safetensors file: a model is a Hugging Face directory")
     return shapes
 
 
 def check_port(host: str, port: int, name: str) -> None:
-    """ValueError if somebody listens on the port that the engine `name` is to have."""
+    """UserError if somebody listens on the port that the engine `name` is to have."""
     with socket.socket() as probe:
         if probe.connect_ex((host, port)) == 0:
-            raise ValueError(f"port {port}, wanted by the {name}, is in use: choose another --port")
+            raise UserError(f"port {port}, wanted by the {name}, is in use: choose another --port")
 
 
 class ServerProcess:
@@ -200,7 +194,7 @@ def write_pid_file(path: Path, pid: int) -> None:
 
 
 def end_stale_servers(out: Path) -> list[str]:
-    """End servers that an earlier run left here; a line for each. ValueError if that run isn't over."""
+    """End servers that an earlier run left here; a line for each. UserError if that run isn't over."""
     facts = {}
     for path in sorted((out / "logs").glob("*.pid")):
         with contextlib.suppress(FileNotFoundError):  # another machine has just removed its own
@@ -209,7 +203,7 @@ def end_stale_servers(out: Path) -> list[str]:
     for row in facts.values():
         if live_process(row["owner"], row["owner_born"]):
             whose = f"a run is at work there (process {row['owner']})"
-            raise ValueError(f"--out {out}: {whose}: stop it, or choose another --out")
+            raise UserError(f"--out {out}: {whose}: stop it, or choose another --out")
     lines = []
     for path, row in facts.items():
         server, gone_by = live_process(row["pid"], row["born"]), time.monotonic() + END_S
@@ -218,7 +212,7 @@ def end_stale_servers(out: Path) -> list[str]:
             os.killpg(server.pid, signal.SIGKILL)
             while live_process(server.pid, row["born"]):  # Process.wait would wait for a zombie's parent, too
                 if time.monotonic() > gone_by:
-                    raise ValueError(f"can't end {line}")
+                    raise UserError(f"can't end {line}")
                 time.sleep(0.02)
             lines.append(f"ended {line}")
         path.unlink()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from config import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -178,11 +180,11 @@ def live_process(pid: int, born: float | None = None) -> psutil.Process | None:
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
-    """Await what may meet a user's error on one rank alone; then all raise the ValueError (collective)."""
+    """Await what may meet a user's error on one rank alone; then all raise the UserError (collective)."""
     error = ""
     try:
         await work
-    except ValueError as caught:
+    except UserError as caught:
         error = str(caught)
     if error := await world.reduce(error, lambda errors: next(filter(None, errors), "")):
-        raise ValueError(error)
+        raise UserError(error)

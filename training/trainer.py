@@ -68,7 +68,7 @@ class Trainer:
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
     def __init__(self, config: Config, model_dir: str, reverse: bool = False):
-        """Load a directory (collective: every rank), else ValueError. reverse: stage 0 on the last rank."""
+        """Load a directory (collective: every rank), else UserError. reverse: stage 0 on the last rank."""
         self.config, self.model_dir = config, model_dir
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
@@ -152,7 +152,7 @@ class Trainer:
         self.awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`. Not collective. ValueError if others hold the memory, and keep it."""
+        """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             models.check_room(self._asleep_bytes, f"the {self.title}")
@@ -251,7 +251,7 @@ class Trainer:
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """This rank's own micro-batches, where ranks need not do equal work. ValueError as balance.pack."""
+        """This rank's own micro-batches, where ranks need not do equal work. UserError as balance.pack."""
         lengths = [packed_length(len(prompt) + len(r), self.config.cp) for prompt, r, *_ in sequences]
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
