@@ -121,10 +121,8 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        c = await build(config, plans, world, progress, fleet)
-        c.stop, stop.graceful = stop, True
+        c = await build(config, plans, world, progress, fleet, stop)
         stopped_by = await controller.train(c)
-        stop.graceful = False
         await world.barrier()
         if stopped_by:
             launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.join(sys.argv)}"
@@ -167,7 +165,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 
 
 async def build(
-    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet
+    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: shutdown.Stop
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     config = await with_models(config, world, progress)
@@ -194,11 +192,12 @@ async def build(
         report=Report(config, world, out, progress, decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
         references=references,
+        stop=stop,
         **parts | inputs,
     )
     if point:
         await restore(c, point.folder)
-    await world.barrier()
+    await stop.until_all_are_ready(world)
     timeline.start(point.ended_s if point else 0.0)
     return c
 

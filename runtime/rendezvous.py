@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import ipaddress
 import os
@@ -91,7 +93,16 @@ def private_folder() -> Path:
     facts = folder.lstat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise UserError(f"{folder} is open to others, and the ranks of this run would meet there: remove it")
+    hold(folder)
     return folder
+
+
+@functools.cache
+def hold(folder: Path) -> int:
+    """The lock on the run's own folder, which all of its ranks share and each loses when it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 @functools.cache  # a rank whose launcher died has another parent
@@ -103,5 +114,7 @@ def launcher_folder() -> Path:
 
 
 def close() -> None:
-    """Remove the run's own folder: nobody looks for anybody any more."""
-    shutil.rmtree(launcher_folder(), ignore_errors=True)
+    """Remove the run's own folder, if this rank is the last: the others still read there who was late."""
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):  # who asks in vain has lost the lock, too
+        fcntl.flock(hold(launcher_folder()), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(launcher_folder(), ignore_errors=True)

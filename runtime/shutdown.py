@@ -20,7 +20,10 @@ import warnings
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from runtime.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1
@@ -34,6 +37,11 @@ class Stop:
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
+
+    async def until_all_are_ready(self, world: World) -> None:
+        """The last meeting before training: no rank is past it before all of them stop by themselves."""
+        self.graceful = True
+        await world.barrier()
 
 
 def prepare() -> None:
