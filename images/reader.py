@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGE = "<image>"  # an image's place in the texts of rows, whatever a model's own tokens are called
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of Pillow's; for EPS it would run Ghostscript
+# what Pillow raises on damaged ones
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
 
 
@@ -96,16 +100,15 @@ def decoded(data: bytes, where: str) -> Any:
     from PIL import Image as pillow
     from PIL import ImageSequence
 
-    damaged = (OSError, SyntaxError, ValueError, EOFError)  # what Pillow's decoders raise
     too_large = (pillow.DecompressionBombWarning, pillow.DecompressionBombError)
     with warnings.catch_warnings():
         warnings.simplefilter("error", pillow.DecompressionBombWarning)
         try:
-            image = pillow.open(io.BytesIO(data))
+            image = pillow.open(io.BytesIO(data), formats=FORMATS)
             frames = len(list(islice(ImageSequence.Iterator(image), 2)))
             image.seek(0)
             image = image.convert("RGB")
-        except (*damaged, *too_large) as error:
+        except (*DAMAGED, *too_large) as error:
             raise UserError(f"{where}: not an image that can be read: {error}") from None
     if frames > 1:
         raise UserError(f"{where}: it moves, and videos are not supported")
