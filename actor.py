@@ -93,7 +93,10 @@ class Actor(Trainer):
         counts = {"divisor": targets.divisors.sum().item(), "tokens": float(sum(len(r) for _, r in mine))}
         total = all_reduce(counts, dist.ReduceOp.SUM)
         loss = ptx.add_texts(loss, len(targets.divisors), **total, coefficient=self.algorithm.ptx_coef)
-        return [[mine[index] for index in chosen] for chosen in self.pack(mine)], loss
+        packed = [[mine[index] for index in chosen] for chosen in self.pack(mine)]
+        # as many micro-batches on every rank: replicas with other tables would sum gradients in another order
+        most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
+        return packed + [[]] * (int(most["count"]) - len(packed)), loss
 
     def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
         entropy_learns = self.algorithm.entropy_coef > 0

@@ -337,7 +337,8 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """What an earlier run left is moved, not overwritten."""
-    if any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "eval.json")):
+    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
+    if any(any(out.glob(name)) for name in left):
         target = out.rename(next_free(out))
         say(f"moved the earlier run in {out} to {target}")
 

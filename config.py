@@ -121,6 +121,16 @@ class Config:
         return self.over_dispatch > 1 or self.train_only
 
     @property
+    def asks_engines(self) -> bool:
+        return self.command in ("rl", "eval") and not self.train_only
+
+    @property
+    def token_budget(self) -> int:
+        """The longest sequence that a micro-batch takes: context parallelism cuts it into 2 * cp."""
+        pieces = 2 * self.cp if self.cp > 1 else 1
+        return self.max_tokens_per_micro_batch // pieces * pieces
+
+    @property
     def engine_start_s(self) -> float:
         """For an engine to come up, while the other ranks wait."""
         return 0.9 * self.timeout_s
@@ -150,7 +160,7 @@ class Config:
         for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
             no_room = f"--{dashed(name)} {values[name]} leaves prompts no room in --max-model-len {context}"
             yield not 0 < context <= values[name], no_room
-        longest, room = max(context, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
+        longest, room = max(context, self.max_new_tokens + 1), self.token_budget
         fits = self.command != "rl" or longest <= room
         yield fits, f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens"
 
@@ -159,8 +169,7 @@ class Config:
         for name, known in (("dtype", ("float32", "bfloat16")), ("device", DEVICES)):
             value = vars(self)[name]
             yield value in known, f"--{name} {value} is unknown; choose {' or '.join(known)}"
-        asks_engines = self.command in ("rl", "eval") and not self.train_only
-        takes = self.device == "cpu" or self.dtype == "bfloat16" or not asks_engines
+        takes = self.device == "cpu" or self.dtype == "bfloat16" or not self.asks_engines
         yield takes, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
         yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
         in_full = self.rebalance and self.mode == "full"

@@ -103,7 +103,7 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
 
 
 def choose_device(config: Config) -> None:
-    """Hide CUDA devices from a run without, and all that it starts. UserError if a rank here lacks one."""
+    """Hide CUDA devices from a run without, and all that it starts. UserError if a rank lacks its own."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
@@ -114,6 +114,8 @@ def choose_device(config: Config) -> None:
     if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
         needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
+    if config.asks_engines:
+        server.check_compiler()
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
@@ -197,7 +199,7 @@ async def build(
     )
     if point:
         await restore(c, point.folder)
-    await stop.until_all_are_ready(world)
+    await stop.until_all_are_ready(world.barrier())
     timeline.start(point.ended_s if point else 0.0)
     return c
 
@@ -217,13 +219,14 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     from training import model, ptx
 
     model.read_hf_config(config.model)
-    algorithm, context = algorithm_of(config), server.context_length(config.model, config)
+    algorithm = algorithm_of(config)
+    longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
     source = Addition(config.seed, encode, reader)
     if config.data:
-        room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
+        room = longest - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader)
@@ -236,7 +239,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
         inputs["learn"] = replay.record
     if config.train_only:
         inputs["collect"] = replay.Replay(Path(config.replay)).collect
-    texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, context) if algorithm.ptx_data else []
+    texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest) if algorithm.ptx_data else []
     return decode, texts, inputs
 
 

@@ -9,9 +9,11 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -34,6 +36,7 @@ STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
+NVCC = Path("/usr/local/cuda/bin/nvcc")  # where SGLang looks last
 END_S = 10.0  # for a killed server to be gone
 
 
@@ -94,12 +97,22 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
         environment["TMS_RETAIN_CPU_BACKUP"] = "1"
         # actors and other engines share the devices: that these have unequal memory free is no fault
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        # it compiles kernels with `ninja`, which pip puts beside a Python whose folder need not be in PATH
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     else:
         # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
         environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
         # MKL's products have other last bits for few rows on some processors, if not told to be strict
         environment |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
     return environment
+
+
+def check_compiler() -> None:
+    """UserError if SGLang, which compiles kernels for CUDA while it runs, would find no nvcc."""
+    is_named = "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ
+    if not (is_named or shutil.which("nvcc") or NVCC.is_file()):
+        needed = "engines compile kernels, and there is no nvcc: install the CUDA toolkit, or set CUDA_HOME"
+        raise UserError(f"--device cuda: {needed}")
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:

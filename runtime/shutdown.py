@@ -17,13 +17,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from runtime.world import World
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1
@@ -38,10 +35,10 @@ class Stop:
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
 
-    async def until_all_are_ready(self, world: World) -> None:
+    async def until_all_are_ready(self, meeting: Awaitable[None]) -> None:
         """The last meeting before training: no rank is past it before all of them stop by themselves."""
         self.graceful = True
-        await world.barrier()
+        await meeting
 
 
 def prepare() -> None:

@@ -191,19 +191,14 @@ async def until_a_stop(world, stop):
         await asyncio.sleep(0.05)
     return "stopped after 3 steps"
 
-class SlowToLeave:
-    def __init__(self, world):
-        self.barrier = world.barrier if rank == 0 else self.barrier
-        self.world = world
-
-    async def barrier(self):
-        await self.world.barrier()
-        await asyncio.sleep(1)
+async def met(world):
+    await world.barrier()
+    await asyncio.sleep(rank)  # rank 1 comes out of the meeting later
 
 async def work(stop):
     async with run.joined(Config(timeout_s=60)) as (world, _):
         try:
-            await stop.until_all_are_ready(SlowToLeave(world))
+            await stop.until_all_are_ready(met(world))
             return await {program}(world, stop)
         finally:
             await asyncio.sleep(0.1)

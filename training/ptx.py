@@ -40,7 +40,8 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
             prompt, response = tokens[:1], tokens[1:]
         response = response[: max(0, longest - len(prompt))]
         if not prompt or not response:
-            raise UserError(f"{path}:{line}: nothing to learn in {longest} tokens (--max-model-len)")
+            limits = "--max-model-len, --max-tokens-per-micro-batch"
+            raise UserError(f"{path}:{line}: nothing to learn in {longest} tokens ({limits})")
         sequences.append((prompt, response))
     return sequences
 

@@ -83,7 +83,7 @@ class Trainer:
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
-        self.pipeline, self.reverse = join_pipeline(), reverse
+        self.pipeline, self.reverse = join_pipeline(self.device), reverse
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.groups.pp = self.pipeline.down if reverse else self.pipeline.up
         self.measured: list[tuple[float, float]] = []  # of the last steps, see `durations`
@@ -108,7 +108,8 @@ class Trainer:
         for name, parameter in gpt.named_parameters():
             parameter.requires_grad_(not (self.config.freeze_vision and name.startswith(hf_weights.TOWER)))
         flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
-        settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=self.overlaps)
+        overlaps = self.overlaps and self.groups.dp_cp.size() > 1  # else a loss must reach all
+        settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=overlaps)
         inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
         return DistributedDataParallel(gpt.config, settings, inner, pg_collection=self.groups)
 
@@ -129,6 +130,7 @@ class Trainer:
         DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
         only forgets its groups; each is a pair of threads that wake up all the time.
         """
+        dist.barrier()  # nobody may still talk in a group that another has destroyed
         for node in (node for ddp in self.ddps for node in ddp.grad_accs):
             node.register_hook(print).hooks_dict_ref().clear()
         if self.pipeline.down is not self.pipeline.up:
