@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
-from config import Config
+from config import Config, UserError
 from sample import Key, Sample
 from scheduling.balance import flat
 from training import ptx
@@ -66,11 +66,11 @@ class Actor(Trainer):
             assert fits, f"a sample of weights {sample.versions} meets weights {self.version}"
 
     def _check_engine(self, stats: dict[str, float]) -> None:
-        """ValueError if trainer and engine are too far apart on the tokens that the step's weights wrote."""
+        """UserError if trainer and engine are too far apart on the tokens that the step's weights wrote."""
         mean, dtype = engine_differences(stats)["engine_logprob_diff_mean"], self.config.dtype
         if not mean <= (most := MAX_LOGPROB_DIFF[dtype]):  # NaN isn't
             apart = f"the trainer's log-probabilities differ from the engine's by {mean:.2e} in the mean"
-            raise ValueError(f"{apart}, more than the {most:.2e} that --dtype {dtype} may make")
+            raise UserError(f"{apart}, more than the {most:.2e} that --dtype {dtype} may make")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or all (collective: its ranks)"""
@@ -93,7 +93,10 @@ class Actor(Trainer):
         counts = {"divisor": targets.divisors.sum().item(), "tokens": float(sum(len(r) for _, r in mine))}
         total = all_reduce(counts, dist.ReduceOp.SUM)
         loss = ptx.add_texts(loss, len(targets.divisors), **total, coefficient=self.algorithm.ptx_coef)
-        return [[mine[index] for index in chosen] for chosen in self.pack(mine)], loss
+        packed = [[mine[index] for index in chosen] for chosen in self.pack(mine)]
+        # as many micro-batches on every rank: replicas with other tables would sum gradients in another order
+        most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
+        return packed + [[]] * (int(most["count"]) - len(packed)), loss
 
     def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
         entropy_learns = self.algorithm.entropy_coef > 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from config import Config, as_text
+from config import Config, UserError, as_text
 from sample import Sample
 
 if TYPE_CHECKING:
@@ -226,10 +226,10 @@ BY_DTYPE = {"float32": {}, "bfloat16": dict(tis_cap=2.0)}
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The row that --algorithm names, with the settings behind it. ValueError in one sentence."""
+    """The row that --algorithm names, with the settings behind it. UserError in one sentence."""
     name, *given = config.algorithm
     if name not in ALGORITHMS:
-        raise ValueError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
+        raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
     algorithm = replace(ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **BY_DTYPE[config.dtype])
     defaults = {field.name: field.default for field in fields(Settings)}
     for setting, _, value in (text.partition("=") for text in given):
@@ -237,12 +237,12 @@ def algorithm_of(config: Config) -> Algorithm:
             algorithm = replace(algorithm, **{setting: type(defaults[setting])(value)})
         except (KeyError, ValueError):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise ValueError(f"--algorithm: {setting}={value} is none of the settings {known}") from None
+            raise UserError(f"--algorithm: {setting}={value} is none of the settings {known}") from None
     if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
         algorithm = replace(algorithm, kl_estimator="k1")
     for fits, need in needs(algorithm, config):
         if not fits:
-            raise ValueError(f"--algorithm {as_text(config.algorithm)} needs {need}")
+            raise UserError(f"--algorithm {as_text(config.algorithm)} needs {need}")
     return algorithm
 
 

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import Config, as_text, dashed
+from config import Config, UserError, as_text, dashed
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
@@ -249,12 +249,12 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
 
 
 async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
-    """A function's result on rank 0, or its OSError or ValueError, on every rank (collective)."""
+    """A function's result on rank 0, or its OSError or UserError, on every rank (collective)."""
     value = error = None
     if world.rank == 0:
         try:
             value = await world.run(function, *args)
-        except (OSError, ValueError) as caught:
+        except (OSError, UserError) as caught:
             error = caught
     value, error = await world.broadcast((value, error))
     if error:
@@ -276,28 +276,28 @@ async def prepare_out(config: Config, world: World, say: Callable[[str], None]) 
         folder = await find_checkpoint(config, world, say)
         return await on_rank_0(world, make_ready, config, folder, say)
     except OSError as error:
-        raise ValueError(f"--out {config.out} can't be used: {error}") from None
+        raise UserError(f"--out {config.out} can't be used: {error}") from None
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint, or that of --resume (collective: each reads a share). ValueError: none."""
+    """The newest whole checkpoint, or that of --resume (collective: each reads a share). UserError: none."""
     resume, checkpoints = config.resume, Path(config.out) / "checkpoints"
     steps = await world.broadcast(steps_in(checkpoints)) if resume == "auto" else []
     named = [Path(resume)] if resume not in ("auto", "never") else []
     if named and step_of(named[0]) is None:
         choice = "which is called step_<n>; or say auto or never"
-        raise ValueError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
+        raise UserError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
     for folder in named or [checkpoints / f"step_{step}" for step in steps]:
         found = await world.gather(await world.run(atomic_files.verify, folder, world.rank, world.size))
         if not (damage := next(filter(None, found), "")):
             return folder
         if named:
-            raise ValueError(f"--resume {folder}: the checkpoint is damaged: {damage}")
+            raise UserError(f"--resume {folder}: the checkpoint is damaged: {damage}")
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}; the one before is used")
     if steps:
         choice = "--resume never moves them aside and starts anew, --resume DIR takes one of your choice"
-        raise ValueError(f"{checkpoints}/: none of its {len(steps)} checkpoints is whole; {choice}")
+        raise UserError(f"{checkpoints}/: none of its {len(steps)} checkpoints is whole; {choice}")
     return None
 
 
@@ -320,16 +320,16 @@ def make_ready(config: Config, folder: Path | None, say: Callable[[str], None]) 
 
 
 def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Raises ValueError for a setting that would make another run of it; says which others differ."""
+    """Raises UserError for a setting that would make another run of it; says which others differ."""
     common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
     if common["step"] > config.steps:
-        raise ValueError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
+        raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
     before, changed = now | common["config"], []
     for name in [name for name in now if name not in FREE and now[name] != before[name]]:
         new, old = (as_text(settings[name]) or '""' for settings in (now, before))
         if name in SAME and (name != "algorithm" or now[name][0] != before[name][0]):
             made = f"the checkpoint {folder} was made with {old}"
-            raise ValueError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
+            raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
         changed.append(f"--{dashed(name)} {new} (was {old})")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
@@ -337,7 +337,8 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
 
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """What an earlier run left is moved, not overwritten."""
-    if any((out / name).exists() for name in ("metrics.jsonl", "checkpoints", "eval.json")):
+    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
+    if any(any(out.glob(name)) for name in left):
         target = out.rename(next_free(out))
         say(f"moved the earlier run in {out} to {target}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
 LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend, told in one line; any other ValueError shows its place."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,16 @@ class Config:
         return self.over_dispatch > 1 or self.train_only
 
     @property
+    def asks_engines(self) -> bool:
+        return self.command in ("rl", "eval") and not self.train_only
+
+    @property
+    def token_budget(self) -> int:
+        """The longest sequence that a micro-batch takes: context parallelism cuts it into 2 * cp."""
+        pieces = 2 * self.cp if self.cp > 1 else 1
+        return self.max_tokens_per_micro_batch // pieces * pieces
+
+    @property
     def engine_start_s(self) -> float:
         """For an engine to come up, while the other ranks wait."""
         return 0.9 * self.timeout_s
@@ -131,10 +146,10 @@ class Config:
         return self.timeout_s / 5
 
     def __post_init__(self):
-        """Raises ValueError with one sentence for a value that can't work whatever the number of ranks."""
+        """Raises UserError with one sentence for a value that can't work whatever the number of ranks."""
         for fits, sentence in (*self._sizes(), *self._parts()):
             if not fits:
-                raise ValueError(sentence)
+                raise UserError(sentence)
 
     def _sizes(self) -> Iterator[tuple[bool, str]]:
         """Whether each setting is within its limits and prompts and samples find room; what to say if not."""
@@ -145,7 +160,7 @@ class Config:
         for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
             no_room = f"--{dashed(name)} {values[name]} leaves prompts no room in --max-model-len {context}"
             yield not 0 < context <= values[name], no_room
-        longest, room = max(context, self.max_new_tokens + 1), self.max_tokens_per_micro_batch
+        longest, room = max(context, self.max_new_tokens + 1), self.token_budget
         fits = self.command != "rl" or longest <= room
         yield fits, f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens"
 
@@ -154,8 +169,7 @@ class Config:
         for name, known in (("dtype", ("float32", "bfloat16")), ("device", DEVICES)):
             value = vars(self)[name]
             yield value in known, f"--{name} {value} is unknown; choose {' or '.join(known)}"
-        asks_engines = self.command in ("rl", "eval") and not self.train_only
-        takes = self.device == "cpu" or self.dtype == "bfloat16" or not asks_engines
+        takes = self.device == "cpu" or self.dtype == "bfloat16" or not self.asks_engines
         yield takes, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
         yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
         in_full = self.rebalance and self.mode == "full"
@@ -210,14 +224,25 @@ COMMANDS = {
 
 
 def make_out(config: Config) -> Path:
-    """The run's folder. Raises ValueError if nothing can be written there."""
+    """The run's folder. Raises UserError if nothing can be written there."""
     out = Path(config.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ValueError(f"--out {out} can't be written: {error.strerror}") from None
+        raise UserError(f"--out {out} can't be written: {error.strerror}") from None
     return out
+
+
+def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
+    """The config.json of a Hugging Face directory. UserError names the setting and the directory."""
+    path, where = Path(model_dir, "config.json"), f"{setting} {model_dir}".strip()
+    if not path.is_file():
+        raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{where}: config.json is not valid JSON ({error})") from None
 
 
 def dashed(name: str) -> str:
@@ -236,11 +261,11 @@ def printable(text: str) -> str:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise ValueError(f"{message}; see run.py --help")
+        raise UserError(f"{message}; see run.py --help")
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Config's defaults, the command's, the preset's, the command line's. ValueError names the setting."""
+    """Config's defaults, the command's, the preset's, the command line's. UserError names the setting."""
     name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
     command = COMMANDS[name]
     epilog = "commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items())
@@ -257,7 +282,7 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()}
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
     if preset not in PRESETS:
-        raise ValueError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
+        raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     if not (device := given.get("device")):
         from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
 

@@ -15,7 +15,7 @@ import algorithms
 import rollout
 from algorithms import Algorithm
 from checkpoint import Checkpoints
-from config import Config
+from config import Config, UserError
 from data import Prompt, Prompts
 from engines.engine import Sampling
 from placement import Placement
@@ -207,7 +207,7 @@ async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
 
 
 def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:
-    """ValueError after MAX_SKIPS skipped updates in a row, any trainer's; leaves the samples in a file."""
+    """UserError after MAX_SKIPS skipped updates in a row, any trainer's; leaves the samples in a file."""
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:
@@ -215,7 +215,7 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
     if c.state.skips == MAX_SKIPS:
         path = c.report.dump(flat(mini_batches) if c.placement.actor.is_head else [])
         problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
-        raise ValueError(f"{problem}; the samples of the last one are in {path}")
+        raise UserError(f"{problem}; the samples of the last one are in {path}")
 
 
 def advance(c: Controller, batch: RolloutBatch) -> None:
@@ -228,7 +228,7 @@ def advance(c: Controller, batch: RolloutBatch) -> None:
 def stop_on_empty_steps(c: Controller) -> None:
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
         problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"
-        raise ValueError(f"{problem}; they are too easy or too hard, or the judge can't tell")
+        raise UserError(f"{problem}; they are too easy or too hard, or the judge can't tell")
 
 
 async def evaluate(c: Controller, step: int) -> None:

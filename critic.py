@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms import algorithm_of
-from config import Config
+from config import Config, UserError
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.pipeline import schedule_of
@@ -95,12 +95,12 @@ class Critic(Trainer):
 
 
 def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
-    """[1, hidden]: a directory's value head, zeros if it has none. ValueError for one of more numbers."""
+    """[1, hidden]: a directory's value head, zeros if it has none. UserError for one of more numbers."""
     if HEAD not in weights.file_of:
         return torch.zeros(1, hidden_size)
     head, wanted = weights[HEAD], f"the head of a value model, [1, {hidden_size}] without a bias"
     if list(head.shape) != [1, hidden_size] or "score.bias" in weights.file_of:
-        raise ValueError(f"{weights.where}: {HEAD} isn't {wanted}")
+        raise UserError(f"{weights.where}: {HEAD} isn't {wanted}")
     return head
 
 

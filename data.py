@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from config import UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
 from sample import Sample
@@ -153,7 +154,7 @@ class PromptFile(Sequence[Prompt]):
         self, path: Path, encode: Callable[..., list[int]], max_tokens: int, skip_long: bool = False,
         say: Callable[[str], None] = print, reader: ImageReader | None = None,
     ):  # fmt: skip
-        """encode: `encode_prompt` of a model. max_tokens: room in the context. ValueError: file and line.
+        """encode: `encode_prompt` of a model. max_tokens: room in the context. UserError: file and line.
 
         skip_long: leave out longer ones. reader: of a model that sees.
         """
@@ -165,19 +166,19 @@ class PromptFile(Sequence[Prompt]):
             raise self._too_long(*next(iter(longer.items())))
         self._rows = [row for row in rows if row.where not in longer]
         if not self._rows:
-            raise ValueError(f"--data {path}: no prompt has at most {max_tokens} tokens")
+            raise UserError(f"--data {path}: no prompt has at most {max_tokens} tokens")
         if longer:
             say(f"--skip-long: {len(longer)} of {len(rows)} prompts in {path} have over {max_tokens} tokens")
 
     def _row(self, line: int, row: dict) -> PromptRow:
-        """ValueError for all that shows before its images are read."""
+        """UserError for all that shows before its images are read."""
         where, images = f"{self._path}:{line}", row.get("images") or []
         if images and self._reader is None:
-            raise ValueError(f"{where}: it has images, and --model reads text alone")
+            raise UserError(f"{where}: it has images, and --model reads text alone")
         if row.get("videos"):
-            raise ValueError(f"{where}: videos are not supported")
+            raise UserError(f"{where}: videos are not supported")
         if not (callable(images) or isinstance(images, list)):
-            raise ValueError(f"{where}: `images` is a list of paths, not {images!r}")
+            raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
         if not callable(images):  # of JSON
             files = [image_file(item, self._path.parent, where) for item in images]
@@ -205,9 +206,9 @@ class PromptFile(Sequence[Prompt]):
         most = len(text.encode()) + self._added[roles] + seen
         return most if most <= self._max_tokens else len(self._tokens(row))
 
-    def _too_long(self, where: str, tokens: int) -> ValueError:
+    def _too_long(self, where: str, tokens: int) -> UserError:
         room = f"--max-model-len less --max-new-tokens leaves room for {self._max_tokens}"
-        return ValueError(f"{where}: the prompt has {tokens} tokens, but {room}; --skip-long leaves it out")
+        return UserError(f"{where}: the prompt has {tokens} tokens, but {room}; --skip-long leaves it out")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -224,13 +225,13 @@ class PromptFile(Sequence[Prompt]):
 
 
 def prompt_of(row: dict, where: str) -> Text:
-    """Of a row of `PromptFile`, with IMAGE for parts that are images. ValueError that says `where`."""
+    """Of a row of `PromptFile`, with IMAGE for parts that are images. UserError that says `where`."""
     prompt = row.get("messages") or row.get("prompt")
     if isinstance(prompt, list):
         prompt = [with_text(turn, where) for turn in prompt]
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
         turns = "a list of {role, content}, both text"
-        raise ValueError(f"{where}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
+        raise UserError(f"{where}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
     return prompt
 
 
@@ -248,19 +249,19 @@ def with_text(turn: Any, where: str) -> Any:
                 content += IMAGE
             case other:
                 needed = "only {type: text, text} and {type: image}, whose file stands in the row's `images`"
-                raise ValueError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
+                raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
     return turn | {"content": content}
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. ValueError says where."""
+    """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. UserError says where."""
     if not path.is_file():
-        raise ValueError(f"{setting} {path}: no such file")
+        raise UserError(f"{setting} {path}: no such file")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise ValueError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
+        raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     if not rows:
-        raise ValueError(f"{setting} {path}: the file holds no row")
+        raise UserError(f"{setting} {path}: the file holds no row")
     return rows
 
 
@@ -272,8 +273,8 @@ def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
     try:
         has_images = "images" in pyarrow.parquet.read_schema(path).names  # maybe more than the memory holds
         table = Dataset.from_parquet(str(path), keep_in_memory=not has_images)
-    except (pyarrow.ArrowException, DatasetGenerationError):
-        raise ValueError(f"--data {path}: not a Parquet file that can be read") from None
+    except (pyarrow.ArrowException, DatasetGenerationError, ValueError):
+        raise UserError(f"--data {path}: not a Parquet file that can be read") from None
     if not has_images:
         return list(enumerate(table, 1))
     images = table.select_columns("images").with_format("arrow")  # as they are stored: not decoded
@@ -292,9 +293,9 @@ def _json_rows(path: Path) -> list[tuple[int, dict]]:
             try:
                 row = json.loads(line)
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise ValueError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
+                raise UserError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
+                raise UserError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
             rows.append((number, row))
     return rows
 
@@ -308,7 +309,7 @@ def is_chat(turns: Any) -> bool:
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
-    """ValueError naming the directory if none loads from it. Code that it brings along never runs."""
+    """UserError naming the directory if none loads from it. Code that it brings along never runs."""
     from transformers import AutoTokenizer
 
     options = {"local_files_only": True, "trust_remote_code": False}
@@ -316,7 +317,7 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
         return AutoTokenizer.from_pretrained(model_dir, **options)
     except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json
         reason = str(error).splitlines()[0]
-        raise ValueError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
+        raise UserError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 
 
 def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
@@ -333,7 +334,7 @@ def encode_prompt(
     tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text,
     images: Sequence[Image] = (), where: str = "--data",
 ) -> list[int]:  # fmt: skip
-    """As `encode`; if the model sees, with its image tokens for each IMAGE. ValueError if too few or many."""
+    """As `encode`; if the model sees, with its image tokens for each IMAGE. UserError if too few or many."""
     if reader is None:
         return encode(tokenizer, prompt)
     tokens = encode(tokenizer, prompt, image="".join(tokenizer.convert_ids_to_tokens(reader.placeholder)))
@@ -342,12 +343,12 @@ def encode_prompt(
 
 
 def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image: str = IMAGE) -> list[int]:
-    """Token ids of text or chat turns; is_complete: the last is an answer. ValueError without a template."""
+    """Token ids of text or chat turns; is_complete: the last is an answer. UserError without a template."""
     if isinstance(prompt, str):
         return tokenizer(prompt.replace(IMAGE, image))["input_ids"]
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
-        raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
+        raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
     # the template alone makes special tokens, and IMAGE, which Qwen's templates write as is done here
     def plain(text: str) -> str:
         return break_special_tokens(tokenizer, text).replace(IMAGE, image)
@@ -358,14 +359,14 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
-    """Both text, or both chat turns. ValueError if the template doesn't render one behind the other."""
+    """Both text, or both chat turns. UserError if the template doesn't render one behind the other."""
     start = encode(tokenizer, prompt)
     if isinstance(prompt, str):  # encoded apart: a token across the border would be none of a prompt's
         return start, [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     both = encode(tokenizer, prompt + response, is_complete=True)
     if both[: len(start)] != start or both == start:
         problem = "the chat template doesn't render the conversation as its prompt and an answer behind it"
-        raise ValueError(f"{where}: {problem}")
+        raise UserError(f"{where}: {problem}")
     return start, both[len(start) :]
 
 
@@ -393,5 +394,5 @@ def stop_tokens(
         named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
     stop = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
     if not stop:
-        raise ValueError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
+        raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
     return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import data
-from config import Config, as_text
+from config import Config, UserError, as_text
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.pool import Pool
 from engines.server import context_length
@@ -122,7 +122,7 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     unknown = [name for name in names if name not in FORMATS]
     if unknown or len(names) not in (1, count):
         wrong = f"{unknown[0]} is unknown" if unknown else f"one is needed, or one for each of {count} judges"
-        raise ValueError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
+        raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
     return tuple(FORMATS[name] for name in names * (count // len(names)))
 
 
@@ -206,9 +206,9 @@ class Judge:
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:
-    """ValueError once a judge failed on MAX_JUDGE_FAILURES answers and gave no verdict. counts: of all."""
+    """UserError once a judge failed on MAX_JUDGE_FAILURES answers and gave no verdict. counts: of all."""
     for model, failures, verdicts in zip(config.judge_models, *counts, strict=True):
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
             none = f"the judge {model}: none of the first {failures} answers got a verdict"
             unread = f"its text can't be read by --judge-format {as_text(config.judge_format)}"
-            raise ValueError(f"{none}: they don't fit its context, or {unread}")
+            raise UserError(f"{none}: they don't fit its context, or {unread}")

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from config import Config
+from config import Config, UserError
 from engines.pool import Pool
 from runtime.world import World
 from scheduling.fusion import TAILS, Left, ranks_of_tail
@@ -89,13 +89,13 @@ PLANS = {"full": full_colocation, "partial": partial_colocation, "fused": inter_
 
 
 def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Plan]:
-    """The plans a run may take, that of its start first (pure), or ValueError. on_machine: ranks of each."""
+    """The plans a run may take, that of its start first (pure), or UserError. on_machine: ranks of each."""
     if config.mode not in PLANS:
-        raise ValueError(f"--mode {config.mode} is unknown; choose one of {', '.join(PLANS)}")
+        raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(PLANS)}")
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
         if (ranks := on_machine or world_size) % tp:
             where = " of a machine, which no engine leaves" if ranks != world_size else ""
-            raise ValueError(f"--{name}-tp {tp} doesn't divide {ranks} ranks{where}")
+            raise UserError(f"--{name}-tp {tp} doesn't divide {ranks} ranks{where}")
     if config.train_only:
         return [Plan("partial", (), (), tuple(range(world_size)))]
     if not (plans := plans_of_mode(config, world_size)):
@@ -104,7 +104,7 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
         needed = f"at least {least} ranks, for {engines}"
-        raise ValueError(f"--mode {config.mode} needs {needed}; this run has {world_size}")
+        raise UserError(f"--mode {config.mode} needs {needed}; this run has {world_size}")
     first = first_plan(plans, config, world_size)
     may_move = config.rebalance or config.mode == "auto"
     return [first] + [plan for plan in plans if may_move and plan != first]
@@ -129,7 +129,7 @@ def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
         if len(plan.rollout) == wanted if splits else plan.tail in (0, config.tail):
             return plan
     left = f"{world_size - wanted} of {world_size} ranks for genrm"
-    raise ValueError(f"--rollout-ranks {wanted} leaves {left}; this run takes {', '.join(map(str, splits))}")
+    raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {', '.join(map(str, splits))}")
 
 
 def judge_of(rank: int, genrm_tp: int, judges: int) -> int:

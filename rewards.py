@@ -23,7 +23,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config
+from config import Config, UserError
 from engines.pool import Pool
 from genrm import Judge, Judgement, formats_of
 from sample import Sample
@@ -46,7 +46,7 @@ class TextSample(Sample):
 def exact_match(sample: TextSample) -> float:
     """`right`: 1 if the final answer is the answer key, else 0."""
     if sample.answer_key is None:
-        raise ValueError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
+        raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
     return float(sample.answer == sample.answer_key)
 
 
@@ -70,7 +70,7 @@ class UserCode(AbstractContextManager):
             lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == self.file]
             where = f" ({self.file}:{lines[-1]})" if lines else ""
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{self.title}{where}: {what}") from None
+            raise UserError(f"{self.title}{where}: {what}") from None
 
 
 class Rule(NamedTuple):
@@ -81,32 +81,32 @@ class Rule(NamedTuple):
     code: UserCode
 
     async def ask(self, sample: TextSample) -> Judgement:
-        """Raises ValueError for an error in the function, and for a result that isn't a finite number."""
+        """Raises UserError for an error in the function, and for a result that isn't a finite number."""
         with self.code:
             value = self.function(sample)
             if inspect.isawaitable(value):
                 value = await value
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise ValueError(f"{self.code.title} returned {value!r}: a finite number is needed")
+            raise UserError(f"{self.code.title} returned {value!r}: a finite number is needed")
         return Judgement(f"{self.code.title}: {float(value)}", float(value))
 
 
 def load(signal: str, spec: str) -> Rule:
-    """A row of RULES, `my.py:name`, or `my.py` (its `reward` or `cost`), which runs. ValueError: one line."""
+    """A row of RULES, `my.py:name`, or `my.py` (its `reward` or `cost`), which runs. UserError: one line."""
     title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
             return Rule(signal, partial(function, **match.groupdict()), UserCode(title))
     path, _, name = (spec, "", signal) if spec.endswith(".py") else spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise ValueError(f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7")
+        raise UserError(f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7")
     code = UserCode(title, str(Path(path).resolve()))
     found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
     with code:
         found.loader.exec_module(module)
     if not callable(function := vars(module).get(name)):
-        raise ValueError(f"{title}: {path} has no function {name}(sample)")
+        raise UserError(f"{title}: {path} has no function {name}(sample)")
     return Rule(signal, function, code)
 
 
@@ -201,7 +201,7 @@ class Rewards:
 def build(
     config: Config, tokenizers: list[Tokenizer], decode: Decode, readers: Sequence[ImageReader | None] = ()
 ) -> Rewards:
-    """tokenizers, readers: of the judges; default: none sees. ValueError as from `load` and `formats_of`."""
+    """tokenizers, readers: of the judges; default: none sees. UserError as from `load` and `formats_of`."""
     reads = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *each) for number, each in enumerate(reads)]
     rules = [load("reward", spec) for spec in config.rule] + [load("cost", spec) for spec in config.cost_rule]

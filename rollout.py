@@ -291,7 +291,7 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable[[list], An
 
 
 def follow(c: Controller, meeting: Meeting) -> None:
-    """Remember a stop, else route around lost engines, on all alike. ValueError if a role has none left."""
+    """Remember a stop, else route around lost engines, on all alike. UserError if a role has none left."""
     c.stopping = max(c.stopping, meeting.stop)
     if not c.stopping:  # else all is cut off, and saved, whoever is left
         for pool, status in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):

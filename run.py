@@ -31,7 +31,7 @@ import rewards
 from algorithms import algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, replay
-from config import HELD_OUT, Config, parse_config, printable
+from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
 from engines import server
 from engines.engine import Sampling
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     stop = shutdown.Stop()
     try:
         last_line = start(arguments, stop)
-    except ValueError as error:
+    except UserError as error:
         shutdown.exit_on_error(f"error: {printable(str(error))}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         shutdown.exit_on_signal(stop.asked or signal.SIGTERM)
@@ -78,24 +78,24 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
         dry_run.dry_run(config, plans, ranks or 2, maps)
         return ""
     if maps:
-        raise ValueError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
+        raise UserError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
     choose_device(config)
     if config.command == "eval":
         if ranks > 1:
-            raise ValueError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
+            raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
         work = evaluate.run(config)
     elif not ranks:
-        raise ValueError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     else:
         work = run(config, plans, stop) if config.command == "rl" else learn_from_examples(config)
     return asyncio.run(shutdown.run_until_signal(work, stop))
 
 
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
-    """What only tables and the number of ranks tell: ValueError, or the plans of the loop (make_plans)."""
+    """What only tables and the number of ranks tell: UserError, or the plans of the loop (make_plans)."""
     if ranks % (model_parallel := config.tp * config.pp * config.cp):
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
-        raise ValueError(f"{sizes} doesn't divide {ranks} ranks")
+        raise UserError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
     schedule_of(config)
@@ -103,7 +103,7 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
 
 
 def choose_device(config: Config) -> None:
-    """Hide CUDA devices from a run without, and all that it starts. ValueError if a rank here lacks one."""
+    """Hide CUDA devices from a run without, and all that it starts. UserError if a rank lacks its own."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
@@ -113,7 +113,9 @@ def choose_device(config: Config) -> None:
 
     if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
         needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
-        raise ValueError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
+        raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
+    if config.asks_engines:
+        server.check_compiler()
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
@@ -121,10 +123,8 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        c = await build(config, plans, world, progress, fleet)
-        c.stop, stop.graceful = stop, True
+        c = await build(config, plans, world, progress, fleet, stop)
         stopped_by = await controller.train(c)
-        stop.graceful = False
         await world.barrier()
         if stopped_by:
             launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.join(sys.argv)}"
@@ -167,7 +167,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 
 
 async def build(
-    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet
+    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: shutdown.Stop
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     config = await with_models(config, world, progress)
@@ -194,11 +194,12 @@ async def build(
         report=Report(config, world, out, progress, decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
         references=references,
+        stop=stop,
         **parts | inputs,
     )
     if point:
         await restore(c, point.folder)
-    await world.barrier()
+    await stop.until_all_are_ready(world.barrier())
     timeline.start(point.ended_s if point else 0.0)
     return c
 
@@ -218,13 +219,14 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     from training import model, ptx
 
     model.read_hf_config(config.model)
-    algorithm, context = algorithm_of(config), server.context_length(config.model, config)
+    algorithm = algorithm_of(config)
+    longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
     source = Addition(config.seed, encode, reader)
     if config.data:
-        room = min(context, config.max_tokens_per_micro_batch) - config.max_new_tokens
+        room = longest - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader)
@@ -237,7 +239,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
         inputs["learn"] = replay.record
     if config.train_only:
         inputs["collect"] = replay.Replay(Path(config.replay)).collect
-    texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, context) if algorithm.ptx_data else []
+    texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest) if algorithm.ptx_data else []
     return decode, texts, inputs
 
 

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 
 from actor import Actor, cross_entropy_loss
 from bench.tables import picture, print_table, spread
-from config import Config
+from config import Config, UserError
 from critic import Critic, returns_loss
 from recipes.addition import models
 from reporting import timeline
@@ -121,10 +121,10 @@ def print_instances(path: str) -> None:
 
 
 def draw_passes(records: timeline.Records, step: int, path: Path) -> None:
-    """A step's passes by rank: forward pale, backward full, the micro-batch's number. ValueError if none."""
+    """A step's passes by rank: forward pale, backward full, the micro-batch's number. UserError if none."""
     passes = [done for done in records.passes if done.step == step]
     if not passes:
-        raise ValueError(f"no pass of a pipeline was recorded in step {step}")
+        raise UserError(f"no pass of a pipeline was recorded in step {step}")
     ranks, begin = sorted({done.rank for done in passes}), min(done.start for done in passes)
     with picture(path, 1, 13) as (axes,):
         for done in passes:

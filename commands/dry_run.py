@@ -31,7 +31,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "
 
 
 def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -> None:
-    """Print the resolved run on rank 0. Raises ValueError for what can't run, as the run would."""
+    """Print the resolved run on rank 0. Raises UserError for what can't run, as the run would."""
     from recipes.addition.demos import demo_of
     from training import model
 

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import data
 from checkpoint import archive
-from config import Config, make_out, printable
+from config import Config, UserError, make_out, printable
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import Pool
@@ -34,13 +34,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def read_problems(
     config: Config, encode: Callable[..., list[int]], reader: ImageReader | None = None
 ) -> list[data.Prompt]:
-    """The rows of --data that have an answer key, or the demo's. ValueError if there are none."""
+    """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
     if not config.data:
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
     rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
-        raise ValueError(f"--data {config.data}: no row has an `answer` to compare with")
+        raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
 
 
@@ -78,7 +78,7 @@ async def ask(
 
 
 async def run(config: Config) -> str:
-    """Write OUT/eval.json and OUT/answers.jsonl, print the figures. ValueError for what can't be used."""
+    """Write OUT/eval.json and OUT/answers.jsonl, print the figures. UserError for what can't be used."""
     tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
     problems = read_problems(config, partial(data.encode_prompt, tokenizer, reader), reader)
     answer_of = formats_of(config)[0].answer_of

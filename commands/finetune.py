@@ -24,7 +24,7 @@ from torch import Tensor
 import data
 from actor import Actor, Reference, cross_entropy_loss, learning_rate, target_logprobs
 from checkpoint import archive
-from config import HELD_OUT, Config, make_out
+from config import HELD_OUT, Config, UserError, make_out
 from controller import MAX_SKIPS
 from critic import Critic, target_values
 from images.reader import sees
@@ -42,24 +42,24 @@ Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from t
 
 
 def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> data.Pair:
-    """prompt, answer: text or chat turns. ValueError that says `where` what is wrong.
+    """prompt, answer: text or chat turns. UserError that says `where` what is wrong.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
     """
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
-            raise ValueError(f"{where} has no end-of-sequence token")
+            raise UserError(f"{where} has no end-of-sequence token")
         return data.encode_pair(tokenizer, prompt, answer, where)
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if not (data.is_chat(before) and data.is_chat(turns) and turns):
         each = "each text or a list of {role, content}, both text"
-        raise ValueError(f"{where}: a prompt and an answer are needed, {each}")
+        raise UserError(f"{where}: a prompt and an answer are needed, {each}")
     turns = turns if turns[0]["role"] != "assistant" else before + turns
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
-        raise ValueError(f"{where}: a conversation ends with {needed}")
+        raise UserError(f"{where}: a conversation ends with {needed}")
     return data.encode_pair(tokenizer, turns[:-1], turns[-1:], where)
 
 
@@ -69,7 +69,7 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     if "messages" in row:
         answers = [([], row["messages"])]
     if len(answers) != 1:
-        raise ValueError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
+        raise UserError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
     prompt, response = encode_answer(*answers[0], tokenizer, where)
     return [Sample(0, 0, prompt, response=response)]
 
@@ -77,7 +77,7 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
-        raise ValueError(f"{where}: needs `prompt`, `chosen` and `rejected`")
+        raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     names = ("chosen", "rejected")
     encoded = [encode_answer(row.get("prompt"), row[name], tokenizer, where) for name in names]
     return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(encoded)]
@@ -90,15 +90,15 @@ def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:
-    """ValueError with file and line for a row that can't be used, or is longer than a micro-batch."""
+    """UserError with file and line for a row that can't be used, or is longer than a micro-batch."""
     rows, budget = [], config.max_tokens_per_micro_batch
     for line, row in data.read_rows(path):
         if row.get("images"):
-            raise ValueError(f"{path}:{line}: it has images, and run.py {config.command} learns from texts")
+            raise UserError(f"{path}:{line}: it has images, and run.py {config.command} learns from texts")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
-            raise ValueError(f"{path}:{line}: {tokens} tokens don't fit into {flag}")
+            raise UserError(f"{path}:{line}: {tokens} tokens don't fit into {flag}")
     return rows
 
 
@@ -196,7 +196,7 @@ class Learner:
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
     if config.command == "rm" and sees(config.model):
-        raise ValueError("run.py rm: a scalar reward model reads text alone, and --model sees images")
+        raise UserError("run.py rm: a scalar reward model reads text alone, and --model sees images")
     if rank:
         return
     archive(Path(config.out), say)
@@ -239,7 +239,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
         if writer:
             writer.write(step, row)
         if skips == MAX_SKIPS:
-            raise ValueError(f"the loss or the gradient of {skips} updates in a row was not finite")
+            raise UserError(f"the loss or the gradient of {skips} updates in a row was not finite")
     learner.trainer.export(str(out / "hf"))
     progress.line(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
 

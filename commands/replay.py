@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 import data
+from config import UserError
 from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
 from sample import Sample
@@ -37,21 +38,21 @@ class Replay:
     """The samples of a replay from its first step on, as if just served; from the second on stale ones."""
 
     def __init__(self, path: Path):
-        """ValueError names the file, and the line that isn't a sample's."""
+        """UserError names the file, and the line that isn't a sample's."""
         self._path, self._steps = path, read_replay(path)
 
     async def collect(self, c: Controller) -> RolloutBatch:
-        """This controller's share of a step: whole groups (collective). ValueError if there is none."""
+        """This controller's share of a step: whole groups (collective). UserError if there is none."""
         follow(c, await sync_controllers(c, 0))
         left, actor = c.config.steps - c.state.step, c.placement.actor
         if len(self._steps) < left:
             held = f"--replay {self._path} holds {len(self._steps)} steps"
-            raise ValueError(f"{held}, but {left} are left up to --steps {c.config.steps}")
+            raise UserError(f"{held}, but {left} are left up to --steps {c.config.steps}")
         samples = self._steps.pop(0)
         newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
             newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
-            raise ValueError(f"--replay {self._path}: {newer}")
+            raise UserError(f"--replay {self._path}: {newer}")
         groups = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.prompt_id)]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
         seconds = dict(serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
@@ -65,7 +66,7 @@ def read_replay(path: Path) -> list[list[Sample]]:
     for number, row in data.read_rows(path, "--replay"):
         if row.keys() != FIELDS or not isinstance(row["step"], int):
             needed = "expected the fields of a Sample and its step, as of --rollout-only"
-            raise ValueError(f"--replay {path}:{number}: {needed}")
+            raise UserError(f"--replay {path}:{number}: {needed}")
         by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import aiohttp
 
-from config import Config
+from config import Config, UserError
 from engines import server
 from images.tokens import Image, collapse
 
@@ -104,7 +104,7 @@ class Engine:
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
     ) -> Self:
-        """Starts a server, which dies with this thread. Then `await ready()`. ValueError: port taken."""
+        """Starts a server, which dies with this thread. Then `await ready()`. UserError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._silence_s, engine._move_s = config.engine_silence_s, config.stalled_s
@@ -117,17 +117,17 @@ class Engine:
         return engine
 
     async def ready(self, deadline_s: float) -> None:
-        """Waits until the server generates. ValueError with the end of its log if it died or was too slow."""
+        """Waits until the server generates. UserError with the end of its log if it died or was too slow."""
         clock = asyncio.get_running_loop().time
         deadline, process = clock() + deadline_s, self._process
         while not await self._is_healthy(self._silence_s):
             if self.exit_status():
-                raise ValueError(f"the {self.name} stopped while starting{process.log_tail()}")
+                raise UserError(f"the {self.name} stopped while starting{process.log_tail()}")
             if clock() > deadline:
-                raise ValueError(f"the {self.name} wasn't ready within {deadline_s:g} s{process.log_tail()}")
+                raise UserError(f"the {self.name} wasn't ready within {deadline_s:g} s{process.log_tail()}")
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
-            raise ValueError(f"the {self.name} found another server at {self.url}: choose another --port")
+            raise UserError(f"the {self.name} found another server at {self.url}: choose another --port")
         info = await self._call("GET", "/server_info")
         full_length = max(1, info["max_total_num_tokens"] // info["context_length"])
         self.capacity = min(info["max_running_requests"], full_length)
@@ -191,11 +191,11 @@ class Engine:
         await self._call("POST", "/continue_generation")
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights, under Hugging Face names. ValueError: one is unknown or missing."""
+        """Replaces all weights, under Hugging Face names. UserError: one is unknown or missing."""
         missing = set(self._shapes)
         await self._push(self._checked(named_weights, missing), weight_version=str(version))
         if missing := missing - {"lm_head.weight"}:  # tied to the embedding
-            raise ValueError(f"the {self.name} was pushed no {sorted(missing)}")
+            raise UserError(f"the {self.name} was pushed no {sorted(missing)}")
         served = (await self._call("GET", "/model_info"))["weight_version"]
         assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
 
@@ -204,7 +204,7 @@ class Engine:
         for name, tensor in named_weights:
             shape, own = list(tensor.shape), self._shapes.get(name)
             if shape != own:
-                raise ValueError(f"the {self.name} cannot load {name} of shape {shape}: its model has {own}")
+                raise UserError(f"the {self.name} cannot load {name} of shape {shape}: its model has {own}")
             missing.discard(name)
             yield name, tensor
 
@@ -223,7 +223,7 @@ class Engine:
         """Asks for answers in one go, so that they share the KV cache of what their prompts have in common.
 
         Yields an Answer of new tokens alone as they come, STREAM_INTERVAL at a time: `index` is its request,
-        `finish` empty but at the end. EngineLost if the connection breaks, ValueError if the server refuses.
+        `finish` empty but at the end. EngineLost if the connection breaks, UserError if the server refuses.
         """
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
@@ -233,7 +233,7 @@ class Engine:
             async for event in server.server_sent_events(response):
                 self._events += 1
                 if "error" in event:
-                    raise ValueError(f"the {self.name} refused: {event['error']['message']}")
+                    raise UserError(f"the {self.name} refused: {event['error']['message']}")
                 part = read_part(event, written[event["index"]])
                 written[part.index] += len(part.tokens)
                 finished += bool(part.finish)
@@ -250,7 +250,7 @@ class Engine:
     async def _open(
         self, method: str, path: str, body: dict, deadline_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply. EngineLost if none comes or it breaks off, ValueError if the server refuses."""
+        """A reply. EngineLost if none comes or it breaks off, UserError if the server refuses."""
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -261,7 +261,7 @@ class Engine:
         try:
             async with self._session.request(method, path, **how) as response:
                 if response.status != 200:  # why not is in the text
-                    raise ValueError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
+                    raise UserError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
                 yield response
         except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
@@ -270,7 +270,7 @@ class Engine:
         try:
             async with self._open("GET", "/health", {}, deadline_s):  # generates one token
                 return True
-        except (EngineLost, ValueError):
+        except (EngineLost, UserError):
             return False
 
     async def _call(self, method: str, path: str, **body: Any) -> Any:

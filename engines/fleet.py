@@ -48,7 +48,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     async def end_stale(self, say: Callable[[str], None]) -> None:
-        """End what an earlier run in the same place left behind (collective). ValueError if it isn't over."""
+        """End what an earlier run in the same place left behind (collective). UserError if it isn't over."""
 
         async def end() -> None:
             if os.environ["LOCAL_RANK"] == "0":  # one of each machine
@@ -58,7 +58,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         await raise_on_all(self._world, end())
 
     async def launch(self, specs: list[ServerSpec]) -> None:
-        """Start this rank's servers (collective). ValueError if that fails.
+        """Start this rank's servers (collective). UserError if that fails.
 
         With CUDA one role after the other, each asleep before the next and before a trainer is built: an
         engine takes its part of the memory that it finds. On a CPU all at once, and nothing is waited for.
@@ -79,7 +79,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             self._starting.append(engine)
 
     async def ready(self) -> None:
-        """Wait until those that start sleep, ready (collective). ValueError with a log's end if one fails."""
+        """Wait until those that start sleep, ready (collective). UserError with a log's end if one fails."""
         starting, self._starting = self._starting, []
         await raise_on_all(self._world, asyncio.gather(*map(self._until_asleep, starting)))
 

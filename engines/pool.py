@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config
+from config import Config, UserError
 from engines.engine import Answer, Engine, EngineLost, Request
 from runtime.world import World, raise_on_all
 from scheduling.rebalance import RequestStats
@@ -88,7 +88,7 @@ class Pool:
         """An answer to each request, as they finish, all of one engine while it lives: they share its cache.
 
         If an engine is lost or stalls, another goes on with the tokens so far. What was aborted comes with
-        finish "abort", if anything came of it. ValueError after MAX_STALLS stalls.
+        finish "abort", if anything came of it. UserError after MAX_STALLS stalls.
         """
         owed, begun, stalls, aborts = dict(enumerate(requests)), {}, 0, self._aborts
         while owed:
@@ -113,7 +113,7 @@ class Pool:
                 stalls = await self._failed(engine, error, stalls)
 
     async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
-        """An engine gave nothing more; returns the stalls in a row. ValueError after MAX_STALLS of them."""
+        """An engine gave nothing more; returns the stalls in a row. UserError after MAX_STALLS of them."""
         if isinstance(error, EngineLost):
             await asyncio.sleep(RECONNECT_S)
         if not self._is_up(engine):
@@ -123,7 +123,7 @@ class Pool:
         if stalls + 1 == MAX_STALLS:
             failure = f"the {engine.name} {error}, the third failure in a row to go on with an answer"
             hint = f"--timeout-s {self.config.timeout_s:g} may be too short for it"
-            raise ValueError(f"{failure}: {hint}") from None
+            raise UserError(f"{failure}: {hint}") from None
         return stalls + 1
 
     async def _wait(self, model: int) -> None:
@@ -208,7 +208,7 @@ class Pool:
         return self._told
 
     def apply_status(self, status: EngineStatus) -> list[str]:
-        """Act on all controllers' total; a line on each new loss. ValueError: a model has no engine left."""
+        """Act on all controllers' total; a line on each new loss. UserError: a model has no engine left."""
         known = self._lost
         self._owed, self._mine, own = status.outstanding, self._told.outstanding, self._told.parts
         to_others = status.parts.keys() - {rank for rank in own if own[rank] == status.parts[rank]}
@@ -220,11 +220,11 @@ class Pool:
         self._lost = {engine.rank: f"the {engine.name} {status.trouble[engine.rank]}" for engine in down}
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
-            raise ValueError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")
+            raise UserError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")
         return [f"{self._lost[rank]}: others go on with its work" for rank in self._lost if rank not in known]
 
     async def restart_lost(self) -> int:
-        """Start lost engines again, asleep (collective, while all sleep). How many here; or ValueError."""
+        """Start lost engines again, asleep (collective, while all sleep). How many here; or UserError."""
         assert not self.awake, "an engine that starts takes the devices"
         await raise_on_all(self.world, self._restart_own())
         restarts, self._trouble = int(bool(self._trouble)), ""
@@ -240,9 +240,9 @@ class Pool:
             try:
                 await own.restart(self.config.engine_start_s)
                 await own.sleep()
-            except (EngineLost, ValueError) as error:
+            except (EngineLost, UserError) as error:
                 lost = f"the {own.name} {self._trouble}"
-                raise ValueError(f"{lost} and didn't start again: {error}") from None
+                raise UserError(f"{lost} and didn't start again: {error}") from None
 
     async def _on_own(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Await `call` of this rank's engine, if it is up. If it doesn't answer, it is lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from config import UserError
 from engines.engine import Answer, Engine, Request, prompts_of
 
 HEAD, BIAS = "score.weight", "score.bias"
@@ -16,12 +17,12 @@ class ScoringEngine(Engine):
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
 
     async def ready(self, deadline_s: float) -> None:
-        """As an Engine's. ValueError, too, if the model has no scalar head."""
+        """As an Engine's. UserError, too, if the model has no scalar head."""
         import torch
 
         if self._shapes.get(HEAD, [0])[0] != 1:
             what = f"its directory has no {HEAD} of one row"
-            raise ValueError(f"the {self.name} serves no scalar reward model: {what}")
+            raise UserError(f"the {self.name} serves no scalar reward model: {what}")
         await super().ready(deadline_s)
         # SGLang's heads of Qwen models have a bias, which stays at random: the directory has none
         await self._push([(BIAS, torch.zeros(1))])

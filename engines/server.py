@@ -9,9 +9,11 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from config import Config
+from config import Config, UserError, read_model_config
 from images.reader import sees
 from images.tokens import Image
 from runtime.world import live_process
@@ -34,6 +36,7 @@ STREAM_INTERVAL = 256  # tokens between two events of an answer
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
+NVCC = Path("/usr/local/cuda/bin/nvcc")  # where SGLang looks last
 END_S = 10.0  # for a killed server to be gone
 
 
@@ -63,7 +66,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
             # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
             flags["enable-weights-cpu-backup"] = None
     elif tp > 1:
-        raise ValueError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
+        raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
     else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
         flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
         flags["max-total-tokens"] = max(KV_TOKENS, context)
@@ -94,6 +97,8 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
         environment["TMS_RETAIN_CPU_BACKUP"] = "1"
         # actors and other engines share the devices: that these have unequal memory free is no fault
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        # it compiles kernels with `ninja`, which pip puts beside a Python whose folder need not be in PATH
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     else:
         # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
         environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
@@ -102,20 +107,22 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     return environment
 
 
+def check_compiler() -> None:
+    """UserError if SGLang, which compiles kernels for CUDA while it runs, would find no nvcc."""
+    is_named = "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ
+    if not (is_named or shutil.which("nvcc") or NVCC.is_file()):
+        needed = "engines compile kernels, and there is no nvcc: install the CUDA toolkit, or set CUDA_HOME"
+        raise UserError(f"--device cuda: {needed}")
+
+
 def context_length(model_dir: str | Path, config: Config) -> int:
     """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
     if config.max_model_len:
         return config.max_model_len
-    path = Path(model_dir, "config.json")
-    if not path.is_file():
-        raise ValueError(f"{model_dir}: not a Hugging Face model directory, it has no config.json")
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    found = read_model_config(model_dir)
     found = found.get("text_config", found)  # of a model that sees
     if "max_position_embeddings" not in found:
-        raise ValueError(f"{path} names no max_position_embeddings: say --max-model-len")
+        raise UserError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
     return found["max_position_embeddings"]
 
 
@@ -129,17 +136,17 @@ def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
             with safe_open(path, framework="numpy") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
         except SafetensorError as error:
-            raise ValueError(f"{path} can't be read: {error}") from None
+            raise UserError(f"{path} can't be read: {error}") from None
     if not shapes:
-        raise ValueError(f"{model_dir} holds no *.safetensors file: a model is a Hugging Face directory")
+        raise UserError(f"{model_dir} holds no *.safetensors file: a model is a Hugging Face directory")
     return shapes
 
 
 def check_port(host: str, port: int, name: str) -> None:
-    """ValueError if somebody listens on the port that the engine `name` is to have."""
+    """UserError if somebody listens on the port that the engine `name` is to have."""
     with socket.socket() as probe:
         if probe.connect_ex((host, port)) == 0:
-            raise ValueError(f"port {port}, wanted by the {name}, is in use: choose another --port")
+            raise UserError(f"port {port}, wanted by the {name}, is in use: choose another --port")
 
 
 class ServerProcess:
@@ -200,7 +207,7 @@ def write_pid_file(path: Path, pid: int) -> None:
 
 
 def end_stale_servers(out: Path) -> list[str]:
-    """End servers that an earlier run left here; a line for each. ValueError if that run isn't over."""
+    """End servers that an earlier run left here; a line for each. UserError if that run isn't over."""
     facts = {}
     for path in sorted((out / "logs").glob("*.pid")):
         with contextlib.suppress(FileNotFoundError):  # another machine has just removed its own
@@ -209,7 +216,7 @@ def end_stale_servers(out: Path) -> list[str]:
     for row in facts.values():
         if live_process(row["owner"], row["owner_born"]):
             whose = f"a run is at work there (process {row['owner']})"
-            raise ValueError(f"--out {out}: {whose}: stop it, or choose another --out")
+            raise UserError(f"--out {out}: {whose}: stop it, or choose another --out")
     lines = []
     for path, row in facts.items():
         server, gone_by = live_process(row["pid"], row["born"]), time.monotonic() + END_S
@@ -218,7 +225,7 @@ def end_stale_servers(out: Path) -> list[str]:
             os.killpg(server.pid, signal.SIGKILL)
             while live_process(server.pid, row["born"]):  # Process.wait would wait for a zombie's parent, too
                 if time.monotonic() > gone_by:
-                    raise ValueError(f"can't end {line}")
+                    raise UserError(f"can't end {line}")
                 time.sleep(0.02)
             lines.append(f"ended {line}")
         path.unlink()

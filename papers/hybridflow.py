@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from config import UserError
 from papers.tables import Paper, Point, Row, command, values
 from scheduling import mapping
 from scheduling.costs import Decode, Device, Model, Passes
@@ -92,13 +93,13 @@ def as_dealt(critic: Passes, copies: float) -> Passes:
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
-    """By the first word of its setting: a model, or the actor's + the critic's. ValueError if unknown."""
+    """By the first word of its setting: a model, or the actor's + the critic's. UserError if unknown."""
     of = {name: values(table) for name, table in paper.constants.items()}
     first, _, second = point.setting.partition(" ")[0].partition("+")
     names = {role: first if role in ("actor", "reference") else second or first for role in roles}
     models = {role: Model(*known(point, name, of["models"])) for role, name in names.items()}
     if not point.gpus.isdecimal() or not int(point.gpus):
-        raise ValueError(f"{point.where}: {point.gpus} is no number of GPUs")
+        raise UserError(f"{point.where}: {point.gpus} is no number of GPUs")
     generation = of["generation"]
     task = Task(prompt=generation.pop("prompt"), **of["task"])
     device = Device(**of["device"], **of["transition"])
@@ -108,7 +109,7 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
 
 def known(point: Point, name: str, table: dict[str, Any]) -> Any:
     if name not in table:
-        raise ValueError(f"{point.where}: {name} is none of {', '.join(table)}")
+        raise UserError(f"{point.where}: {name} is none of {', '.join(table)}")
     return table[name]
 
 
@@ -163,7 +164,7 @@ def transitions(paper: Paper) -> list[Row]:
         models, gpus, _, speeds = setting_of(paper, point)
         pp, tp, parts = known(point, point.setting, values(paper.constants["sizes"]))
         if gpus % (pp * tp):
-            raise ValueError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
+            raise UserError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         cost = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
@@ -199,11 +200,11 @@ def table_2(paper: Paper) -> list[Row]:
 
 
 def number_in(point: Point, name: str) -> int:
-    """Behind a name in its setting, as in `t_g=2`. ValueError without one."""
+    """Behind a name in its setting, as in `t_g=2`. UserError without one."""
     for word in point.setting.split():
         if word.startswith(name) and word.removeprefix(name).isdecimal() and int(word.removeprefix(name)):
             return int(word.removeprefix(name))
-    raise ValueError(f"{point.where}: its setting has no {name}NUMBER")
+    raise UserError(f"{point.where}: its setting has no {name}NUMBER")
 
 
 FIGURES = {

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from config import UserError
 from papers.tables import ROOT, Constants, Paper, Point, Row, command, fitted_on, values
 from scheduling import pipeline
 from scheduling.costs import Decode, Device, Model, Passes, decode_of
@@ -45,10 +46,10 @@ class Setting(NamedTuple):
 
 
 def setting_of(point: Point) -> Setting:
-    """ValueError for another form."""
+    """UserError for another form."""
     pattern = r"(\d+) (?=13/33|33/13|33/65|65/33)(\d\d)/(\d\d)(?: tail (0(?:\.\d+)?))?"
     if not (match := re.fullmatch(pattern, point.setting)):
-        raise ValueError(f"{point.where}: `{point.setting}` isn't as `1024 33/65` or `1024 33/65 tail 0.2`")
+        raise UserError(f"{point.where}: `{point.setting}` isn't as `1024 33/65` or `1024 33/65 tail 0.2`")
     most, actor, critic, tail = match.groups()
     return Setting(int(most), actor, critic, tail and float(tail), ORDERS if tail else 1)
 
@@ -84,7 +85,7 @@ def training_s(constants: Constants, model: str, most: int) -> float:
 def gain(name: str) -> tuple[float, float]:
     """Of the product's fused schedule: speed-up over one model after the other, memory over 1F1B's."""
     if not (pipes := pipeline.read_instances(str(INSTANCES)).get(name)):
-        raise ValueError(f"`{name}` is no instance of {INSTANCES}")
+        raise UserError(f"`{name}` is no instance of {INSTANCES}")
     latency, memory, _ = pipeline.evaluate(pipes, pipeline.fused(pipes))
     serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])  # others are copies, at the same time
     return serial / latency, memory / pipeline.base_memory(pipes)
@@ -159,7 +160,7 @@ def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
     for point in chosen(paper, figure):
         ours = steps[setting := fastest(steps, paper, point)]
         if point.metric not in ours:
-            raise ValueError(f"{point.where}: its metric is none of {', '.join(ours)}")
+            raise UserError(f"{point.where}: its metric is none of {', '.join(ours)}")
         follows = figure == "7" and f":{point.system}:{point.setting}@" in fitted
         kind, note = "fitted" if follows else "predicted", f"tail {setting.tail:g}"
         stage = f" {point.system} {'training' if 'training' in point.metric else 'serving'}"

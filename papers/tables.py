@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from config import UserError
+
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"
 KINDS = ("fitted", "predicted", "form", "measured", "not modelled")
@@ -75,32 +77,32 @@ def fitted_on(constants: Constants) -> set[str]:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Of one CSV. ValueError, which names the line, for what is no number above 0 or lacks its source."""
+    """Of one CSV. UserError, which names the line, for what is no number above 0 or lacks its source."""
     points = []
     with path.open(newline="", encoding="utf-8") as file:
         lines = csv.reader(file)
         try:
             if (header := ",".join(next(lines, []))) != COLUMNS:
-                raise ValueError(f"its columns are {header}, not {COLUMNS}")
+                raise UserError(f"its columns are {header}, not {COLUMNS}")
             for cells in lines:
                 if len(cells) != len(Point._fields) - 1:
-                    raise ValueError(f"{len(cells)} cells, not {len(Point._fields) - 1}")
+                    raise UserError(f"{len(cells)} cells, not {len(Point._fields) - 1}")
                 points.append(point := Point(*cells, f"{path}:{lines.line_num}"))
                 if not (point.label in LABELS and point.source and point.page):
-                    raise ValueError(f"a number needs a source, a page and a label of {', '.join(LABELS)}")
+                    raise UserError(f"a number needs a source, a page and a label of {', '.join(LABELS)}")
                 if not (0 < float(point.value) < float("inf") and 0 <= float(point.precision) < 1):
-                    raise ValueError(f"{point.value}, precision {point.precision}: no number above 0")
+                    raise UserError(f"{point.value}, precision {point.precision}: no number above 0")
         except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}:{lines.line_num}: {error}") from None
+            raise UserError(f"{path}:{lines.line_num}: {error}") from None
     return points
 
 
 def read_constants(path: Path) -> Constants:
-    """ValueError for a table that says neither what it was fitted on nor where it is from."""
+    """UserError for a table that says neither what it was fitted on nor where it is from."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     for name, table in tables.items():
         if not table.keys() & {"fitted_on", "source"}:
-            raise ValueError(f"{path}: [{name}] has neither fitted_on nor source")
+            raise UserError(f"{path}: [{name}] has neither fitted_on nor source")
     return tables
 
 
@@ -153,7 +155,7 @@ def command(
 ) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
-    figures: what makes a figure's rows, or raises ValueError for a point. measure: what --real does first.
+    figures: what makes a figure's rows, or raises UserError for a point. measure: what --real does first.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
@@ -169,10 +171,10 @@ def command(
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
         points = [point for file in files for point in read_points(file)]
         if unknown := [point for point in points if point.figure not in figures]:
-            raise ValueError(f"{unknown[0].where}: its figure is none of {', '.join(figures)}")
+            raise UserError(f"{unknown[0].where}: its figure is none of {', '.join(figures)}")
         paper = Paper(points, read_constants(ROOT / f"{name}.toml"), chosen.quick)
         rows = [row for figure in chosen.figure for row in figures[figure](paper)]
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     print(*(lines := [*summary_of(rows, paper.constants), "", *table_of(rows)]), sep="\n")

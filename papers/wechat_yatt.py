@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 from bench.paced import MOVING, SetUp, command_of, measure, serving_s
 from bench.workloads import YATT_TOKENS, length_of
+from config import UserError
 from papers.tables import ROOT, Constants, Paper, Row, command, read_constants, values
 from scheduling.costs import Decode, Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
@@ -194,7 +195,7 @@ def h20(paper: Paper) -> list[Row]:
     for point in paper.of("h20"):
         name, tp, batch, *_ = point.setting.split()
         if name not in MODELS:
-            raise ValueError(f"{point.where}: {name} is none of {', '.join(MODELS)}")
+            raise UserError(f"{point.where}: {name} is none of {', '.join(MODELS)}")
         decode, size = engine_of(paper.constants, MODELS[name], int(tp.removeprefix("TP"))), int(batch)
         context = CONTEXTS[point.metric]
         rows.append(paper.row(point, size / (decode.fixed + size * (decode.each + context * decode.context))))
@@ -247,7 +248,7 @@ def real(paper: Paper) -> list[Row]:
         cell, _, side = point.setting.rpartition(", ")
         form = re.fullmatch(r"(7B|32B|72B) judge, keep (1|0\.7|0\.5), swap (\d+) s", cell)
         if not form or (side != "full" and cell not in full):
-            raise ValueError(f"{point.where}: `{point.setting}` isn't as `32B judge, keep 1, swap 2 s, full`")
+            raise UserError(f"{point.where}: `{point.setting}` isn't as `32B judge, keep 1, swap 2 s, full`")
         judge, keep, swap_s = form.groups()
         at = set_up_of(paper.constants, judge, float(swap_s))
         steps = (moving, moving // 2) if side in MOVING else (REAL_STEPS, 1)

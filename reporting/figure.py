@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from config import UserError
 from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
 
 ROW, MOST = 0.011, 2.75  # inches of an answer's row, and of all of them at most: more answers, thinner rows
@@ -68,9 +69,9 @@ def of_steps(records: Records, first: int, last: int) -> Records:
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """What a run left of these steps. ValueError when `out` is no run."""
+    """What a run left of these steps. UserError when `out` is no run."""
     if not (out / "config.json").is_file():
-        raise ValueError(f"{out} is not what a run left behind: it has no config.json")
+        raise UserError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     records = of_steps(read(out / "spans"), first, last)
     title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
@@ -159,9 +160,9 @@ def main() -> None:
     try:
         picture = read_run(given.run, *given.steps)
         if not picture.records.spans:
-            raise ValueError("{} has no steps {} to {}".format(given.run, *given.steps))
+            raise UserError("{} has no steps {} to {}".format(given.run, *given.steps))
         make_figure(picture).savefig(given.figure)
-    except ValueError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {given.figure}")
 

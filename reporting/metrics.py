@@ -52,7 +52,7 @@ class MetricsWriter:
                 row[name] = value
                 self._board.add_text(name, value, step)
             else:
-                row[name] = round(value, 6)
+                row[name] = value if float(value).is_integer() else float(f"{value:.6g}")
                 self._board.add_scalar(name, value, step)
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")

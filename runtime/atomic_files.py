@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from config import UserError
+
 CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial-"  # in the name of a folder that is being written or removed
 
@@ -73,6 +75,9 @@ def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
 
 def complete_rows(path: Path) -> Iterator[Any]:
     """The rows of a JSONL file, but one at its end that was cut short."""
-    for line in path.open() if path.exists() else ():
+    for number, line in enumerate(path.open() if path.exists() else (), 1):
         if line.endswith("\n"):
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}: not valid JSON: {error}") from None

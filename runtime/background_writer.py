@@ -35,7 +35,7 @@ class BackgroundWriter:
         if self._result is None and self._receiver.poll():  # true at the end of the pipe, too
             try:
                 self._result = self._receiver.recv()
-            except EOFError:
+            except (EOFError, OSError):  # at its end, or in the middle of what it sends
                 self._process.join()
                 self._result = (None, f"the writing process ended with status {self._process.exitcode}")
         return self._result

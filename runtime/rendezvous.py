@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import ipaddress
 import os
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from config import Config
+from config import Config, UserError
 from runtime.world import World
 
 
@@ -36,7 +38,7 @@ def join(config: Config) -> World:
 
 
 def init_method(config: Config) -> dict:
-    """How init_process_group finds the ranks, which connect between addresses of --host alone, or ValueError.
+    """How init_process_group finds the ranks, which connect between addresses of --host alone, or UserError.
 
     Through a file that nobody else may read, or between machines a store of rank 0's. Not torchrun's own:
     that listens on every interface, and who writes to it can have the ranks connect to him.
@@ -58,15 +60,15 @@ def store_of_machines(config: Config, rank: int, size: int) -> dict:
     """What a TCPStore of several machines needs, on rank 0's --host and the port below --port."""
     host, port, first = config.host, config.port - 1, os.environ["MASTER_ADDR"]
     if ipaddress.ip_address(host).is_loopback:
-        raise ValueError(f"--host {host}: ranks of several machines can't meet there, name one of each")
+        raise UserError(f"--host {host}: ranks of several machines can't meet there, name one of each")
     listener = {}
     if rank == 0:
         if first != host:
-            raise ValueError(f"--host {host}: torchrun says {first} of rank 0: give it --local-addr {host}")
+            raise UserError(f"--host {host}: torchrun says {first} of rank 0: give it --local-addr {host}")
         try:  # left to itself, a store would listen on every interface
             listener["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
-            raise ValueError(f"the ranks' store: {error.strerror}: choose another --port") from None
+            raise UserError(f"the ranks' store: {error.strerror}: choose another --port") from None
     place = {"host_name": first, "port": port, "world_size": size, "is_master": rank == 0}
     return place | listener | {"timeout": timedelta(seconds=config.timeout_s)}
 
@@ -76,22 +78,31 @@ def is_local() -> bool:
 
 
 def interface_of(host: str) -> str:
-    """The network interface that has this address. Raises ValueError if none of this machine has."""
+    """The network interface that has this address. Raises UserError if none of this machine has."""
     names = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
     if host not in names:
         known = ", ".join(sorted(names))
-        raise ValueError(f"--host {host} is not an address of this machine; it has {known}")
+        raise UserError(f"--host {host} is not an address of this machine; it has {known}")
     return names[host]
 
 
 def private_folder() -> Path:
-    """The run's own folder, which nobody else may enter. Raises ValueError if somebody else made it first."""
+    """The run's own folder, which nobody else may enter. Raises UserError if somebody else made it first."""
     folder = launcher_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise ValueError(f"{folder} is open to others, and the ranks of this run would meet there: remove it")
+        raise UserError(f"{folder} is open to others, and the ranks of this run would meet there: remove it")
+    hold(folder)
     return folder
+
+
+@functools.cache
+def hold(folder: Path) -> int:
+    """The lock on the run's own folder, which all of its ranks share and each loses when it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 @functools.cache  # a rank whose launcher died has another parent
@@ -103,5 +114,7 @@ def launcher_folder() -> Path:
 
 
 def close() -> None:
-    """Remove the run's own folder: nobody looks for anybody any more."""
-    shutil.rmtree(launcher_folder(), ignore_errors=True)
+    """Remove the run's own folder, if this rank is the last: the others still read there who was late."""
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):  # who asks in vain has lost the lock, too
+        fcntl.flock(hold(launcher_folder()), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(launcher_folder(), ignore_errors=True)

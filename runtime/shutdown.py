@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,11 @@ class Stop:
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
+
+    async def until_all_are_ready(self, meeting: Awaitable[None]) -> None:
+        """The last meeting before training: no rank is past it before all of them stop by themselves."""
+        self.graceful = True
+        await meeting
 
 
 def prepare() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from config import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,16 +129,17 @@ class World:
 
     def _write_note(self) -> None:
         note = f"{self._arrivals} {os.getpid()} {self._phase}"
-        if self._notes:
-            (self._notes / f"rank{self.rank}").write_text(note)
-        else:
-            self._store.set(f"note of rank {self.rank}", note)
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
+            if self._notes:
+                (self._notes / f"rank{self.rank}").write_text(note)
+            else:
+                self._store.set(f"note of rank {self.rank}", note)
 
     def _read_note(self, rank: int) -> tuple[int, int, str]:
         """How many collectives a rank has come to, its process, its phase."""
-        path, key = self._notes and self._notes / f"rank{rank}", f"note of rank {rank}"
-        if path:
-            note = path.read_text() if path.exists() else ""
+        name, key = f"rank{rank}", f"note of rank {rank}"
+        if self._notes:
+            note = (self._notes / name).read_text() if name in os.listdir(self._notes) else ""
         else:
             note = self._store.get(key).decode() if self._store.check([key]) else ""
         arrivals, pid, phase = (note or "0 0 starting").split(" ", 2)
@@ -143,7 +147,11 @@ class World:
 
     def _late(self) -> list[str]:
         """Who has come to fewer collectives, in words: those of this machine who are gone, if any are."""
-        notes = [(rank, *self._read_note(rank)) for rank in range(self.size)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            notes = [(rank, *self._read_note(rank)) for rank in others]
+        except (OSError, RuntimeError):
+            return ["the ranks' notes are gone, so who didn't come is unknown"]
         late = [(rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals]
         gone = [each for each in late if self._notes and not live_process(each[1])]
         return [f"rank {rank} didn't come, last seen in phase: {phase}" for rank, _, phase in gone or late]
@@ -178,11 +186,11 @@ def live_process(pid: int, born: float | None = None) -> psutil.Process | None:
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
-    """Await what may meet a user's error on one rank alone; then all raise the ValueError (collective)."""
+    """Await what may meet a user's error on one rank alone; then all raise the UserError (collective)."""
     error = ""
     try:
         await work
-    except ValueError as caught:
+    except UserError as caught:
         error = str(caught)
     if error := await world.reduce(error, lambda errors: next(filter(None, errors), "")):
-        raise ValueError(error)
+        raise UserError(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from config import Config
+from config import Config, UserError
 from sample import Key
 
 
@@ -19,7 +19,7 @@ def plan_batch(
     the work on a prompt's images, which every answer counts in full, though those in one micro-batch share
     it. The mini-batches are dealt one by one in the order of the keys, so that the answers of a group spread
     over all of them. Of each every rank gets the same number of micro-batches, as pipelines need it, which
-    come close in work; some are empty if there are fewer samples. ValueError if a sample alone is over the
+    come close in work; some are empty if there are fewer samples. UserError if a sample alone is over the
     token budget.
     """
     keys, plan, seeing = sorted(tokens), [[] for _ in range(dp_size)], image_costs or {}
@@ -39,7 +39,7 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     Their number is a multiple of `multiple`, less than twice the fewest possible plus `multiple`, and near
     the fewest where sequences are short. Each is tried by `karmarkar_karp` and by `spread`, which gets along
     with a few long sequences among many short ones; the more even that fits is taken. The longest come first:
-    attention takes neighbours of equal length together. ValueError if a sequence alone is over the budget.
+    attention takes neighbours of equal length together. UserError if a sequence alone is over the budget.
     """
     check_budget(lengths, budget)
 
@@ -109,7 +109,7 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
 
 
 def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Fill micro-batches of at most `budget` tokens one by one, longest first. ValueError as pack_evenly."""
+    """Fill micro-batches of at most `budget` tokens one by one, longest first. UserError as pack_evenly."""
     check_budget(lengths, budget)
     micro_batches, room = [], -1  # no room: the first sequence opens a micro-batch
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
@@ -124,7 +124,7 @@ def pack(lengths: list[int], budget: int) -> list[list[int]]:
 def check_budget(lengths: list[int], budget: int) -> None:
     if (longest := max(lengths, default=0)) > budget:
         flag = f"--max-tokens-per-micro-batch {budget}"
-        raise ValueError(f"a sequence of {longest} tokens does not fit into {flag}; raise it")
+        raise UserError(f"a sequence of {longest} tokens does not fit into {flag}; raise it")
 
 
 def flat(mini_batches: list[list[list]]) -> list:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from config import UserError
+
 BF16_BYTES = 2  # of a parameter, and of a number in the KV cache
 
 
@@ -98,7 +100,7 @@ def decode_of(
     kv: float = 1.0, flops: float = 1.0, prefill: float = 1.0, layer_s: float = 0.0, reduce_s: float = 0.0,
     sequence_s: float = 0.0,
 ) -> Decode:  # fmt: skip
-    """An engine of tp devices. ValueError if the model doesn't fit into `memory`, a part of theirs.
+    """An engine of tp devices. UserError if the model doesn't fit into `memory`, a part of theirs.
 
     weights, kv: parts of the bandwidth at which they are read; flops, prefill: of the FLOPs, decoding and
     reading prompts. On top for each in a step: layer_s of a layer, sequence_s of a sequence, reduce_s of an
@@ -106,7 +108,7 @@ def decode_of(
     """
     room = memory * device.memory * tp - model.bytes
     if room <= 0:
-        raise ValueError(f"{model.bytes / 1e9:.0f} GB of weights leave {tp} devices no room for a KV cache")
+        raise UserError(f"{model.bytes / 1e9:.0f} GB of weights leave {tp} devices no room for a KV cache")
     reducing, layer_s = model.reduced_bytes(tp) / device.link, layer_s + 2 * reduce_s * math.log2(tp)
     return Decode(
         fixed=model.layers * layer_s + model.bytes / tp / (weights * device.hbm),

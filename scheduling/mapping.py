@@ -14,6 +14,7 @@ from functools import cache
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
+from config import UserError
 from scheduling.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
 
 STAGES = ("generation", "preparation", "training")
@@ -93,16 +94,16 @@ def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[fl
 
 
 def engine(model: Model, parts: int, held: float, speeds: Speeds) -> Decode:
-    """Beside what holds so many bytes of each device. ValueError if that leaves no room."""
+    """Beside what holds so many bytes of each device. UserError if that leaves no room."""
     how = dict(memory=1 - held / speeds.device.memory, weights=speeds.hbm, kv=speeds.hbm)
     how |= dict(prefill=speeds.mfu_of(model), layer_s=speeds.layer_s, reduce_s=speeds.reduce_s)
     return decode_of(model, speeds.device, parts, **how)
 
 
 def generate_s(decode: Decode, sequences: int, task: Task) -> float:
-    """Of one engine, in as many rounds as its room makes necessary. ValueError if one finds none."""
+    """Of one engine, in as many rounds as its room makes necessary. UserError if one finds none."""
     if not (at_once := min(decode.most, int(decode.kv_tokens // (task.prompt + task.answer)))):
-        raise ValueError("the KV cache has no room for a sequence")
+        raise UserError("the KV cache has no room for a sequence")
     rounds = [*[at_once] * (sequences // at_once), sequences % at_once]
     reading = sequences * task.prompt * decode.prefill
     return reading + sum(decode.seconds(task.answer, n, n * task.prompt) for n in rounds if n)
@@ -130,7 +131,7 @@ def choices_of(
             yield Choice(own, (0.0, reading, learns * learning), {role: Sizes(pp, tp, dp)})
         for parts in powers_of_2(tp) if role == "actor" else ():
             sizes, engines = Sizes(pp, tp, dp, parts), devices // parts
-            with suppress(ValueError):  # no room
+            with suppress(UserError):  # no room
                 decode = engine(model, parts, own, speeds)
                 serving = generate_s(decode, math.ceil(task.sequences / engines), task)
                 yield Choice(own, (serving + reshard_s(model, sizes, speeds), 0.0, learning), {role: sizes})

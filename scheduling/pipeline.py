@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from config import Config
+from config import Config, UserError
 
 MOST_MEMORY = 1.5  # of a fused table, over `base_memory`
 TRIES = 400  # list schedules; a count and not a time, so that all ranks come to the same table
@@ -294,12 +294,12 @@ SCHEDULES = {
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The row of --schedule. ValueError if there is none, or if a rank would have stages in a row."""
+    """The row of --schedule. UserError if there is none, or if a rank would have stages in a row."""
     if config.schedule not in SCHEDULES:
-        raise ValueError(f"--schedule {config.schedule} is unknown; choose one of {', '.join(SCHEDULES)}")
+        raise UserError(f"--schedule {config.schedule} is unknown; choose one of {', '.join(SCHEDULES)}")
     schedule = SCHEDULES[config.schedule]
     if schedule.stages_per_rank > config.pp == 1:
-        raise ValueError(f"--schedule {config.schedule} needs --pp 2 or more: one rank waits for nobody")
+        raise UserError(f"--schedule {config.schedule} needs --pp 2 or more: one rank waits for nobody")
     return schedule
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import filterfalse
 from typing import NamedTuple
 
+from config import UserError
 from engines.engine import Answer, Request
 from scheduling.costs import FULL, Decode
 from simulation.clock import VirtualClock
@@ -76,10 +77,10 @@ class Batch:
         self.busy_s, self._now, self._timer = 0.0, clock.now, None
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """ValueError for one that the engine has no room for."""
+        """UserError for one that the engine has no room for."""
         longest = max(sequence.room for sequence in sequences)
         if longest > self.costs.kv_tokens:
-            raise ValueError(f"{longest} tokens don't fit an engine with room for {self.costs.kv_tokens:.0f}")
+            raise UserError(f"{longest} tokens don't fit an engine with room for {self.costs.kv_tokens:.0f}")
         self._advance()
         self.waiting.extend(sequences)
         self._go_on()

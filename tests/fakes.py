@@ -17,7 +17,7 @@ import recipes.addition.task  # noqa: F401 (it adds a judge format)
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
-from config import Config
+from config import Config, UserError
 from data import Prompt, Prompts
 from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
 from engines.pool import Pool
@@ -277,7 +277,7 @@ class FakeEngine:
         await asyncio.sleep(RESTART_S)
         self.server.starts -= 1
         if self.server.starts < 0:
-            raise ValueError("its log")
+            raise UserError("its log")
         self.server.device.take(f"{self.role} weights")
         self.server.device.take(f"{self.role} cache")
         self.server.runs = self.server.awake = self.awake = True

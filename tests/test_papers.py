@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from config import UserError
 from papers import tables
 from papers.tables import COLUMNS, Paper, Point, Row, command, read_constants, read_points, values
 
@@ -163,7 +164,7 @@ def test_a_command_asks_for_what_was_chosen(house, capsys):
     assert run("--figure", "9", "--quick", figures=figures) == 0 and asked == [True]
 
     def refuse(paper):
-        raise ValueError(f"{paper.points[0].where}: what is 7B?")
+        raise UserError(f"{paper.points[0].where}: what is 7B?")
 
     assert run(figures={"9": refuse}) == 2
     assert capsys.readouterr().err.endswith("mine_fig9.csv:2: what is 7B?\n")

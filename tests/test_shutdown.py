@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime import shutdown
+from runtime import rendezvous, shutdown
 
 ROOT = Path(__file__).parent.parent
 
@@ -157,62 +158,73 @@ def test_a_rank_ends_with_its_launcher():
 # ---------------------------------------------------------------- under torchrun
 
 RANKS = """
-import asyncio, os, sys, torch.distributed as dist
-from datetime import timedelta
+import asyncio, os, shutil, sys
 sys.path.insert(0, {root!r})
-from runtime import shutdown
-from runtime.world import World
+import run
+from config import Config, UserError
+from runtime import rendezvous, shutdown
 
-shutdown.prepare()
-stop = shutdown.Stop()
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 
-async def one_rank_fails(world):
+async def one_rank_fails(world, stop):
     if rank == 1:
-        raise ValueError("one of the samples")
+        raise UserError("one of the samples")
     await world.barrier()
 
-async def until_a_stop(world):
+async def one_rank_breaks(world, stop):
+    world.doing(f"phase of rank {{rank}}")
+    await world.barrier()
+    assert rank != 1, "broken"
+    await world.barrier()
+
+async def the_notes_are_gone(world, stop):
+    await world.barrier()
+    if rank == 1:
+        shutil.rmtree(rendezvous.launcher_folder())
+        os._exit(1)
+    await world.barrier()
+
+async def until_a_stop(world, stop):
     if rank == 0:
         print("serving", flush=True)
     while not any(await world.gather(stop.asked)):
         await asyncio.sleep(0.05)
     return "stopped after 3 steps"
 
-async def work():
-    world = World("cpu", 60.0)
-    try:
-        await world.barrier()
-        stop.graceful = True
-        return await {program}(world)
-    finally:
-        await asyncio.sleep(0.1)
-        print("cleaned up", flush=True)
+async def met(world):
+    await world.barrier()
+    await asyncio.sleep(rank)  # rank 1 comes out of the meeting later
 
-try:
-    shutdown.exit_now(0, asyncio.run(shutdown.run_until_signal(work(), stop)))
-except ValueError as error:
-    shutdown.exit_on_error(f"error: {{error}}")
-except asyncio.CancelledError:
-    shutdown.exit_on_signal(stop.asked or 15)
+async def work(stop):
+    async with run.joined(Config(timeout_s=60)) as (world, _):
+        try:
+            await stop.until_all_are_ready(met(world))
+            return await {program}(world, stop)
+        finally:
+            await asyncio.sleep(0.1)
+            print("cleaned up", flush=True)
+
+run.start = lambda arguments, stop: asyncio.run(shutdown.run_until_signal(work(stop), stop))
+run.main([])
 """
+FOLDERS = "nanoyatt-*-*-0"  # of ranks, where they meet
 
 
 @contextlib.contextmanager
-def torchrun(tmp_path, program, port):
-    """Two ranks that run it."""
+def torchrun(tmp_path, program, ranks=2):
+    """Ranks that run it between run.py's own beginning and end; nothing of theirs stays behind."""
     (tmp_path / "ranks.py").write_text(RANKS.format(root=str(ROOT), program=program))
+    flags = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--nproc-per-node"]
     command = [
         Path(sys.executable).with_name("torchrun"),
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        port,
+        *flags,
+        str(ranks),
+        tmp_path / "ranks.py",
     ]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, tmp_path / "ranks.py"], env=environment, **pipes) as run:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, **pipes) as run:
         try:
             yield run
         finally:
@@ -221,24 +233,43 @@ def torchrun(tmp_path, program, port):
 
 def check_no_traceback_of_ours(stderr):
     """torchrun's own is none."""
-    assert not [line for line in stderr.splitlines() if "ranks.py" in line and "File" in line], (
-        stderr
-    )
+    ours = [line for line in stderr.splitlines() if "File" in line and "torch/" not in line]
+    assert not [line for line in ours if "torchrun" not in line], stderr
 
 
-def test_one_ranks_error_ends_all_of_them(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_ranks_error_ends_all_of_them(tmp_path, ranks):
     """While the others wait for it in a collective: one line, then torchrun's page, which quotes it."""
-    with torchrun(tmp_path, "one_rank_fails", "23229") as run:
+    with torchrun(tmp_path, "one_rank_fails", ranks) as run:
         stdout, stderr = run.communicate(timeout=100)
-    assert run.returncode == 1 and stdout.count("cleaned up") == 2
-    assert stderr.startswith("error: one of the samples\n") and "exitcode  : 2 " in stderr, stderr
+    assert run.returncode == 1 and stdout.count("cleaned up") == ranks
+    ranks_lines = [line for line in stderr.splitlines() if not re.match(r"W\d{4} ", line)]
+    assert ranks_lines[0] == "error: one of the samples" and "exitcode  : 2 " in stderr, stderr
     assert stderr.count("one of the samples") == 2
     check_no_traceback_of_ours(stderr)
+    assert not [*tmp_path.glob(FOLDERS)]  # the last one out removes it
+
+
+@pytest.mark.parametrize(
+    "program,told",
+    [
+        ("one_rank_breaks", "rank 1 didn't come, last seen in phase: phase of rank 1"),
+        ("the_notes_are_gone", "the ranks' notes are gone, so who didn't come is unknown"),
+    ],
+)
+def test_who_waited_in_vain_says_for_whom(tmp_path, program, told):
+    """Also where that rank has left, and where the folder with its notes has gone with it."""
+    with torchrun(tmp_path, program) as run:
+        _, stderr = run.communicate(timeout=100)
+    assert f"RuntimeError: rank 0 waited in vain, for 60 s at most: {told}\n" in stderr, stderr
 
 
 def test_a_stop_that_was_asked_for(tmp_path):
-    """Ctrl-C reaches torchrun alone, which passes it on: the ranks agree and end, and one says so."""
-    with torchrun(tmp_path, "until_a_stop", "23239") as run:
+    """Ctrl-C reaches torchrun alone, which passes it on: the ranks agree and end, and one says so.
+
+    Also when one of them hasn't yet come out of the meeting in which all became ready for that.
+    """
+    with torchrun(tmp_path, "until_a_stop") as run:
         assert run.stdout.readline() == "serving\n"
         ranks = psutil.Process(run.pid).children()
         run.send_signal(signal.SIGINT)
@@ -247,3 +278,14 @@ def test_a_stop_that_was_asked_for(tmp_path):
     assert "interrupted" not in stderr
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     check_no_traceback_of_ours(stderr)
+
+
+def test_the_last_rank_out_removes_the_folder_of_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(rendezvous, "launcher_folder", lambda: tmp_path / "met")
+    other = rendezvous.hold.__wrapped__(rendezvous.private_folder())
+    rendezvous.close()
+    assert (tmp_path / "met").exists()
+    os.close(other)
+    rendezvous.close()
+    assert not (tmp_path / "met").exists()
+    rendezvous.close()

@@ -156,8 +156,7 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: C
         clock.mark()
         messages.send(task, result)
         del received, result  # nothing is held while the next is waited for
-    for _, request in messages.leaving:
-        request.wait()
+    messages.finish()
     clock.mark()
 
 
@@ -205,7 +204,7 @@ class Pipeline(NamedTuple):
     down: ProcessGroup  # the same with the last one first, which is the order of a reversed model's stages
 
 
-def join_pipeline() -> Pipeline:
+def join_pipeline(device: torch.device) -> Pipeline:
     """Make the groups of this rank's pipeline (collective: every rank)."""
     up = mpu.get_pipeline_model_parallel_group()
     own, every = dist.get_process_group_ranks(up), [None] * dist.get_world_size()
@@ -215,7 +214,29 @@ def join_pipeline() -> Pipeline:
     pipelines = sorted(set(map(tuple, every)))
     # each makes those of all, in one order: with use_local_synchronization=True gloo hangs
     down = {ranks: dist.new_group(ranks[::-1], sort_ranks=False) for ranks in pipelines}
-    return Pipeline(up.rank(), own, up, down[tuple(own)])
+    pipeline = Pipeline(up.rank(), own, up, down[tuple(own)])
+    connect(pipeline, device)
+    return pipeline
+
+
+def neighbours(ranks: int) -> list[tuple[int, int]]:
+    """The pairs of places in a pipeline that tell each other something, also the last and the first."""
+    return sorted({tuple(sorted((place, (place + 1) % ranks))) for place in range(ranks)})
+
+
+def connect(pipeline: Pipeline, device: torch.device) -> None:
+    """Pass one number between all neighbours in both groups, in one order (collective over the pipeline).
+
+    At the first message of two ranks in a group NCCL connects them, and both wait for that: in tables, where
+    ranks first turn to different neighbours, without end.
+    """
+    number = torch.zeros(1, device=device)
+    for group in (pipeline.up, pipeline.down):
+        for low, high in neighbours(len(pipeline.ranks)):
+            if pipeline.rank == low:
+                dist.send(number, pipeline.ranks[high], group)
+            if pipeline.rank == high:
+                dist.recv(number, pipeline.ranks[low], group)
 
 
 class Messages:
@@ -233,17 +254,21 @@ class Messages:
         self.expected = {rank: deque(messages_between(table, pipes, rank, self.rank)) for rank in others}
         assert not self.expected[self.rank], "two stages that follow each other lie on one rank"
         self.arriving: dict[Task, tuple[Tensor, dist.Work]] = {}
-        self.leaving: list[tuple[Tensor, dist.Work]] = []  # kept until they are gone
+        # by receiver its tasks, in its order, and what leaves for them: kept until that is known to be there
+        self.order = [{task: number for number, task in enumerate(tasks)} for tasks in table]
+        self.leaving: dict[int, list[tuple[Task, Tensor, dist.Work]]] = {rank: [] for rank in others}
 
     def receive(self, task: Task) -> Tensor | None:
         """What a task needs of its neighbour. None: it begins a forward pass, or the way back."""
-        sender = rank_of(self.pipes, task.pipe, task.stage + (1 if task.backward else -1))
+        source = task._replace(stage=task.stage + (1 if task.backward else -1))
+        sender = rank_of(self.pipes, source.pipe, source.stage)
         if sender is None:
             return None
         while task not in self.arriving:
             self._expect_next(sender)
         buffer, request = self.arriving.pop(task)
         request.wait()
+        self._forget(sender, self.order[sender][source])
         self._expect_next(sender)  # arrives while the task is run
         return buffer
 
@@ -256,14 +281,29 @@ class Messages:
             group = self.pipeline.up if sender < self.rank else self.pipeline.down
             self.arriving[task] = buffer, dist.irecv(buffer, self.pipeline.ranks[sender], group)
 
+    def _forget(self, receiver: int, done: int) -> None:
+        """Let go of what a rank has: it has done its tasks up to number `done`. gloo tells only who waits."""
+        leaving, self.leaving[receiver] = self.leaving[receiver], []
+        for taker, kept, request in leaving:
+            if self.order[receiver][taker] <= done:
+                request.wait()
+            else:
+                self.leaving[receiver].append((taker, kept, request))
+
+    def finish(self) -> None:
+        """Wait until all is there."""
+        for rank, tasks in enumerate(self.order):
+            self._forget(rank, len(tasks))
+
     def send(self, task: Task, result: Tensor | None) -> None:
         """The task's result to who waits for it, if anybody does. Doesn't wait."""
-        receiver = rank_of(self.pipes, task.pipe, task.stage + (-1 if task.backward else 1))
-        self.leaving = [(kept, request) for kept, request in self.leaving if not request.is_completed()]
+        taker = task._replace(stage=task.stage + (-1 if task.backward else 1))
+        receiver = rank_of(self.pipes, taker.pipe, taker.stage)
         if receiver is not None:
             kept = result.detach().contiguous()
             group = self.pipeline.up if receiver > self.rank else self.pipeline.down
-            self.leaving.append((kept, dist.isend(kept, self.pipeline.ranks[receiver], group)))
+            request = dist.isend(kept, self.pipeline.ranks[receiver], group)
+            self.leaving[receiver].append((taker, kept, request))
 
 
 class Clock:

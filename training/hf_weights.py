@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from config import UserError
+
 TOP_NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "decoder.final_layernorm.weight": "norm.weight",
@@ -40,16 +42,16 @@ class HFWeights:
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:  # as of a download that broke off
-                raise ValueError(f"{self.where}: {path.name} is damaged or incomplete: {error}") from None
+                raise UserError(f"{self.where}: {path.name} is damaged or incomplete: {error}") from None
             self.file_of |= dict.fromkeys(file.keys(), file)
         if not self.file_of:
-            raise ValueError(f"{self.where}: no *.safetensors file in it")
+            raise UserError(f"{self.where}: no *.safetensors file in it")
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.own:
             return self.own[name]
         if name not in self.file_of:
-            raise ValueError(f"{self.where}: its safetensors files lack {name}")
+            raise UserError(f"{self.where}: its safetensors files lack {name}")
         return self.file_of[name].get_tensor(name)
 
 
@@ -136,5 +138,5 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
         names = hf_names(own, model.family)
         shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
         if shard.shape != param.shape:
-            raise ValueError(f"{weights.where}: {names[0]} does not have the shape that config.json says")
+            raise UserError(f"{weights.where}: {names[0]} does not have the shape that config.json says")
         param.copy_(shard)

@@ -6,10 +6,8 @@ Apex refuse RMSNorm under sequence parallelism, and attention on packed sequence
 
 from __future__ import annotations
 
-import json
 import time
 from itertools import groupby
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from config import Config
+from config import Config, UserError, read_model_config
 from images.reader import ImageReader
 from scheduling.pipeline import schedule_of
 from training import lm_head
@@ -124,19 +122,17 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
 
 
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
-    """config.json with transformers' defaults. ValueErrors name the setting and the directory."""
+    """config.json with transformers' defaults. UserErrors name the setting and the directory."""
     from transformers import AutoConfig
 
-    path, where = Path(model_dir) / "config.json", f"{setting} {model_dir}"
-    if not path.is_file():
-        raise ValueError(f"{where}: not a Hugging Face model directory, it has no config.json")
-    try:
-        model_type = json.loads(path.read_text()).get("model_type")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: config.json is not valid JSON ({error})") from error
+    where = f"{setting} {model_dir}"
+    model_type = read_model_config(model_dir, setting).get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
-    whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+        raise UserError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+    try:
+        whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except ValueError as error:
+        raise UserError(f"{where}: config.json: {str(error).splitlines()[0]}") from None
     hf = whole.get_text_config().to_dict()
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
     if FAMILIES[model_type].tower:
@@ -151,12 +147,12 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
         "other llama3 rope factors": kind == "llama3" and not LLAMA3_ROPE.items() <= rope.items(),
     }
     if reasons := ", ".join(reason for reason, found in unsupported.items() if found):
-        raise ValueError(f"{where}: config.json asks for what is not supported: {reasons}")
+        raise UserError(f"{where}: config.json asks for what is not supported: {reasons}")
     return hf
 
 
 def transformer_config(hf: dict, config: Config) -> TransformerConfig:
-    """Megatron's description of the model. ValueError if the parallel sizes do not divide it."""
+    """Megatron's description of the model. UserError if the parallel sizes do not divide it."""
     check_sizes(hf, config)
     per_rank = schedule_of(config).stages_per_rank
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
@@ -220,19 +216,19 @@ def check_sizes(hf: dict, config: Config) -> None:
     sizes["num_hidden_layers"] = (stages, config.pp * per_rank)
     for name, (setting, size) in sizes.items():
         if hf[name] % size:
-            raise ValueError(f"{setting} does not divide {name} = {hf[name]} of --model")
+            raise UserError(f"{setting} does not divide {name} = {hf[name]} of --model")
     deep, layers = deep_features(hf.get("vision")), hf["num_hidden_layers"] // (config.pp * per_rank)
     if layers < deep:
-        raise ValueError(f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model")
+        raise UserError(f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model")
 
 
 def check_critic(config: Config) -> None:
-    """ValueError if --critic, the value model, can't read the actor's tokens or the sizes don't fit."""
+    """UserError if --critic, the value model, can't read the actor's tokens or the sizes don't fit."""
     hf, actor = read_hf_config(config.critic, "--critic"), read_hf_config(config.model)
     if (has := hf["vocab_size"]) < (needed := actor["vocab_size"]):
-        raise ValueError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
+        raise UserError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
     if "vision" in actor and "vision" not in hf:
-        raise ValueError(f"--critic {config.critic}: it sees no images, and --model does")
+        raise UserError(f"--critic {config.critic}: it sees no images, and --model does")
     check_sizes(hf, config)
 
 
@@ -270,14 +266,14 @@ def overlaps(device: torch.device) -> bool:
 
 
 def check_room(needed: int, who: str) -> None:
-    """ValueError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
+    """UserError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
     until = time.monotonic() + RELEASE_S
     while (free := torch.cuda.mem_get_info()[0]) < needed and time.monotonic() < until:
         time.sleep(0.1)
     total, own = torch.cuda.mem_get_info()[1], torch.cuda.memory_reserved()
     if needed > free:
         gib = [f"{size / 2**30:.1f}" for size in (needed, free, total, own, total - free - own)]
-        raise ValueError(
+        raise UserError(
             "{} needs {} GiB to wake, and {} of {} GiB are free: this rank holds {} GiB, engines and others "
             "{} GiB; lower --mem-fraction, or spread the model over more ranks (--tp, --pp)".format(who, *gib)
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import data
+from config import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ SUMS = ("ptx", "ptx_tokens")  # statistics of the texts, beside the policy's
 
 
 def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequence]:
-    """(prompt, response) tokens of each row, cut off at `longest`. ValueError with file and line.
+    """(prompt, response) tokens of each row, cut off at `longest`. UserError with file and line.
 
     A row has `text`, learned from its second token on, or `prompt` and `response`.
     """
@@ -31,7 +32,7 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
     for line, row in data.read_rows(path, "ptx_data"):
         texts = [row.get(name) for name in (("prompt", "response") if "response" in row else ("text",))]
         if not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts")
+            raise UserError(f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts")
         if len(texts) == 2:
             prompt, response = data.encode_pair(tokenizer, *texts)
         else:
@@ -39,7 +40,8 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
             prompt, response = tokens[:1], tokens[1:]
         response = response[: max(0, longest - len(prompt))]
         if not prompt or not response:
-            raise ValueError(f"{path}:{line}: nothing to learn in {longest} tokens (--max-model-len)")
+            limits = "--max-model-len, --max-tokens-per-micro-batch"
+            raise UserError(f"{path}:{line}: nothing to learn in {longest} tokens ({limits})")
         sequences.append((prompt, response))
     return sequences
 

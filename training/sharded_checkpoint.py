@@ -35,6 +35,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from config import UserError
+
 if TYPE_CHECKING:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -224,12 +226,12 @@ class OnlyDescriptions(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if name not in ALLOWED.get(module, ()):
             what = f"{module}.{name}, which has no place there"
-            raise ValueError(f"a checkpoint's .metadata names {what}: it was tampered with")
+            raise UserError(f"a checkpoint's .metadata names {what}: it was tampered with")
         return super().find_class(module, name)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """What `plan_save` saved on any number of ranks (collective). Refuses code with a ValueError."""
+    """What `plan_save` saved on any number of ranks (collective). Refuses code with a UserError."""
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor

@@ -68,7 +68,7 @@ class Trainer:
     shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
     def __init__(self, config: Config, model_dir: str, reverse: bool = False):
-        """Load a directory (collective: every rank), else ValueError. reverse: stage 0 on the last rank."""
+        """Load a directory (collective: every rank), else UserError. reverse: stage 0 on the last rank."""
         self.config, self.model_dir = config, model_dir
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
@@ -83,7 +83,7 @@ class Trainer:
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
-        self.pipeline, self.reverse = join_pipeline(), reverse
+        self.pipeline, self.reverse = join_pipeline(self.device), reverse
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.groups.pp = self.pipeline.down if reverse else self.pipeline.up
         self.measured: list[tuple[float, float]] = []  # of the last steps, see `durations`
@@ -108,7 +108,8 @@ class Trainer:
         for name, parameter in gpt.named_parameters():
             parameter.requires_grad_(not (self.config.freeze_vision and name.startswith(hf_weights.TOWER)))
         flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
-        settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=self.overlaps)
+        overlaps = self.overlaps and self.groups.dp_cp.size() > 1  # else a loss must reach all
+        settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=overlaps)
         inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
         return DistributedDataParallel(gpt.config, settings, inner, pg_collection=self.groups)
 
@@ -129,6 +130,7 @@ class Trainer:
         DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
         only forgets its groups; each is a pair of threads that wake up all the time.
         """
+        dist.barrier()  # nobody may still talk in a group that another has destroyed
         for node in (node for ddp in self.ddps for node in ddp.grad_accs):
             node.register_hook(print).hooks_dict_ref().clear()
         if self.pipeline.down is not self.pipeline.up:
@@ -152,7 +154,7 @@ class Trainer:
         self.awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`. Not collective. ValueError if others hold the memory, and keep it."""
+        """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
             models.check_room(self._asleep_bytes, f"the {self.title}")
@@ -251,7 +253,7 @@ class Trainer:
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """This rank's own micro-batches, where ranks need not do equal work. ValueError as balance.pack."""
+        """This rank's own micro-batches, where ranks need not do equal work. UserError as balance.pack."""
         lengths = [packed_length(len(prompt) + len(r), self.config.cp) for prompt, r, *_ in sequences]
         return pack(lengths, self.config.max_tokens_per_micro_batch)
 
