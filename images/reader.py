@@ -81,7 +81,7 @@ class ImageReader:
 
 
 def sees(model_dir: str | Path) -> bool:
-    """Whether the model reads images; no, if it isn't there yet (a dry run of the demo)."""
+    """Whether the model reads images; no, if there is none in the directory."""
     path = Path(model_dir, "config.json")
     return path.is_file() and json.loads(path.read_text()).get("model_type") in VISION_FAMILIES
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from recipes.addition.demos import demo_of
 from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -21,7 +22,6 @@ from config import Config, parse_config
 from genrm import Judge
 from images.reader import IMAGE, ImageReader
 from recipes.addition import critiques, models, task, warmstart
-from recipes.addition.demos import demo_of
 from recipes.addition.drawing import CELL, picture
 from test_warmstart import Alone
 

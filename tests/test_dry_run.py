@@ -53,10 +53,10 @@ def settings(**more):
 
 def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
-    shapes, context = read_model("", settings())
+    shapes, context = read_model(settings().model, settings())
     assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
     assert sum(map(prod, shapes.values())) == 366_384
-    assert read_model("", settings(max_model_len=0))[1] == 256  # what the model's config names
+    assert read_model(settings().model, settings(max_model_len=0))[1] == 256  # what the model's config names
 
 
 def test_bytes_of_a_trainer_by_hand():
