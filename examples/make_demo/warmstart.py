@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 import data
 from actor import Actor, cross_entropy_loss
@@ -44,7 +43,7 @@ from runtime import rendezvous
 from runtime.atomic_files import CHECKSUMS, sha256
 from runtime.world import World
 from training.packing import Sequence
-from training.trainer import ADAM_BETAS, CLIP_GRAD
+from training.trainer import ADAM_BETAS, CLIP_GRAD, DistributedDataParallel, DistributedDataParallelConfig
 
 Batches = Callable[[int], list[Example]]  # of a step; the same on every rank
 
