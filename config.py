@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,12 +38,12 @@ class Config:
     # ---- the run
     preset: str = ""  # a row of PRESETS; default: tiny, which is the demo, or base with --model
     out: str = ""  # where the run leaves its files; default: runs/<preset>-<mode>
-    seed: int = 0  # of the demo's models, the order of prompts, and sampling
+    seed: int = 0  # of the order of prompts, and of sampling
     device: str = "cpu"  # cpu | cuda, one for each rank; default: cuda where there is one
     host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on
     timeout_s: float = 600.0  # the longest wait for another rank; other timeouts are parts of it
     # ---- model and data
-    model: str = ""  # Hugging Face directory of the policy; default: the demo's, made on first use
+    model: str = ""  # Hugging Face directory of the policy; default: the demo's
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     # ---- the loop
@@ -112,8 +113,8 @@ class Config:
 
     @property
     def judge_models(self) -> tuple[str, ...]:
-        """Directories of all judges, those of the reward first; the demo's has no name before it is made."""
-        return self.judge + self.cost_judge or ("",) * (self.command == "rl" and not self.model)
+        """Directories of all judges, those of the reward first."""
+        return self.judge + self.cost_judge
 
     @property
     def continues_answers(self) -> bool:
@@ -178,10 +179,6 @@ class Config:
         yield not halves, "--rollout-only never trains and --train-only starts no engine: choose one"
         replays = self.train_only == bool(self.replay)
         yield replays, "--train-only and --replay FILE, which a --rollout-only run wrote, go together"
-        for name in ("data", "judge", "cost_judge", "critic"):
-            needed = f"--{dashed(name)} needs --model: the demo's models only know addition"
-            yield bool(self.model or not vars(self)[name]), needed
-        yield self.command != "eval" or bool(self.model), "run.py eval needs --model DIR"
         rewarded = self.command != "rl" or not self.model or self.judge or self.rule or self.train_only
         yield bool(rewarded), "--model needs a --judge or a --rule, which say what an answer is worth"
         weights, shown = self.reward_weights, f"--reward-weights {as_text(self.reward_weights)}"
@@ -192,7 +189,8 @@ class Config:
 
 
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16")}  # and what differs there from Config's defaults
-# of the demos, whose numbers are written or drawn: recipes/addition
+# the demos: sums of numbers that are written or drawn, an actor and a judge for each
+DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
 DEMO = dict(lr=5e-4, critic_lr=1e-3, max_new_tokens=72, judge_max_new_tokens=100, max_model_len=256)
 PRESETS = {  # a preset is what differs from Config's defaults
     "base": {},
@@ -288,11 +286,28 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
 
         device = "cuda" if cuda.is_available() else "cpu"
     given |= {"preset": preset, "command": name, "device": device}
+    if not given.get("model"):
+        given |= demo_models(given)
     config = Config(**command.defaults | DEVICES.get(device, {}) | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"
     return dataclasses.replace(config, out=config.out or out, judge_format=formats)
+
+
+def demo_models(given: dict) -> dict:
+    """The models of a command line that names none. ValueError for what asks for a model of one's own."""
+    for name in ("data", "judge", "cost_judge", "critic"):
+        if given.get(name):
+            raise ValueError(f"--{dashed(name)} needs --model: the demo's models only know addition")
+    if given["command"] == "eval":
+        raise ValueError("run.py eval needs --model DIR")
+    folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
+    # from the working directory: a run may be resumed where the project lies in another place
+    models = {"model": os.path.relpath(folder / "actor")}
+    if given["command"] == "rl":
+        models["judge"] = (os.path.relpath(folder / "judge"),)
+    return models
 
 
 def option(field: dataclasses.Field) -> dict:

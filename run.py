@@ -143,7 +143,6 @@ async def learn_from_examples(config: Config) -> str:
     from commands import finetune
 
     async with joined(config) as (world, progress):
-        config = await with_models(config, world, progress)
         await raise_on_all(world, finetune.prepare(config, world.rank, progress.line))
         await world.run(finetune.train, config, Path(config.out), progress, world.rank)
         await world.barrier()
@@ -170,7 +169,6 @@ async def build(
     config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: shutdown.Stop
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
-    config = await with_models(config, world, progress)
     decode, texts, inputs = await world.run(load_inputs, config, progress.line)
     await fleet.end_stale(progress.line)
     point = await prepare_out(config, world, progress.line)
@@ -202,16 +200,6 @@ async def build(
     await stop.until_all_are_ready(world.barrier())
     timeline.start(point.ended_s if point else 0.0)
     return c
-
-
-async def with_models(config: Config, world: World, progress: Progress) -> Config:
-    """The settings; if they name no model with the demo's, which are made on first use (collective)."""
-    if config.model:
-        return config
-    from recipes.addition import warmstart
-
-    model, judge = await warmstart.prepare(config, world, progress)
-    return dataclasses.replace(config, model=str(model), judge=(str(judge),) * (config.command == "rl"))
 
 
 def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 
 from config import parse_config
-from recipes.addition import models, warmstart
+from examples.make_demo import models, texts, warmstart
 from reporting.progress import Progress
 from runtime import rendezvous
 
@@ -34,7 +34,7 @@ def main() -> None:
         models.new_model(work / "new", config.seed)
     dist.barrier()
     progress = Progress(STEPS, world.rank == 0)
-    batches = partial(warmstart.demonstrations, config.seed)
+    batches = partial(texts.demonstrations, config.seed)
     warmstart.train(config, world, work / "new", work / "actor", batches, STEPS, progress)
     if world.rank == 0:  # at once, so that what is there is whole
         (work / "actor").rename(target)

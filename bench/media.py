@@ -36,7 +36,7 @@ from tables import print_table
 import controller
 import run
 from engines import server
-from recipes.addition import models
+from examples.make_demo import models
 from runtime.world import World
 from sample import Sample
 

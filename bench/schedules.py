@@ -27,7 +27,7 @@ from actor import Actor, cross_entropy_loss
 from bench.tables import picture, print_table, spread
 from config import Config, UserError
 from critic import Critic, returns_loss
-from recipes.addition import models
+from examples.make_demo import models
 from reporting import timeline
 from scheduling.pipeline import SCHEDULES, base_memory, bound, evaluate, fused, read_instances
 from training import executor

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from launch import ROOT, TORCHRUN, end_with_us, run_to_its_end
 from tables import print_table, spread
 
+from config import DEMO_MODELS
 from recipes.addition.task import Addition
 
 RUNS = ROOT / "runs"
@@ -79,15 +80,12 @@ def make_trl_environment() -> None:
 
 
 def make_model(settings: Namespace) -> Path:
-    """The demo's warm-started policy, or the larger one; made on first use."""
-    if settings.size == "larger":
-        if not LARGER.is_dir():
-            run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
-        return LARGER
-    out = settings.out / "warm-start"  # a run that makes it, if it isn't there, and starts no engine
-    command = [TORCHRUN, *LAUNCH, "run.py", "sft", "--steps", 1, "--seed", settings.seed, "--out", out]
-    run_to_its_end(command, settings.out / "warm-start.txt", RUN_LIMIT_S)
-    return Path(json.loads((out / "config.json").read_text())["model"])
+    """The demo's policy, or the larger one, which is made on first use."""
+    if settings.size == "demo":
+        return DEMO_MODELS / "written" / "actor"
+    if not LARGER.is_dir():
+        run_to_its_end([TORCHRUN, *LAUNCH, "bench/larger_model.py", LARGER], limit_s=RUN_LIMIT_S)
+    return LARGER
 
 
 def write_problems(settings: Namespace) -> Path:

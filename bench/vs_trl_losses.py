@@ -43,7 +43,8 @@ def make_inputs() -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from recipes.addition import models, warmstart
+    from examples.make_demo import models
+    from recipes.addition.pairs import example_rows
 
     for seed, name in enumerate(("policy", "reference")):
         models.new_model(OUT / name, seed)
@@ -52,7 +53,7 @@ def make_inputs() -> None:
     scorer.save_pretrained(OUT / "scorer")
     AutoTokenizer.from_pretrained(OUT / "policy").save_pretrained(OUT / "scorer")
     for command in MODELS:
-        rows = warmstart.example_rows(command, seed=0, count=ROWS)
+        rows = example_rows(command, seed=0, count=ROWS)
         (OUT / f"{command}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -32,14 +32,10 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "
 
 def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -> None:
     """Print the resolved run on rank 0. Raises UserError for what can't run, as the run would."""
-    from recipes.addition.demos import demo_of
     from training import model
 
     rendezvous.interface_of(config.host)
-    if config.model:
-        hf = model.read_hf_config(config.model)
-    else:
-        hf = demo_of(config).build().config.get_text_config().to_dict()
+    hf = model.read_hf_config(config.model)
     model.check_sizes(hf, config)
     if config.critic:
         model.check_critic(config)

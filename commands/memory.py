@@ -94,7 +94,7 @@ def engines_of(config: Config) -> Models:
     rows, models = {}, [("rollout", config.model), *(("genrm", path) for path in config.judge_models)]
     for role, path in [] if config.train_only else models:
         tp = vars(config)[f"{role}_tp"]
-        rows[f"{role} {path}".strip()] = engine_parts(*read_model(path, config), config, tp)
+        rows[f"{role} {path}"] = engine_parts(*read_model(path, config), config, tp)
     return rows
 
 
@@ -108,17 +108,8 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
 
 
 def read_model(path: str, config: Config) -> tuple[Shapes, int]:
-    """Tensors and context of a model's directory; the demo's, which has no name, before it is made."""
-    if path:
-        return server.checkpoint_shapes(path), server.context_length(path, config)
-    from torch import device
-
-    from recipes.addition.demos import demo_of
-
-    with device("meta"):  # no numbers, only shapes
-        model = demo_of(config).build()
-    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
-    return shapes, config.max_model_len or model.config.get_text_config().max_position_embeddings
+    """Tensors and context of a model's directory."""
+    return server.checkpoint_shapes(path), server.context_length(path, config)
 
 
 def verdict_without_devices(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:

@@ -85,7 +85,7 @@ class ImageReader:
 
 
 def sees(model_dir: str | Path) -> bool:
-    """Whether the model reads images; no, if it isn't there yet (a dry run of the demo)."""
+    """Whether the model reads images; no, if there is none in the directory."""
     is_here = Path(model_dir, "config.json").is_file()
     return is_here and read_model_config(model_dir).get("model_type") in VISION_FAMILIES
 

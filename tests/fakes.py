@@ -616,6 +616,8 @@ def fake_config(mode="partial", **settings):
         max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100, timeout_s=100.0
     )
     defaults |= dict(judge_format=("addition",))
+    if "model" not in settings:
+        defaults["judge"] = ("JUDGE",)
     name, *_ = settings.get("algorithm", ("grpo",))
     if "cost" in ALGORITHMS[name].signals:
         defaults["cost_rule"] = ("length:50",)

@@ -892,8 +892,7 @@ def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
 
 
 def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
-    """As after the warm start, whose process goes on: 50 threads of process groups would wake up all the
-    time."""
+    """Where the process goes on: 50 threads of process groups would wake up all the time."""
     from actor import Actor
 
     dist.init_process_group(

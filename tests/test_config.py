@@ -1,6 +1,7 @@
 """Settings: from the command line to a Config, presets, commands, what can't work and how it is said."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import placement
 from config import (
     AT_LEAST_1,
     COMMANDS,
+    DEMO_MODELS,
     LIMITS,
     PRESETS,
     Config,
@@ -32,8 +34,15 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step
 answers_per_prompt rollout_ranks rebalance over_dispatch tp pp cp sp max_tokens_per_micro_batch lr
 save_every keep save_hf_every deterministic dry_run rollout_only train_only replay"""
-RESOLVED = ("preset", "out", "judge_format")  # what isn't given follows from the rest
+RESOLVED = (
+    "preset",
+    "out",
+    "judge_format",
+    "model",
+    "judge",
+)  # what isn't given follows from the rest
 PATHS = ["--model", "m", "--judge", "j"]
+DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
 # ---------------------------------------------------------------- from the command line
@@ -48,7 +57,9 @@ def test_without_arguments_the_demo():
         "partial",
         "runs/tiny-partial",
     )
+    written = os.path.relpath(DEMO_MODELS / "written")
     filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",))
+    filled_in |= dict(model=f"{written}/actor", judge=(f"{written}/judge",))
     assert config == dataclasses.replace(Config(), **PRESETS["tiny"] | filled_in)
     assert (config.lr, config.max_new_tokens, config.max_model_len) == (5e-4, 72, 256)
 
@@ -89,8 +100,8 @@ def test_what_is_filled_in_follows_from_the_rest():
 @pytest.mark.parametrize(
     "arguments,models",
     [
-        ([], ("",)),  # the demo's judge has no name before it is made
-        (["--rule", "right"], ("",)),
+        ([], (DEMO_JUDGE,)),
+        (["--rule", "right"], (DEMO_JUDGE,)),
         ([*PATHS], ("j",)),
         ([*PATHS, "k", "--reward-weights", "0.7", "0.3"], ("j", "k")),
         ([*PATHS, "k", "--rule", "right", "--reward-weights", "0", "0", "2"], ("j", "k")),
@@ -102,13 +113,22 @@ def test_what_is_filled_in_follows_from_the_rest():
     ],
 )
 def test_the_judges_of_a_run(arguments, models):
-    """Those of the reward, then those of the cost; valid once the demo's models are in place, too."""
+    """Those of the reward, then those of the cost; without --model the demo's, for the loop alone."""
+    assert parse_config(arguments).judge_models == models
+
+
+@pytest.mark.parametrize(
+    "arguments,name", [([], "written"), (["sft"], "written"), (["--preset", "images"], "drawn")]
+)
+def test_the_demos_models_are_found_from_any_folder(arguments, name, tmp_path, monkeypatch):
+    """By a path that is the same wherever the project lies: a checkpoint has it, and may be moved."""
     config = parse_config(arguments)
-    assert config.judge_models == models
-    made = dataclasses.replace(
-        config, model="m", judge=config.judge or ("made",) * (models == ("",))
-    )
-    assert len(made.judge_models) == len(models)
+    assert config.model == os.path.relpath(DEMO_MODELS / name / "actor")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = parse_config(arguments)
+    for path in (elsewhere.model, *elsewhere.judge):
+        assert Path(path, "model.safetensors").is_file()
+    assert len(elsewhere.judge) == (config.command == "rl")
 
 
 def test_what_takes_several_values_comes_back_as_the_command_line_takes_it():

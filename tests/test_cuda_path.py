@@ -268,17 +268,6 @@ def test_who_evaluates_keeps_the_weights_of_its_engine(models, monkeypatch):
         assert ("--enable-weights-cpu-backup" in flags) == keeps
 
 
-def test_the_warm_start_trains_in_float32_on_a_device_too(tmp_path, monkeypatch):
-    """The demo's models are made before any engine; their settings are checked like all others."""
-    from recipes.addition import warmstart
-
-    made = []
-    monkeypatch.setattr(warmstart, "MuonActor", lambda config, path: made.append(config) or exit())
-    with pytest.raises(SystemExit):
-        warmstart.train(parse_config(["--device", "cuda"]), None, tmp_path, tmp_path, None, 1, None)
-    assert (made[0].device, made[0].dtype) == ("cuda", "float32")
-
-
 @pytest.mark.parametrize(
     "devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)]
 )

@@ -1,4 +1,4 @@
-"""The plain command on the demo: real engines and trainers, the warm start included (once, minutes)."""
+"""The plain command on the demo: real engines and trainers."""
 
 import json
 import os

@@ -17,7 +17,6 @@ from torch.distributed.run import get_args_parser
 import run
 from algorithms import ALGORITHMS, Settings
 from config import Config, dashed, parse_config
-from recipes.addition.demos import demo_of
 from training import model
 
 ROOT = Path(__file__).parent.parent
@@ -185,8 +184,8 @@ def check_run(words: list[str]) -> None:
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
     if words[0].endswith("torchrun"):
         run.check_settings(config, ranks)
-        if not config.model:
-            model.check_sizes(demo_of(config).build().config.get_text_config().to_dict(), config)
+        if Path(config.model).is_dir():  # the demo's
+            model.check_sizes(model.read_hf_config(config.model), config)
 
 
 def check_program(words: list[str]) -> None:

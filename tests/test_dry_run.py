@@ -53,10 +53,12 @@ def settings(**more):
 
 def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
-    shapes, context = read_model("", settings())
+    shapes, context = read_model(settings().model, settings())
     assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
     assert sum(map(prod, shapes.values())) == 366_384
-    assert read_model("", settings(max_model_len=0))[1] == 256  # what the model's config names
+    assert (
+        read_model(settings().model, settings(max_model_len=0))[1] == 256
+    )  # what the model's config names
 
 
 def test_bytes_of_a_trainer_by_hand():
@@ -91,7 +93,8 @@ def test_memory_counts_critics_and_the_reference():
         assert (
             "loss 4.2" in lines[1]
         )  # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
-        return [line.split(":")[0].strip() for line in lines[1:-2]]
+        listed = [line.split(":")[0].strip() for line in lines[1:-2]]
+        return [name.split(" recipes/")[0] for name in listed]  # without the model's directory
 
     ppo = ("ppo", "kl_coef=0.1")
     assert names() == ["actor", "rollout", "genrm"]

@@ -14,7 +14,8 @@ from commands import evaluate
 from commands.evaluate import pass_at_k
 from config import parse_config
 from engines.engine import Answer, Sampling, seed_of
-from recipes.addition import models, task  # noqa: F401  task adds the format
+from examples.make_demo import models
+from recipes.addition import task  # noqa: F401  task adds the format
 
 
 @pytest.fixture(scope="module")

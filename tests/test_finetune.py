@@ -5,7 +5,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -18,11 +17,12 @@ import data
 import genrm
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
-from config import Config, parse_config
+from config import parse_config
 from controller import MAX_SKIPS
+from examples.make_demo import models
 from finetune_worker import config_of
 from models import save_tokenizer
-from recipes.addition import models, warmstart
+from recipes.addition.pairs import example_rows
 from sample import Sample
 from test_actor import VOCAB, make_model, plain_optimizer
 from test_critic import make_value_model
@@ -415,13 +415,13 @@ def test_special_tokens_in_a_conversation_are_text(tokenizers):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
-    rows = warmstart.example_rows(command, seed=0, count=40)
+    rows = example_rows(command, seed=0, count=40)
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     examples = read_examples(
         path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command])
     )
-    assert len(examples) == 40 and rows == warmstart.example_rows(command, seed=0, count=40)
+    assert len(examples) == 40 and rows == example_rows(command, seed=0, count=40)
     for row in rows if command != "sft" else ():
         a, b = map(int, row["prompt"][:-1].split("+"))
         assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
@@ -444,27 +444,6 @@ class Quiet:
 
     def done(self) -> None:
         pass
-
-
-def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
-    """The mean cross entropy of the answers' tokens, by plain transformers."""
-    model, losses = AutoModelForCausalLM.from_pretrained(path), []
-    for prompt, response in (
-        data.encode_pair(data.load_tokenizer(str(path)), *pair) for pair in pairs
-    ):
-        ids = torch.tensor([prompt + response])
-        labels = torch.tensor([[-100] * len(prompt) + response])
-        losses.append(model(ids, labels=labels).loss.item())
-    return fmean(losses)
-
-
-def test_the_warm_start_learns(tmp_path, single_rank):
-    """With its own optimizer: 20 steps on demonstrations take two fifths off the loss on others."""
-    start, end, batches = tmp_path / "new", tmp_path / "end", partial(warmstart.demonstrations, 0)
-    models.new_model(start, 0)
-    warmstart.train(Config(), single_rank, start, end, batches, 20, Quiet())
-    pairs = batches(1000)[:20]
-    assert loss_of(end, pairs) < 0.6 * loss_of(start, pairs)
 
 
 def run_on_demo(command: str, path: Path, *arguments: str) -> Path:

@@ -232,7 +232,7 @@ def test_a_judge_that_slept_lost_nothing(device, work, record):
 
 @needs_device
 def test_the_demo_on_one_device(device, tmp_path, record):
-    """Full colocation: rollout, judge and training take turns; the demo's models are made if they aren't."""
+    """Full colocation: rollout, judge and training take turns."""
     launch = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "1"]
     launch += [str(HERE.parent / "run.py"), "--mode", "full", "--steps", "3", "--device", device]
     run_command([*launch, "--out", str(tmp_path / "out"), "--port", "32100"], timeout_s=1500)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from config import Config
 from engines import server
 from engines.engine import Engine, Request, Sampling, prompts_of
+from examples.make_demo.models import ALPHABET
 from images.reader import ImageReader
 from images.tokens import Image, expand
-from recipes.addition.models import ALPHABET
 from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)

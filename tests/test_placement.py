@@ -8,7 +8,12 @@ from scheduling.fusion import TAILS
 from scheduling.rebalance import Split
 
 FUSED = [f"fused {tail:g}" for tail in dict.fromkeys((0.2, *TAILS))]
-RULED = dict(model="m", rule=("right",))  # no judge: rules alone
+RULED = dict(model="m", rule=("right",), judge=())  # no judge: rules alone
+
+
+def judged(**settings):
+    """The settings of a run that has a judge, if they don't say that it has none."""
+    return Config(**dict(judge=("j",)) | settings)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,7 @@ RULED = dict(model="m", rule=("right",))  # no judge: rules alone
 def test_plans(mode, size, split, plan):
     """The ranks of each role, and how many they are."""
     expected = placement.Plan(mode, *plan)
-    assert placement.make_plans(Config(mode=mode, rollout_ranks=split), size) == [expected]
+    assert placement.make_plans(judged(mode=mode, rollout_ranks=split), size) == [expected]
     assert expected.split == Split(mode, len(plan[0]), len(plan[1]))
 
 
@@ -47,7 +52,7 @@ def test_a_plan_in_words():
 def test_plans_that_cannot_be(mode, size, split, message):
     """The message names the setting and the numbers."""
     with pytest.raises(ValueError, match=message):
-        placement.make_plans(Config(mode=mode, rollout_ranks=split), size)
+        placement.make_plans(judged(mode=mode, rollout_ranks=split), size)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_plans_that_cannot_be(mode, size, split, message):
 )
 def test_plans_that_a_run_may_take(changes, size, expected):
     """The first is where it starts; every judge has an engine in each, and no engine is cut."""
-    config = Config(**changes)
+    config = judged(**changes)
     plans = placement.make_plans(config, size)
     assert [str(plan.split) for plan in plans] == expected
     judges = len(config.judge_models)
@@ -137,4 +142,4 @@ def test_train_only_has_no_engine():
 def test_engines_that_do_not_fit(changes, size, message):
     """With the number of ranks that would do."""
     with pytest.raises(ValueError, match=message):
-        placement.make_plans(Config(**changes), size)
+        placement.make_plans(judged(**changes), size)

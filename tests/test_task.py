@@ -1,4 +1,4 @@
-"""The demo's task: its problems, and how its judge is spoken to."""
+"""The demo's problems, its answers and their judge's format; slips; the models that the project has."""
 
 import random
 from collections import Counter
@@ -7,10 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data
+from config import DEMO_MODELS, parse_config
 from genrm import FORMATS
-from recipes.addition import task
+from recipes.addition import pairs, task
+from runtime import atomic_files
 
-TEXT = st.text(alphabet="0123456789>#{}\\boxed \nx+=;:.YNverdict", max_size=40)
+SUMMAND = st.integers(0, 6).flatmap(lambda digits: st.integers(0, max(0, 10**digits - 1)))
+CHARACTERS = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"  # that the models know
+ANSWERS = {
+    "7+8+0=15;>125": "125",
+    ">1>2>3": "3",
+    ">": "",
+    "125": None,
+    ">1234567890123": "123456789012",
+}
+VERDICTS = {"7:5.1:1.Y": True, "7:3x1:1.N": False, "7:3x1:1.Y": False, "N": False, "NY": True}
+VERDICTS |= {"": None, "7+8+0=15:5.": None, "Y ": None, "YES": None}
+TOKENIZERS = [
+    data.load_tokenizer(str(DEMO_MODELS / name / "actor")) for name in ("written", "drawn")
+]
 
 
 def characters(prompt, images=()):
@@ -22,14 +38,15 @@ def characters(prompt, images=()):
 
 
 def test_held_out_problems_are_never_drawn():
+    """Nor their twins, and they are every seed's."""
     source = task.Addition(0, characters)
     held_out = {prompt.question for prompt in source.held_out}
     questions = {source.training(draw).question for draw in range(20_000)}
     twins = {"{1}+{0}=".format(*question.removesuffix("=").split("+")) for question in held_out}
-    assert not (held_out | twins) & questions
+    assert not (held_out | twins) & questions and len(questions) > 10_000
     distinct = {tuple(sorted(problem)) for problem in task.HELD_OUT_PROBLEMS}
     assert len(distinct) == len(held_out) == task.HELD_OUT
-    assert len(questions) > 10_000
+    assert task.Addition(1, characters).held_out == source.held_out
 
 
 @settings(deadline=None)
@@ -38,90 +55,114 @@ def test_a_problem_follows_from_seed_and_draw(seed, draw):
     """The same on every rank, whatever was drawn before; the key is the sum; one to six digits."""
     prompt = task.Addition(seed, characters).training(draw)
     assert prompt == task.Addition(seed, characters).training(draw)
+    assert prompt != task.Addition(seed + 1, characters).training(draw)
     a, b = prompt.question.removesuffix("=").split("+")
-    assert prompt.answer_key == str(int(a) + int(b)) and prompt.tokens == characters(
-        prompt.question
-    )
+    assert prompt.answer_key == str(int(a) + int(b))
+    assert prompt.tokens == characters(prompt.question)
     assert 1 <= min(len(a), len(b)) <= max(len(a), len(b)) <= 6
     assert (a, b) == (str(int(a)), str(int(b)))
 
 
-def test_seeds_draw_other_problems_but_hold_out_the_same():
-    first, second = task.Addition(0, characters), task.Addition(1, characters)
-    assert first.held_out == second.held_out
-    assert [first.training(i) for i in range(20)] != [second.training(i) for i in range(20)]
+# ---------------------------------------------------------------- answers and verdicts
 
 
-def test_lengths_occur_as_often_as_said():
-    """The longer summand's digits, within 2 points of the table; six in ten pairs or more are as long."""
-    rng = random.Random(0)
-    problems = [task.random_problem(rng) for _ in range(20_000)]
-    longest = Counter(max(len(str(a)), len(str(b))) for a, b in problems)
-    for digits, weight in task.DIGITS.items():
-        assert abs(longest[digits] / 20_000 - weight / sum(task.DIGITS.values())) < 0.02
-    assert 0.6 < sum(len(str(a)) == len(str(b)) for a, b in problems) / 20_000 < 0.8
+@settings(deadline=None)
+@given(SUMMAND, SUMMAND)
+def test_shown_work_adds_up(a, b):
+    """Each column's sum is right, its carry is the next one's, the digits are the answer's; it fits."""
+    text = task.shown_work(a, b)
+    *steps, last = text.split(";")
+    assert last == f">{a + b}" == ">" + task.addition_answer(text)
+    carry, digits = 0, ""
+    for position, step in enumerate(steps):
+        left, total = step.split("=")
+        x, y, carried = map(int, left.split("+"))
+        assert (x, y, carried) == (a // 10**position % 10, b // 10**position % 10, carry)
+        assert int(total) == x + y + carried and len(total) == 2
+        carry, digits = int(total) // 10, total[1] + digits
+    assert int(f"{carry}{digits}") == a + b and len(steps) == max(len(str(a)), len(str(b)))
+    assert len(text) + 1 <= parse_config([]).max_new_tokens  # one token a character, and the end
 
 
-# ---------------------------------------------------------------- the judge's format
-
-
-@pytest.mark.parametrize(
-    "text,answer",
-    [
-        ("7+8+0=15;5+6+1=12;>125", "125"),
-        (">125", "125"),
-        (">1>2>3", "3"),
-        (">", ""),
-        (">>", ""),
-        ("125", None),
-        ("", None),
-        (">1234567890123", "123456789012"),
-        (">12 3\n", "12 3\n"),
-    ],
-)
-def test_addition_answer(text, answer):
-    """What follows the last '>', 12 characters at most."""
+@pytest.mark.parametrize("text,answer", ANSWERS.items())
+def test_an_answer_is_what_follows_the_last_mark(text, answer):
     assert task.addition_answer(text) == answer
 
 
-def test_addition_prompt():
-    assert task.addition_prompt("57+68=", "125") == "57+68=>125?"
-
-
-@pytest.mark.parametrize(
-    "text,verdict",
-    [
-        ("7+8+0=15:5.5+6+1=12:2.1:1.Y", True),
-        ("7+8+0=15:5.5+6+1=12:3x1:1.N", False),
-        ("7+8+0=15:5.5+6+1=12:3x1:1.Y", False),  # contradicts its own critique
-        ("7+8+0=15:5.5+6+1=12:2.1:1.N", False),
-        ("Y", True),
-        ("N", False),
-        ("xY", False),
-        ("", None),
-        ("7+8+0=15:5.", None),
-        ("Y ", None),
-        ("YES", None),
-        ("y", None),
-        ("NY", True),
-    ],
-)
-def test_addition_parse(text, verdict):
-    """Y or N at the very end, anything else is no verdict."""
+@pytest.mark.parametrize("text,verdict", VERDICTS.items())
+def test_a_verdict_is_the_last_letter(text, verdict):
+    """Anything else is none; an accept that contradicts its own critique is a reject."""
     assert task.addition_parse(text) is verdict
 
 
-@given(TEXT)
-def test_an_accept_never_contradicts_its_critique(text):
-    """True needs a final Y and no flagged digit, False a final letter; nothing raises."""
-    verdict = task.addition_parse(text)
-    assert (verdict is None) == (not text.endswith(("Y", "N")))
-    assert verdict is not True or (text.endswith("Y") and "x" not in text)
+def test_how_the_judges_are_asked():
+    """A critic sees the final answer alone, and one that it is unsure of is a reject."""
+    critic, scorer = FORMATS["addition"], FORMATS["addition_score"]
+    assert critic.parse is task.addition_parse and critic.min_logprob == -0.36
+    assert critic.prompt("57+68=", "125") == "57+68=>125?"
+    assert critic.final_answer("7+8+0=15;>7") == scorer.final_answer(">7") == "7" and scorer.scores
 
 
-def test_the_rows_are_known_to_the_judges():
-    assert (
-        FORMATS["addition"].parse is task.addition_parse
-        and FORMATS["addition"].final_answer(">7") == "7"
-    )
-    assert FORMATS["addition_score"].scores and FORMATS["addition_score"].final_answer(">7") == "7"
+# ---------------------------------------------------------------- wrong answers
+
+
+@settings(deadline=None)
+@given(a=SUMMAND, b=SUMMAND, seed=st.integers(0, 10**6))
+def test_slips_are_short_and_writable(a, b, seed):
+    """Every slip, on any problem: characters that the models know, short enough for the judge."""
+    answers = [pairs.slip(kind, random.Random(seed), a, b) for kind in pairs.SLIPS]
+    for answer in [*answers, pairs.corrupted(random.Random(seed), a, b)]:
+        assert len(answer) <= 12 and set(answer) <= set(CHARACTERS)
+
+
+def test_corrupted_answers_are_mostly_wrong_and_of_every_kind():
+    rng = random.Random(0)
+    problems = [task.training_problem(rng) for _ in range(5000)]
+    answers = [(str(a + b), pairs.corrupted(rng, a, b)) for a, b in problems]
+    wrong = [(right, answer) for right, answer in answers if answer != right]
+    assert 0.9 < len(wrong) / 5000 < 1
+    longer = Counter(len(answer) - len(right) for right, answer in wrong)
+    assert all(longer[off] / len(wrong) > 0.01 for off in (-2, -1, 1, 2))
+    assert longer[0] / len(wrong) > 0.5
+    assert any(not answer.isdigit() for _, answer in wrong)
+    long = [(right, answer) for right, answer in wrong if len(answer) == len(right) > 3]
+    shared = [sum(x == y for x, y in zip(*each, strict=True)) / len(each[0]) for each in long]
+    assert sum(part < 0.3 for part in shared) / len(shared) > 0.1  # the claim says nothing
+
+
+@pytest.mark.parametrize(
+    "slip,a,b,answers",
+    [
+        ("one digit off", 4, 3, {"6", "8"}),
+        ("one digit off", 0, 9, {"0", "8"}),
+        ("swapped digits", 10, 2, {"21"}),
+        ("lost carry", 57, 68, {"115", "25"}),
+        ("cut short", 57, 68, {"", "1", "12", "5", "25"}),
+        ("a summand", 57, 68, {"57", "68"}),
+    ],
+)
+def test_slips_by_hand(slip, a, b, answers):
+    """All that can come of a problem."""
+    assert {pairs.slip(slip, random.Random(seed), a, b) for seed in range(100)} == answers
+
+
+# ---------------------------------------------------------------- the models
+
+
+def test_the_models_are_the_ones_that_were_made():
+    """Every file by its checksum, and none beside them."""
+    assert atomic_files.verify(DEMO_MODELS) == ""
+    lines = (DEMO_MODELS / atomic_files.CHECKSUMS).read_text().splitlines()
+    files = {str(path.relative_to(DEMO_MODELS)) for path in DEMO_MODELS.rglob("*.*")}
+    assert {line.split("  ")[1] for line in lines} == files
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet=CHARACTERS, max_size=80), tokenizer=st.sampled_from(TOKENIZERS))
+def test_the_tokenizers_give_a_text_back(text, tokenizer):
+    """One token a character, behind <bos>; special tokens stay out of the text."""
+    tokens = data.encode(tokenizer, text)
+    assert len(tokens) == len(text) + 1 and tokens[0] == tokenizer.bos_token_id
+    assert data.decode(tokenizer, tokens) == text
+    prompt, response = data.encode_pair(tokenizer, text, text)
+    assert prompt == tokens and response == [*tokens[1:], tokenizer.eos_token_id]

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from recipes.addition.models import SPECIAL, VISION, VOCAB, character_tokenizer
+from examples.make_demo.models import SPECIAL, VISION, VOCAB, character_tokenizer
 
 PAD, BOS, EOS, START, END, IMAGE, VIDEO = range(len((*SPECIAL, *VISION)))
 CLASSES = {

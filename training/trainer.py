@@ -65,7 +65,6 @@ class Trainer:
     """
 
     title = "model"
-    shards_optimizer = True  # a subclass with an optimizer that needs whole gradients says False
 
     def __init__(self, config: Config, model_dir: str, reverse: bool = False):
         """Load a directory (collective: every rank), else UserError. reverse: stage 0 on the last rank."""
@@ -107,7 +106,7 @@ class Trainer:
     def _wrapped(self, gpt: GPTModel) -> DistributedDataParallel:
         for name, parameter in gpt.named_parameters():
             parameter.requires_grad_(not (self.config.freeze_vision and name.startswith(hf_weights.TOWER)))
-        flags = {"use_distributed_optimizer": self.shards_optimizer, "grad_reduce_in_fp32": True}
+        flags = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
         overlaps = self.overlaps and self.groups.dp_cp.size() > 1  # else a loss must reach all
         settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=overlaps)
         inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
@@ -118,7 +117,7 @@ class Trainer:
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
         adamw = dict(optimizer="adam", lr=self.config.lr, adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
-        adamw |= dict(weight_decay=self.config.weight_decay, use_distributed_optimizer=self.shards_optimizer)
+        adamw |= dict(weight_decay=self.config.weight_decay, use_distributed_optimizer=True)
         adamw |= dict(bf16=model_config.bf16, params_dtype=model_config.params_dtype)
         groups = dict(use_gloo_process_groups=False, pg_collection=self.groups)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(**adamw), self.ddps, **groups)

@@ -1,24 +1,24 @@
-"""What the judge learns to write, and about which wrong answers. Its negatives decide if it can be hacked."""
+"""Examples for sft, rm, dpo: shown work, and wrong answers beside it, which slip as people do."""
 
 from __future__ import annotations
 
 import random
 
-from recipes.addition.task import columns
+from recipes.addition.task import columns, shown_work, training_problem
 
 
-def critique(a: int, b: int, answer: str) -> str:
-    """57, 68, `135` -> `7+8+0=15:5.5+6+1=12:3x1:1.N`: columns, claimed digits and flags, carry, verdict."""
-    if not answer.isdigit() or len(answer) > 10:
-        return "N"
-    claimed, columns_shown = answer[::-1], []
-    for position, (x, y, carry, total) in enumerate(columns(a, b)):
-        digit = claimed[position] if position < len(claimed) else "-"
-        flag = "." if digit == str(total % 10) else "x"
-        columns_shown.append(f"{x}+{y}+{carry}={total:02d}:{digit}{flag}")
-    carry, rest = total // 10, claimed[len(columns_shown) :]
-    text = "".join(columns_shown) + f"{carry}:{rest}" + ("." if rest == "1" * carry else "x")
-    return text + ("N" if "x" in text else "Y")
+def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
+    """Examples for sft, rm, dpo: shown work; in pairs a wrong answer, blurted out or after the same work."""
+    rng, rows = random.Random(f"{command} {seed}"), []
+    while len(rows) < count:
+        a, b = training_problem(rng)
+        work, wrong = shown_work(a, b), corrupted(rng, a, b)
+        if command == "sft":
+            rows.append({"prompt": f"{a}+{b}=", "response": work})
+        elif wrong != str(a + b):
+            shown = work.rsplit(">", 1)[0] if rng.random() < 0.5 else ""
+            rows.append({"prompt": f"{a}+{b}=", "chosen": work, "rejected": f"{shown}>{wrong}"})
+    return rows
 
 
 def corrupted(rng: random.Random, a: int, b: int) -> str:

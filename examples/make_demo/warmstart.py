@@ -1,84 +1,100 @@
-"""Warm start: a demo's two checkpoints, an actor with two habits and a judge, made by supervised steps.
+"""The program that made the demo's models, recipes/addition/models: an actor with two habits, and a judge.
 
-The actor mostly blurts the answer out and sometimes shows the work: reinforcement learning has something to
-find. The judge starts from it and learns to recompute every column and to compare it with the claimed digit.
-Its negatives decide whether the reward can be hacked: random digits (else it reads the recomputed digit off
-the claim), extra or lost digits, slipped carries, wrong answers of the actor itself. Both are cached by seed
-and recipe, once the judge passes the gate on held-out problems: few false accepts and few false rejects.
+    torchrun --nproc-per-node 2 examples/make_demo/warmstart.py written runs/models     3 minutes, 2 cores
+    torchrun --nproc-per-node 2 examples/make_demo/warmstart.py drawn runs/models       3.5 minutes
+
+Supervised steps make them. The actor mostly blurts the answer out and sometimes shows the work: reinforcement
+learning has something to find. The judge starts from it and learns to recompute every column and to compare
+it with the claimed digit. It has to pass a gate on held-out problems: few false accepts, few false rejects.
+
+Last it says whether the files are the project's, by their SHA-256. Another processor, another torch or
+another number of ranks may make other last digits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
 
 import data
 from actor import Actor, cross_entropy_loss
-from config import Config
+from config import DEMO_MODELS, Config, parse_config
+from examples.make_demo.demos import ADAM_LR, DEMOS, MUON_LR, Demo
+from examples.make_demo.models import new_model
+from examples.make_demo.texts import Example, Problem, critiques, demonstrations, judged
 from images.reader import reader_of
 from recipes.addition import task
-from recipes.addition.critiques import corrupted, critique
-from recipes.addition.demos import RECIPE, WRITTEN, Demo, demo_of
-from recipes.addition.models import new_model
+from recipes.addition.pairs import corrupted
 from recipes.addition.task import shown_work, training_problem
 from reporting.progress import Progress
+from runtime import rendezvous
+from runtime.atomic_files import CHECKSUMS, sha256
 from runtime.world import World
 from training.packing import Sequence
-from training.trainer import ADAM_BETAS, CLIP_GRAD
+from training.trainer import ADAM_BETAS, CLIP_GRAD, DistributedDataParallel, DistributedDataParallelConfig
 
-Example = tuple[str, str, *tuple[bytes, ...]]  # a prompt's text, the response to learn, the prompt's pictures
 Batches = Callable[[int], list[Example]]  # of a step; the same on every rank
-Problem = tuple[int, int, str]  # two summands, and an answer
 
-CACHE = Path.home() / ".cache" / "nanoyatt"
 GATE = 0.03  # false accepts among wrong answers, and false rejects among right ones, at most
 
 
-async def prepare(config: Config, world: World, progress: Progress) -> tuple[Path, Path]:
-    """The demo's actor and judge, made if they aren't cached (collective). ValueError if the gate fails."""
-    demo = demo_of(config)
-    recipe = hashlib.sha256(json.dumps(demo.recipe, sort_keys=True).encode()).hexdigest()[:8]
-    home = CACHE / f"{demo.name}-{recipe}-seed{config.seed}"
-    if not await world.broadcast((home / "judge" / "gate.json").is_file()):
-        await world.run(make, config, world, home, progress, demo)
-    return home / "actor", home / "judge"
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    config = parse_config(["--device", "cpu"])
+    world = rendezvous.join(config)
+    progress = Progress(0, world.rank == 0)
+    make(config, world, folder / name, progress, DEMOS[name])
+    progress.line(compare(folder, name))
+    progress.close()
+    world.close()
+    rendezvous.close()
+
+
+def compare(folder: Path, name: str) -> str:
+    """Which files of a demo are other ones than the project's."""
+    lines = (DEMO_MODELS / CHECKSUMS).read_text().splitlines()
+    shipped = {path: checksum for checksum, _, path in (line.partition("  ") for line in lines)}
+    made = [path for path in shipped if path.startswith(f"{name}/")]
+    others = [path for path in made if sha256(folder / path) != shipped[path]]
+    if others:
+        return f"{folder}: other than the project's are {', '.join(others)}"
+    return f"{folder}: all {len(made)} files of {name} are the project's"
 
 
 def make(config: Config, world: World, home: Path, progress: Progress, demo: Demo) -> None:
-    """Train both models and move them to `home` at once: a cache is complete or absent (collective)."""
-    work = home.with_name(home.name + ".part")
-    new, actor, judge = (work / name for name in ("new", "actor", "judge"))
+    """Train both models, to `home` (collective). ValueError if the judge fails its gate."""
+    new, actor, judge = (home / name for name in ("new", "actor", "judge"))
     if world.rank == 0:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(home, ignore_errors=True)
         new_model(new, config.seed, demo.build)
     dist.barrier()
     learned = partial(demonstrations, config.seed, demo=demo)
-    train(config, world, new, actor, learned, demo.recipe["actor"]["steps"], progress)
+    train(config, world, new, actor, learned, demo.actor["steps"], progress)
     key = f"own answers {config.seed}"
-    rng, count = random.Random(key), demo.recipe["judge"]["pool"]
+    rng, count = random.Random(key), demo.judge["pool"]
     answers = own_answers(demo, actor, [training_problem(rng) for _ in range(count)], key, world)
     errors = [(a, b, answer) for a, b, answer in answers if answer != str(a + b)]
     learned = partial(critiques, config.seed, errors, demo=demo)
-    train(config, world, actor, judge, learned, demo.recipe["judge"]["steps"], progress)
+    train(config, world, actor, judge, learned, demo.judge["steps"], progress)
     progress.doing("warm start: checking the judge")
-    rates = gate(demo, work, world)
+    rates = gate(demo, home, world)
     if max(rates.values()) > GATE:
-        raise ValueError(f"the judge failed its gate ({rates}, at most {GATE} each): try another --seed")
+        raise ValueError(f"the judge failed its gate ({rates}, at most {GATE} each): try another seed")
     if world.rank == 0:
         (judge / "gate.json").write_text(json.dumps(rates))
         shutil.rmtree(new)
-        shutil.rmtree(home, ignore_errors=True)
-        work.rename(home)
     dist.barrier()
 
 
@@ -104,16 +120,19 @@ def train(
 class MuonActor(Actor):
     """With Muon for the matrices inside the layers and AdamW for the rest: a quarter of its steps do."""
 
-    shards_optimizer = False  # Muon orthogonalizes whole matrices
+    def _wrapped(self, gpt) -> DistributedDataParallel:
+        """Unsharded: Muon orthogonalizes whole matrices."""
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+        return DistributedDataParallel(gpt.config, settings, gpt, pg_collection=self.groups)
 
     def _build_optimizer(self, model_config) -> None:
         matrices, rest = [], []
         for name, parameter in self.chunks[0].named_parameters():
             inside = any(part in f".{name}" for part in (".layers.", ".blocks.", "merger"))
             (matrices if parameter.ndim == 2 and inside else rest).append(parameter)
-        muon = torch.optim.Muon(matrices, lr=RECIPE["muon_lr"], momentum=0.95, weight_decay=0.0)
-        adam = torch.optim.AdamW(rest, lr=RECIPE["adam_lr"], betas=ADAM_BETAS, weight_decay=0.0)
-        self._optimizers = ((muon, RECIPE["muon_lr"]), (adam, RECIPE["adam_lr"]))
+        muon = torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.0)
+        adam = torch.optim.AdamW(rest, lr=ADAM_LR, betas=ADAM_BETAS, weight_decay=0.0)
+        self._optimizers = ((muon, MUON_LR), (adam, ADAM_LR))
 
     def _apply_gradients(self, lr: float) -> float:
         """One step; `lr` scales both learning rates. Returns the gradients' norm before clipping."""
@@ -126,55 +145,6 @@ class MuonActor(Actor):
                 group["lr"] = full_lr * lr
             optimizer.step()
         return float(norm)
-
-
-def demonstrations(seed: int, step: int, demo: Demo = WRITTEN) -> list[Example]:
-    """Of problems, with the work shown or the answer blurted out."""
-    key, recipe, examples = f"demonstrations {seed} {step}", demo.recipe["actor"], []
-    rng = random.Random(key)
-    for _ in range(recipe["batch"]):
-        a, b = training_problem(rng)
-        response = f">{a + b}" if rng.random() < recipe["blurt"] else shown_work(a, b)
-        question, *pictures = demo.show(a, b, key)
-        examples.append((question, response, *pictures))
-    return examples
-
-
-def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Examples for sft, rm, dpo: shown work; in pairs a wrong answer, blurted out or after the same work."""
-    rng, rows = random.Random(f"{command} {seed}"), []
-    while len(rows) < count:
-        a, b = training_problem(rng)
-        work, wrong = shown_work(a, b), corrupted(rng, a, b)
-        if command == "sft":
-            rows.append({"prompt": f"{a}+{b}=", "response": work})
-        elif wrong != str(a + b):
-            shown = work.rsplit(">", 1)[0] if rng.random() < 0.5 else ""
-            rows.append({"prompt": f"{a}+{b}=", "chosen": work, "rejected": f"{shown}>{wrong}"})
-    return rows
-
-
-def critiques(seed: int, pool: list[Problem], step: int, demo: Demo = WRITTEN) -> list[Example]:
-    """Of answers that are right, corrupted, or from `pool`, the actor's own errors."""
-    key, recipe, examples = f"critiques {seed} {step}", demo.recipe["judge"], []
-    rng = random.Random(key)
-    for _ in range(recipe["batch"]):
-        kind, (a, b) = rng.random(), training_problem(rng)
-        if kind < recipe["right"]:
-            answer = str(a + b)
-        elif kind < recipe["right"] + recipe["corrupted"]:
-            answer = corrupted(rng, a, b)
-        else:
-            a, b, answer = rng.choice(pool)
-        prompt, *pictures = judged(demo, a, b, answer, key)
-        examples.append((prompt, critique(a, b, answer), *pictures))
-    return examples
-
-
-def judged(demo: Demo, a: int, b: int, answer: str, key: str) -> task.Shown:
-    """The judge's prompt, and the pictures in it."""
-    question, *pictures = demo.show(a, b, key)
-    return task.addition_prompt(question, answer), *pictures
 
 
 def encoder(model_dir: Path) -> Callable[..., Sequence]:
@@ -232,15 +202,19 @@ def own_answers(
     return [(a, b, answer) for (a, b), answer in answers if answer is not None]
 
 
-def gate(demo: Demo, work: Path, world: World) -> dict[str, float]:
+def gate(demo: Demo, home: Path, world: World) -> dict[str, float]:
     """How often the judge errs on held-out problems: right, corrupted, the actor's answers (collective)."""
     rng, problems = random.Random("gate"), task.HELD_OUT_PROBLEMS
-    items = own_answers(demo, work / "actor", problems, task.HELD_OUT_KEY, world)
+    items = own_answers(demo, home / "actor", problems, task.HELD_OUT_KEY, world)
     items += [(a, b, answer) for a, b in problems for answer in (str(a + b), corrupted(rng, a, b))]
     prompts = [judged(demo, *item, task.HELD_OUT_KEY) for item in items]
-    texts = generate(work / "judge", prompts, world, max_new_tokens=100, do_sample=False)
+    texts = generate(home / "judge", prompts, world, max_new_tokens=100, do_sample=False)
     right = [answer == str(a + b) for a, b, answer in items]
     pairs = [(task.addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
     false_accepts = [accepts for accepts, truth in pairs if not truth]
     false_rejects = [not accepts for accepts, truth in pairs if truth]
     return {"false_accepts": fmean(false_accepts), "false_rejects": fmean(false_rejects)}
+
+
+if __name__ == "__main__":
+    main()
