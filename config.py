@@ -296,12 +296,12 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
 
 
 def demo_models(given: dict) -> dict:
-    """The models of a command line that names none. ValueError for what asks for a model of one's own."""
+    """The models of a command line that names none. UserError for what asks for a model of one's own."""
     for name in ("data", "judge", "cost_judge", "critic"):
         if given.get(name):
-            raise ValueError(f"--{dashed(name)} needs --model: the demo's models only know addition")
+            raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
     if given["command"] == "eval":
-        raise ValueError("run.py eval needs --model DIR")
+        raise UserError("run.py eval needs --model DIR")
     folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}
