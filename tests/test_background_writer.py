@@ -60,6 +60,12 @@ def test_how_a_writer_fails():
     )
     assert ended(BackgroundWriter(lambda: {}["key"])) == (None, "KeyError: 'key'")
     assert ended(BackgroundWriter(lambda: sys.exit("two\nlines"))) == (None, "SystemExit: two")
+    cut = BackgroundWriter(
+        lambda: bytes(1 << 20)
+    )  # more than a pipe holds: it is killed as it sends
+    assert cut._receiver.poll(10)
+    cut._process.kill()
+    assert ended(cut) == (None, "the writing process ended with status -9")
     killed = ended(BackgroundWriter(lambda: os.kill(os.getpid(), signal.SIGKILL)))
     assert killed == (None, "the writing process ended with status -9")
     writer = BackgroundWriter(lambda: time.sleep(100))

@@ -174,6 +174,94 @@ def test_messages_of_a_fused_table_by_hand():
     assert messages_between(table, pipes, 0, 0) == messages_between(table, pipes, 1, 1) == []
 
 
+class Wires:
+    """What each rank of a table posts and awaits, in its order, as the executor asks for it."""
+
+    def __init__(self, monkeypatch, table, pipes, connects=True):
+        from training import executor
+
+        calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
+        monkeypatch.setattr(executor, "dist", SimpleNamespace(**calls))
+        self.steps, self.most = (
+            [[] for _ in table],
+            0,
+        )  # of each rank: (kind, pair, group, direction)
+        for self.rank, tasks in enumerate(table):
+            trainer = SimpleNamespace(
+                pipeline=executor.Pipeline(self.rank, list(range(len(table))), "up", "down"),
+                chunks=[SimpleNamespace(config=SimpleNamespace(pipeline_dtype=torch.float32))],
+                device="cpu",
+            )
+            if connects:
+                executor.connect(trainer.pipeline, torch.device("cpu"))
+            work = SimpleNamespace(trainer=trainer, shape=lambda task: (1,))
+            messages = executor.Messages(table, pipes, [work] * len(pipes))
+            for task in tasks:
+                messages.receive(task)
+                messages.send(task, torch.zeros(1))
+                self.most = max(self.most, sum(map(len, messages.leaving.values())))
+            messages.finish()
+            assert not any(messages.leaving.values())
+
+    def irecv(self, buffer, sender, group):
+        return self.post("arrived", sender, group)
+
+    def isend(self, tensor, receiver, group):
+        return self.post("taken", receiver, group)
+
+    def post(self, kind, other, group):
+        steps, where = self.steps[self.rank], (frozenset((self.rank, other)), group)
+        steps.append(("post", where, kind))
+        number = steps.count(("post", where, kind))
+        return SimpleNamespace(wait=lambda: steps.append((kind, where, number)))
+
+    def end(self):
+        """Whether all come to their end by NCCL's rule: of two ranks in a group the first post waits for
+        the other's."""
+        known, done, moves = set(), [0] * len(self.steps), True
+        while moves:
+            moves = False
+            heads = [
+                steps[at] if at < len(steps) else None
+                for steps, at in zip(self.steps, done, strict=True)
+            ]
+            meet = [head[1] for head in heads if head and head[0] == "post"]
+            known |= {where for where in meet if meet.count(where) == 2}
+            for rank, head in enumerate(heads):
+                if head and self.may_go(head, rank, known, done):
+                    done[rank], moves = done[rank] + 1, True
+        return done == [len(steps) for steps in self.steps]
+
+    def may_go(self, head, rank, known, done):
+        kind, where, number = head
+        if kind == "post":
+            return where in known
+        (other,) = where[0] - {rank}
+        post = ("post", where, "taken" if kind == "arrived" else "arrived")
+        return self.steps[other][: done[other]].count(post) >= number
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
+    """Of two ranks in NCCL, because neighbours have met in one order before. A fused table would wait."""
+    places, chunks = tuple(range(ranks)), SCHEDULES[schedule].stages_per_rank
+    pipes = [Pipe(places * chunks, 2 * ranks), Pipe(places[::-1] * chunks, 2 * ranks)]
+    pipes = pipes[: 2 if schedule == "fused" else 1]
+    table = SCHEDULES[schedule].table(pipes)
+    assert Wires(monkeypatch, table, pipes).end()
+    assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule != "fused")
+
+
+def test_what_has_arrived_is_let_go(monkeypatch):
+    """Nothing but what is under way is held, however many micro-batches a table has."""
+    held = {}
+    for count in (8, 32):
+        pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]
+        held[count] = Wires(monkeypatch, SCHEDULES["1f1b"].table(pipes), pipes).most
+    assert held[8] == held[32] <= 8
+
+
 def test_interleaved_messages_go_round():
     """The last rank's first stage is followed by the first rank's second."""
     pipes = [Pipe((0, 1, 2) * 2, 4)]

@@ -332,7 +332,15 @@ def test_a_writer_of_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = MetricsWriter(tmp_path)
-    writer.write(0, {"b/loss": 0.123456789, "a/reason": "3|1: the only plan"})
+    writer.write(
+        0,
+        {
+            "b/loss": 0.123456789,
+            "lr": 5.55e-7,
+            "tokens": 12345678.0,
+            "a/reason": "3|1: the only plan",
+        },
+    )
     writer.write(3, {"b/loss": 2.0})
     board = EventAccumulator(
         str(tmp_path / "tensorboard")
@@ -344,10 +352,11 @@ def test_a_writer_of_metrics(tmp_path):
     writer.close()
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     assert rows == [
-        {"step": 0, "a/reason": "3|1: the only plan", "b/loss": 0.123457},
+        {"step": 0, "a/reason": "3|1: the only plan", "b/loss": 0.123457}
+        | {"lr": 5.55e-7, "tokens": 12345678},
         {"step": 3, "b/loss": 2.0},
     ]
-    assert list(rows[0]) == ["step", "a/reason", "b/loss"]
+    assert list(rows[0]) == ["step", "a/reason", "b/loss", "lr", "tokens"]
     assert "a/reason/text_summary" in board.Tags()["tensors"]
 
 

@@ -96,6 +96,18 @@ def test_a_new_run_starts_from_nothing(tmp_path):
     assert (tmp_path / "run" / "spans").is_dir() and (tmp_path / "run" / "logs").is_dir()
 
 
+@pytest.mark.parametrize("name", ["spans/rank1.jsonl", "replay.jsonl"])
+def test_what_a_run_left_that_died_in_its_first_step_is_moved(tmp_path, name):
+    """Later rows would stand behind its own, and be read with them. Logs of a start that failed stay."""
+    out = tmp_path / "run"
+    assert prepared(out) == (None, [])
+    (out / "logs" / "rollout-0.log").touch()
+    assert prepared(out) == (None, [])
+    (out / name).write_text("[]\n")
+    assert prepared(out) == (None, [f"moved the earlier run in {out} to {out}-1"])
+    assert not (out / name).exists() and (tmp_path / "run-1" / name).exists()
+
+
 def test_the_newest_checkpoint_is_continued(tmp_path):
     """In one line. What was recorded later is dropped, also a row that was cut short; the clock goes on."""
     out = make_run(tmp_path / "run")
