@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,9 @@ ANSWERS = {
 }
 VERDICTS = {"7:5.1:1.Y": True, "7:3x1:1.N": False, "7:3x1:1.Y": False, "N": False, "NY": True}
 VERDICTS |= {"": None, "7+8+0=15:5.": None, "Y ": None, "YES": None}
+BY_HAND = {("one digit off", 0, 9): {"0", "8"}, ("swapped digits", 10, 2): {"21"}}
+BY_HAND |= {("lost carry", 57, 68): {"115", "25"}, ("a summand", 57, 68): {"57", "68"}}
+BY_HAND |= {("cut short", 57, 68): {"", "1", "12", "5", "25"}}
 TOKENIZERS = [
     data.load_tokenizer(str(DEMO_MODELS / name / "actor")) for name in ("written", "drawn")
 ]
@@ -60,10 +62,6 @@ def test_a_problem_follows_from_seed_and_draw(seed, draw):
     assert prompt.answer_key == str(int(a) + int(b))
     assert prompt.tokens == characters(prompt.question)
     assert 1 <= min(len(a), len(b)) <= max(len(a), len(b)) <= 6
-    assert (a, b) == (str(int(a)), str(int(b)))
-
-
-# ---------------------------------------------------------------- answers and verdicts
 
 
 @settings(deadline=None)
@@ -84,15 +82,10 @@ def test_shown_work_adds_up(a, b):
     assert len(text) + 1 <= parse_config([]).max_new_tokens  # one token a character, and the end
 
 
-@pytest.mark.parametrize("text,answer", ANSWERS.items())
-def test_an_answer_is_what_follows_the_last_mark(text, answer):
-    assert task.addition_answer(text) == answer
-
-
-@pytest.mark.parametrize("text,verdict", VERDICTS.items())
-def test_a_verdict_is_the_last_letter(text, verdict):
-    """Anything else is none; an accept that contradicts its own critique is a reject."""
-    assert task.addition_parse(text) is verdict
+def test_answers_and_verdicts():
+    """What follows the last mark; the last letter, but no accept that contradicts its own critique."""
+    assert {text: task.addition_answer(text) for text in ANSWERS} == ANSWERS
+    assert {text: task.addition_parse(text) for text in VERDICTS} == VERDICTS
 
 
 def test_how_the_judges_are_asked():
@@ -101,9 +94,6 @@ def test_how_the_judges_are_asked():
     assert critic.parse is task.addition_parse and critic.min_logprob == -0.36
     assert critic.prompt("57+68=", "125") == "57+68=>125?"
     assert critic.final_answer("7+8+0=15;>7") == scorer.final_answer(">7") == "7" and scorer.scores
-
-
-# ---------------------------------------------------------------- wrong answers
 
 
 @settings(deadline=None)
@@ -125,25 +115,12 @@ def test_corrupted_answers_are_mostly_wrong_and_of_every_kind():
     assert all(longer[off] / len(wrong) > 0.01 for off in (-2, -1, 1, 2))
     assert longer[0] / len(wrong) > 0.5
     assert any(not answer.isdigit() for _, answer in wrong)
-    long = [(right, answer) for right, answer in wrong if len(answer) == len(right) > 3]
-    shared = [sum(x == y for x, y in zip(*each, strict=True)) / len(each[0]) for each in long]
-    assert sum(part < 0.3 for part in shared) / len(shared) > 0.1  # the claim says nothing
 
 
-@pytest.mark.parametrize(
-    "slip,a,b,answers",
-    [
-        ("one digit off", 4, 3, {"6", "8"}),
-        ("one digit off", 0, 9, {"0", "8"}),
-        ("swapped digits", 10, 2, {"21"}),
-        ("lost carry", 57, 68, {"115", "25"}),
-        ("cut short", 57, 68, {"", "1", "12", "5", "25"}),
-        ("a summand", 57, 68, {"57", "68"}),
-    ],
-)
-def test_slips_by_hand(slip, a, b, answers):
+def test_slips_by_hand():
     """All that can come of a problem."""
-    assert {pairs.slip(slip, random.Random(seed), a, b) for seed in range(100)} == answers
+    for (kind, a, b), answers in BY_HAND.items():
+        assert {pairs.slip(kind, random.Random(seed), a, b) for seed in range(100)} == answers
 
 
 # ---------------------------------------------------------------- the models
