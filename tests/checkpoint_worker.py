@@ -20,10 +20,9 @@ import torch.multiprocessing as mp
 import placement
 from checkpoint import Checkpoints, restore
 from controller import State
-from critic_worker import critic_config
 from data import Prompts
 from fakes import FakeSource
-from parallel_worker import balanced, set_constants
+from parallel_worker import balanced, critic_config, set_constants
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import Sample

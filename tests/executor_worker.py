@@ -14,8 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from critic_worker import critic_config
-from parallel_worker import actor_config, balanced, each_layout, main, set_overlap
+from parallel_worker import (
+    actor_config,
+    balanced,
+    critic_config,
+    each_layout,
+    gathered,
+    main,
+    save,
+    set_overlap,
+)
 from scheduling.balance import flat
 
 SETTINGS = dict(row="ppo", critic_epochs=2, updates_per_step=2, max_tokens_per_micro_batch=32)
@@ -111,12 +119,6 @@ def weights_of(trainers: tuple) -> dict:
     }
 
 
-def gathered(value) -> list:
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def gradients(trainers: tuple, samples: list) -> dict:
     """After one pass, by model, tensor-parallel rank and name (data parallelism cuts them elsewhere)."""
     from training.hf_weights import global_parameters
@@ -148,19 +150,6 @@ def gradients(trainers: tuple, samples: list) -> dict:
     return found
 
 
-def save(trainers: tuple, path: str) -> None:
-    for number, trainer in enumerate(trainers):
-        folder = Path(f"{path}.{number}")
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
-        write, complete = trainer.snapshot(folder)
-        parts = gathered(write())
-        if dist.get_rank() == 0:
-            complete(parts)
-        dist.barrier()
-
-
 def resumed(model_dir: str, layout: dict, schedules: list[str], batches: list, path: str) -> tuple:
     """A step under each schedule, each from the checkpoint of the one before."""
     history, trainers, durations = [], None, []
@@ -172,13 +161,14 @@ def resumed(model_dir: str, layout: dict, schedules: list[str], batches: list, p
         history.append(ppo_step(trainers, step, batches[step]))
         durations = [trainer.durations for trainer in trainers]
         assert durations == gathered(durations)[0], "ranks would make different tables"
-        save(trainers, f"{path}.{step}")
+        for number, trainer in enumerate(trainers):
+            save(trainer, Path(f"{path}.{step}.{number}"))
         weights = weights_of(trainers)
         close(trainers)
     return history, weights
 
 
-def train(model_dir: str, layout: dict, reference: dict, path: str) -> dict:
+def train(reference: dict, layout: dict, path: str) -> dict:
     """Three PPO steps under every schedule that the layout names, and the gradients of a pass."""
     from training import trainer
 
@@ -186,6 +176,7 @@ def train(model_dir: str, layout: dict, reference: dict, path: str) -> dict:
         100.0  # the norm's last bit depends on where its parts lie, and would show in weights
     )
     layout, batches, results = dict(layout), reference["batches"], {}
+    model_dir = reference["model_dir"]
     set_overlap(layout.pop("bucket", None))
     names, resumes = layout.pop("schedules"), layout.pop("resumes", False)
     for name in names:
@@ -260,7 +251,7 @@ def each_then_fail(case: dict, size: int, path: str) -> dict:
     """The layouts; then what happens when ranks have different tables, and when one dies."""
     results = each_layout(train, case, size, path)
     if size == 4:
-        trainers = build(case["model_dirs"]["qwen3"], "fused", {"pp": 4})
+        trainers = build(case["references"]["qwen3"]["model_dir"], "fused", {"pp": 4})
         results["another table"] = gathered(one_has_another_table(trainers[0]))
         if dist.get_rank() == 0:
             torch.save(results, f"{path}.{size}")
@@ -273,4 +264,4 @@ if __name__ == "__main__":
     import critic  # noqa: F401
     from test_actor import make_samples
 
-    main(each_then_fail, sizes=(2, 4))
+    main(each_then_fail)

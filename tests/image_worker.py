@@ -6,9 +6,7 @@ Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
-from parallel_worker import actor_config, balanced, main
+from parallel_worker import actor_config, balanced, gathered, main, save
 from sample import Sample
 
 LR = 1e-3
@@ -45,23 +43,9 @@ def train(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dict
     weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
     save(actor, Path(path))
     after = [step(actor, samples) for _ in range(2)]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, rows)
+    logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
     actor.close()
-    logprobs = {number: row for rows in everyone for number, row in rows.items()}
     return {"logprobs": logprobs, "steps": steps, "weights": weights, "after": after}
-
-
-def save(actor, folder: Path) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
-    write, complete = actor.snapshot(folder)
-    written = [None] * dist.get_world_size()
-    dist.all_gather_object(written, write())
-    if dist.get_rank() == 0:
-        complete(written)
-    dist.barrier()
 
 
 def resume(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dict:
@@ -115,4 +99,4 @@ if __name__ == "__main__":
     import actor  # noqa: F401
     import critic  # noqa: F401
 
-    main(work, sizes=(4, 2, 1))
+    main(work)

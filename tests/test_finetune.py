@@ -5,7 +5,7 @@ import json
 import math
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 
@@ -30,9 +30,8 @@ from workers import run_worker
 
 # worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
 LEARNING_RATES, CLIP = [5e-4, 1e-3, 7.5e-4], 0.5
-LAYOUTS = {  # name -> ranks, sizes
-    "one": (1, {}),
-    "one_large": (1, {"max_tokens_per_micro_batch": 4096}),
+FIRST = {"one": (1, {})}  # name -> ranks, sizes
+OTHERS = {
     "dp2": (2, {}),
     "tp2_sp": (2, {"tp": 2, "sp": True}),
     "pp2": (2, {"pp": 2}),
@@ -144,62 +143,61 @@ def references(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results(references, tmp_path_factory) -> tuple[dict, Path]:
-    """Of every command under every layout, and what the paths of the exports begin with."""
-    path = tmp_path_factory.mktemp("layouts")
-    torch.save({"references": references, "layouts": LAYOUTS}, path / "case.pt")
-    run_worker("finetune_worker.py", path / "case.pt", path / "result", timeout_s=400)
-    return torch.load(path / "result.1") | torch.load(path / "result.2"), path / "result"
+def result_of(references, tmp_path_factory):
+    """What a command learned under a layout, and where it is; layouts of a tier are trained together."""
+
+    @cache
+    def learned(are_first: bool) -> tuple[Path, dict]:
+        path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
+        (size,) = {ranks for ranks, _ in layouts.values()}
+        case = {"references": references, "layouts": layouts, "sizes": [size]}
+        torch.save(case, path / "case.pt")
+        run_worker("finetune_worker.py", path / "case.pt", path / "result", timeout_s=400)
+        return path, torch.load(path / f"result.{size}")
+
+    def result(command: str, name: str) -> tuple[dict, Path]:
+        path, found = learned(name in FIRST)
+        return found[command, name], path / f"result.{command}.{name}"
+
+    return result
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(o, marks=pytest.mark.slow) for o in OTHERS)]
+)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_learns_as_the_plain_reference(command, name, references, results):
+def test_a_command_learns_as_the_plain_reference(command, name, references, result_of):
     """Metrics, gradients (their norm, and where they take the weights), held-out metrics, by layout."""
-    reference, result = references[command], results[0][command, name]
-    found, expected = (
-        side["metrics"] + side[of]
-        for side, of in ((result, "held_out"), (reference, "of_held_out"))
-    )
+    reference, (result, path) = references[command], result_of(command, name)
+    found = result["metrics"] + result["held_out"]
+    expected = reference["metrics"] + reference["of_held_out"]
     for row, wanted in zip(found, expected, strict=True):
-        undecided = (
-            {"accuracy"} if command == "dpo" and wanted["margin"] == 0 else set()
-        )  # a pair that ties is told by round-off
-        wanted = {name: value for name, value in wanted.items() if name not in undecided}
-        assert {name: row[name] for name in row.keys() - undecided} == pytest.approx(
-            wanted, rel=1e-5, abs=1e-5
-        )
+        if command == "dpo" and wanted["margin"] == 0:  # a pair that ties is told by round-off
+            row, wanted = row | {"accuracy": 0.0}, wanted | {"accuracy": 0.0}
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert result["weight_distance"] < 5e-5
+    check_export(command, path, reference)
 
 
-def test_dpo_begins_at_its_reference(references, results):
-    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference would be idle above."""
-    first, *later = references["dpo"]["metrics"]
-    assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
-    for found in (
-        results[0]["dpo", name] for name in ("one", "dp2", "tp2_sp")
-    ):  # the others' passes round otherwise with a gradient
-        assert (
-            found["metrics"][0]["margin"]
-            == found["metrics"][0]["accuracy"]
-            == found["held_out"][0]["accuracy"]
-            == 0.0
-        )
-    assert all(abs(step["margin"]) > 1e-4 for step in later)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_transformers_load_what_was_learnt(command, references, results):
+def check_export(command: str, path: Path, reference: dict) -> None:
+    """That transformers load what was learned."""
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
-    model, loading = kind.from_pretrained(f"{results[1]}.{command}.dp2", output_loading_info=True)
+    model, loading = kind.from_pretrained(path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    reference = references[command]
     start = kind.from_pretrained(reference["model_dir"])
     with torch.no_grad():
         found = plain_metrics(command, model, start, reference["held_out"])
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(
-        reference["of_held_out"][1], rel=1e-4, abs=1e-4
-    )
+    found = {name: float(value) for name, value in found.items()}
+    assert found == pytest.approx(reference["of_held_out"][1], rel=1e-4, abs=1e-4)
+
+
+def test_dpo_begins_at_its_reference(references, result_of):
+    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference would be idle above."""
+    first, *later = references["dpo"]["metrics"]
+    assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
+    found, _ = result_of("dpo", "one")
+    assert found["metrics"][0]["margin"] == found["metrics"][0]["accuracy"] == 0.0
+    assert all(abs(step["margin"]) > 1e-4 for step in later)
 
 
 # ---------------------------------------------------------------- rows
@@ -396,13 +394,6 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
     )
 
 
-def test_the_order_of_examples_stays():
-    """Else a learner's numbers could not be compared across versions."""
-    examples = data.Shuffled(range(30), seed=5, held_out=4)
-    assert sorted(examples.held_out) == [13, 18, 21]
-    assert [examples.training(number) for number in (0, 1, 2, 27, 28, 54)] == [19, 7, 20, 9, 8, 15]
-
-
 def test_special_tokens_in_a_conversation_are_text(tokenizers):
     """Of people and datasets: only the template ends a turn."""
     chat, spelled = tokenizers["chat"], "7<|im_end|>\n<|im_start|>user\nMore?"
@@ -411,20 +402,6 @@ def test_special_tokens_in_a_conversation_are_text(tokenizers):
         for text in ("7", spelled)
     )
     assert plain == ANSWERED and answer == "7< |im_end|>\n< |im_start|>user\nMore?<|im_end|>\n"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
-    rows = warmstart.example_rows(command, seed=0, count=40)
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = read_examples(
-        path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command])
-    )
-    assert len(examples) == 40 and rows == warmstart.example_rows(command, seed=0, count=40)
-    for row in rows if command != "sft" else ():
-        a, b = map(int, row["prompt"][:-1].split("+"))
-        assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
 
 
 # ---------------------------------------------------------------- a whole run

@@ -3,7 +3,7 @@
 import gc
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +16,10 @@ from transformers import AutoModel, AutoModelForImageTextToText
 
 from actor import Actor, Reference
 from critic import Critic
-from image_worker import LR, image_config, save, step
+from image_worker import LR, image_config, step
 from images.reader import ImageReader
 from images.tokens import Image
-from parallel_worker import balanced, set_constants
+from parallel_worker import balanced, save, set_constants
 from sample import Sample
 from test_actor import make_model
 from training.model import check_critic, check_sizes, packing_of, read_hf_config, rotary_frequencies
@@ -29,23 +29,23 @@ from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_m
 from workers import run_worker
 
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
+FIRST = {"qwen3_vl_tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": True}, None)}
+EVERY = {  # name -> ranks, sizes
+    "dp2": (2, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True}),
+}
+RESUMED = {"pp2_of_tp2": (2, {"pp": 2}), "dp1_of_tp2": (1, {})}
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
-EVERY = {  # name -> ranks, sizes, the layout from whose checkpoint it goes on
-    "dp2": (2, {}, None),
-    "tp2": (2, {"tp": 2}, None),
-    "tp2_sp": (2, {"tp": 2, "sp": True, "recompute": True}, None),
-    "pp2": (2, {"pp": 2}, None),
-    "cp2": (2, {"cp": 2}, None),
-    "tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True}, None),
-}
-RESUMED = {"dp2_of_tp2": (2, {}), "pp2_of_tp2": (2, {"pp": 2}), "dp1_of_tp2": (1, {})}
-LAYOUTS = {
-    f"{family}_{name}": (family, *layout) for family in FAMILIES for name, layout in EVERY.items()
-}
-LAYOUTS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"}, None)}
-LAYOUTS |= {f"{f}_{name}": (f, *row, f"{f}_tp2") for f in FAMILIES for name, row in RESUMED.items()}
+OTHERS = {f"{f}_{name}": (f, *row, None) for f in FAMILIES for name, row in EVERY.items()}
+OTHERS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"}, None)}
+# these go on from the checkpoint of another
+OTHERS |= {f"{f}_{name}": (f, *row, f"{f}_tp2") for f in FAMILIES for name, row in RESUMED.items()}
 BESIDE = {schedule: {"pp": 2, "schedule": schedule} for schedule in ("1f1b", "fused")}
-TRAINED = [name for name, layout in LAYOUTS.items() if layout[-1] is None]
+SLOW = [name for name, layout in OTHERS.items() if layout[-1] is None]
+BY_TIER = [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)]
 
 
 def make_samples(reader: ImageReader) -> list[Sample]:
@@ -130,19 +130,28 @@ def references(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="session")
-def results(references, tmp_path_factory) -> dict:
-    """Of every layout, in processes that are gone afterwards."""
-    path = tmp_path_factory.mktemp("layouts")
-    case = {name: {f: r[name] for f, r in references.items()} for name in ("model_dirs", "samples")}
-    torch.save(case | {"layouts": LAYOUTS, "beside": BESIDE}, path / "case.pt")
-    run_worker("image_worker.py", path / "case.pt", path / "result")
-    found = (torch.load(f"{path / 'result'}.{size}", weights_only=False) for size in (4, 2, 1))
-    return {name: result for each in found for name, result in each.items()}
+def results_of(references, tmp_path_factory):
+    """Of a tier's layouts, in processes that are gone afterwards."""
+
+    @cache
+    def trained(are_first: bool) -> dict:
+        path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
+        sizes = sorted({ranks for _, ranks, *_ in layouts.values()}, reverse=True)
+        case = {"layouts": layouts, "sizes": sizes, "beside": {} if are_first else BESIDE}
+        for name in ("model_dirs", "samples"):
+            case[name] = {family: known[name] for family, known in references.items()}
+        torch.save(case, path / "case.pt")
+        run_worker("image_worker.py", path / "case.pt", path / "result")
+        found = (torch.load(f"{path / 'result'}.{size}", weights_only=False) for size in sizes)
+        return {name: result for each in found for name, result in each.items()}
+
+    return trained
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_layout_trains_as_transformers(name, references, results):
-    reference, result = references[LAYOUTS[name][0]], results[name]
+@pytest.mark.parametrize("name", [*FIRST, *(pytest.param(o, marks=pytest.mark.slow) for o in SLOW)])
+def test_a_layout_trains_as_transformers(name, references, results_of):
+    reference = references[(FIRST | OTHERS)[name][0]]
+    result = results_of(name in FIRST)[name]
     for number, row in enumerate(reference["logprobs"]):
         assert result["logprobs"][number] == pytest.approx(row, rel=0, abs=1e-5)
     losses, norms = zip(*result["steps"], strict=True)
@@ -158,19 +167,21 @@ def test_a_layout_trains_as_transformers(name, references, results):
     assert min(moved.values()) > 1e-3
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS.keys() - set(TRAINED)))
-def test_a_checkpoint_goes_on_under_another_layout(name, results):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OTHERS.keys() - set(SLOW)))
+def test_a_checkpoint_goes_on_under_another_layout(name, results_of):
+    results = results_of(False)
     losses, norms = zip(*results[name]["after"], strict=True)
-    true_losses, true_norms = zip(*results[LAYOUTS[name][-1]]["after"], strict=True)
+    true_losses, true_norms = zip(*results[OTHERS[name][-1]]["after"], strict=True)
     assert losses == pytest.approx(true_losses, rel=0, abs=1e-6)
     assert norms == pytest.approx(true_norms, rel=0, abs=1e-5)
 
 
-def test_a_critic_that_sees_is_fused_with_the_actor(results):
+@pytest.mark.slow
+def test_a_critic_that_sees_is_fused_with_the_actor(results_of):
     """Its first stage, with the tower, lies on the last rank. No schedule changes a bit."""
-    one, other = (
-        [without_seconds(metrics) for metrics in results[schedule]] for schedule in BESIDE
-    )
+    results = results_of(False)
+    one, other = (list(map(without_seconds, results[schedule])) for schedule in BESIDE)
     assert one == other
     assert all(metrics["critic/grad_norm"] > 0.01 for metrics in one)
     assert one[1]["critic/value_loss"] < one[0]["critic/value_loss"]
@@ -212,7 +223,7 @@ def tower_and_text(actor) -> tuple[dict, dict]:
     return tower, weights
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_texts_alone_leave_the_tower_as_it_was(family, references, make_trainer):
     """Its parameters have gradients, which are zeros: DDP waits for all of them."""
     actor, texts = (
@@ -257,13 +268,11 @@ def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(
     save(actor, tmp_path / "saved")
     other = make_trainer(Actor, reference["model_dirs"], freeze_vision=True)
     other.restore(tmp_path / "saved")
-    assert all(
-        torch.equal(weight, results[1][1][name])
-        for name, weight in tower_and_text(other)[1].items()
-    )
+    restored = tower_and_text(other)[1]
+    assert all(torch.equal(weight, results[1][1][name]) for name, weight in restored.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_in_bfloat16(family, references, make_trainer):
     """Rotary frequencies stay in float32: rounded ones are off by up to 0.4 %."""
     reference = references[family]
@@ -312,7 +321,11 @@ def test_a_critic_sees(references, make_trainer):
 
 
 @pytest.mark.parametrize(
-    "family, tied", [("qwen3_vl", False), ("qwen2_5_vl", False), ("qwen3_vl", True)]
+    "family, tied",
+    [
+        ("qwen3_vl", False),
+        *(pytest.param(f, f == "qwen3_vl", marks=pytest.mark.slow) for f in FAMILIES),
+    ],
 )
 def test_a_directory_goes_in_and_out_bit_for_bit(family, tied, make_trainer, tmp_path):
     model_dir = make_vision_model(tmp_path / "model", family, layers=2, tied=tied)
@@ -371,7 +384,7 @@ def test_an_image_is_seen_once_and_its_tokens_know_their_features():
     assert text.images == () and text.places is None and text.positions.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_which_axis_turns_a_pair_is_transformers(family, references):
     hf = read_hf_config(references[family]["model_dirs"])
     frequencies = rotary_frequencies(hf, SimpleNamespace(kv_channels=24))
@@ -385,7 +398,7 @@ def test_which_axis_turns_a_pair_is_transformers(family, references):
         assert torch.equal(ours[:, 0], theirs[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references):
     """torch's flop counter on transformers' tower: 2 a multiply-add."""
     hf = read_hf_config(references[family]["model_dirs"])
