@@ -211,7 +211,7 @@ def rank_main(
 
 
 def main(work: Callable[[dict, int, str], dict]) -> None:
-    """Fork as many ranks as the case says, one time after another. What they need is imported by now, or by set_constants."""
+    """Fork as many ranks as the case says, one time after another; what they need is imported by now."""
     set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)

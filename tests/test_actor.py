@@ -6,7 +6,6 @@ import json
 import math
 import random
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,6 @@ from algorithms import Algorithm
 from parallel_worker import actor_config, balanced, set_constants, supervised
 from sample import Sample
 from scheduling.balance import pack, packed_length
-from training import ptx
 from training.packing import NO_TARGET, make_micro_batches, zigzag
 
 VOCAB = 64
@@ -169,22 +167,6 @@ def gradient(actor, samples, monkeypatch) -> torch.Tensor:
     return actor.ddps[0].buffers[0].grad_data.clone()
 
 
-def test_the_split_into_micro_batches_does_not_change_the_gradient(
-    make_actor, model_dir, monkeypatch
-):
-    actor = make_actor(model_dir)
-    samples = on_policy_samples(actor)
-    gradients, counts = [], []
-    for budget in (1000, 120, 60, 27):
-        actor.config = replace(actor.config, max_tokens_per_micro_batch=budget)
-        gradients.append(gradient(actor, samples, monkeypatch))
-        counts.append(len(balanced(samples, actor)[0]))
-    assert counts[:3] == [1, 2, 4] and counts[3] > 6
-    assert gradients[0].abs().max() > 1e-3
-    for other in gradients[1:]:
-        assert torch.allclose(gradients[0], other, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
 def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
     """With a KL to a reference and the entropy in the loss.
@@ -223,45 +205,6 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
         assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
 
 
-def test_texts_are_learned_beside_the_policy_s_loss(make_actor, model_dir):
-    """Policy's mean + ptx_coef * mean over the texts' tokens, in one optimizer step.
-
-    Other texts in each of two steps.
-    """
-    texts = [([1, 2], [3, 4, 5]), ([6], [7] * 9), ([8, 9, 10], [11, 12]), ([13], [14, 15, 16, 17])]
-    changes = {
-        "ptx_coef": 0.5,
-        "ptx_batch": 2,
-        "updates_per_step": 2,
-        "max_tokens_per_micro_batch": 60,
-    }
-    actor = make_actor(
-        model_dir, row="cispo", kl_coef=0.3, ptx_data="texts", temperature=1.0, **changes
-    )
-    samples = on_policy_samples(actor)
-    for sample in samples:
-        sample.reference_logprobs = [logprob - 0.1 for logprob in sample.logprobs]
-    actor.texts = texts
-    metrics = update(actor, samples)
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    optimizer, losses = plain_optimizer(model), []
-    for number, part in enumerate((samples[0::2], samples[1::2])):
-        chosen = ptx.choose(texts, number, 2, actor.config.seed, 0, 1)
-        examples = [Sample(0, 0, prompt, response=response) for prompt, response in chosen]
-        losses.append(-torch.cat([plain_logprobs(model, example, 1.0)[0] for example in examples]))
-        optimizer.zero_grad()
-        (
-            plain_row_loss(model, part, actor.config, actor.algorithm) + 0.5 * losses[-1].mean()
-        ).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
-        optimizer.step()
-    assert metrics["train/ptx_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
-    assert metrics["train/tokens"] == sum(len(sample.response) for sample in samples)
-    expected = dict(model.named_parameters())
-    for name, weight in actor.named_weights():
-        assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
-
-
 def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -> torch.Tensor:
     """Of one optimizer step, an answer at a time."""
     total, tokens, row = 0.0, 0, config.algorithm[0]
@@ -283,19 +226,6 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
     return total / (tokens if row == "cispo" else len(samples))
 
 
-def test_an_empty_micro_batch_adds_exactly_nothing(make_actor, model_dir):
-    """Not even to the embedding's gradient, and not to the number of tokens that the loss is divided by."""
-    from actor import cross_entropy_loss
-
-    actor = make_actor(model_dir)
-    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)[:3]]
-    gradients = []
-    for packed in ([sequences], [[], sequences, []]):
-        actor._passes(packed, cross_entropy_loss)
-        gradients.append(actor.ddps[0].buffers[0].grad_data.clone())
-    assert torch.equal(gradients[0], gradients[1]) and gradients[0].abs().max() > 0
-
-
 def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     actor = make_actor(model_dir)
     update(
@@ -313,18 +243,6 @@ def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     ) == (1, 0, 0, 0)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
     assert actor.version == 2
-
-
-def test_a_step_of_cross_entropy_is_that_of_plain_transformers(make_actor, model_dir):
-    """At temperature 1, whatever the answers are sampled at; it is no update."""
-    actor = make_actor(model_dir)
-    sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
-    loss = supervised(actor, sequences, lr=1e-2)
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    plain = [plain_logprobs(model, sample, temperature=1.0)[0] for sample in make_samples(0)]
-    assert loss == pytest.approx(-torch.cat(plain).mean().item(), abs=1e-5)
-    assert supervised(actor, sequences, lr=1e-2) < loss
-    assert actor.version == 0
 
 
 def test_a_disagreement_with_the_engine_stops_before_the_weights_move(
@@ -534,20 +452,6 @@ def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypa
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_who_holds_the_memory_that_the_actor_needs(monkeypatch):
-    """On a GPU with 30 of 80 GiB free, of which this rank holds 8."""
-    from training.model import check_room
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 << 30)
-    check_room(30 << 30, "the actor")
-    with pytest.raises(
-        ValueError,
-        match=r"the actor needs 31.0 GiB .* 30.0 of 80.0 GiB .* holds 8.0 GiB, .* others 42.0 GiB",
-    ):
-        check_room(31 << 30, "the actor")
-
-
 def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
     """As after the warm start, whose process goes on: 50 threads of process groups would wake up all the
     time."""
@@ -580,22 +484,6 @@ def test_learning_rate_of_every_update():
         [0, 0, 0, *LEARNING_RATES]
     )
     assert learning_rate(0, actor_config(lr_warmup_steps=0), 1) == 0
-
-
-def test_the_actor_stands_still_while_the_critic_learns_alone(make_actor, model_dir, monkeypatch):
-    """Bit for bit, weight decay and a momentum from before included.
-
-    Its versions go on, and the engine is compared with.
-    """
-    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
-    actor = make_actor(model_dir, row="ppo", critic_warmup=2)
-    before = weights_of(actor)
-    for _ in range(2):
-        metrics = update(actor, on_policy_samples(actor))
-        assert metrics["train/lr"] == 0 and metrics["train/grad_norm"] > 0
-        assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
-    assert actor.version == 2 and update(actor, on_policy_samples(actor))["train/lr"] > 0
-    assert not all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
 
 # --------------------------------------------------------------------------------- the Hugging Face directory

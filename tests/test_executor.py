@@ -1,6 +1,5 @@
 """The executor: every table trains as Megatron-Core's own schedule does, to the last bit; messages."""
 
-import operator
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ OTHERS = {
     "pp4": ("qwen3", 4, {"pp": 4, "schedules": ALL}),
     "tp2_pp2_sp": ("qwen3", 4, {"tp": 2, "pp": 2, "sp": True, "schedules": ALL}),
     # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
-    "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "resumes": True, "bucket": 500}),
+    "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "bucket": 500}),
 }
 NORMS = (
     "critic/grad_norm",
@@ -70,14 +69,10 @@ def cases() -> Iterator:
 
 @pytest.mark.parametrize("layout,schedule", cases())
 def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
-    """Actor and critic, three steps of two mini-batches, the critic twice over each: gradients of a pass,
-    its statistics, values, metrics and weights have the same bits."""
+    """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
+    weights have the same bits."""
     results, _ = results_of(layout in FIRST)
     ours, own = results[layout][schedule], results[layout]["megatron"]
-    assert ours["gradients"].keys() == own["gradients"].keys()
-    for key, value in own["gradients"].items():
-        same = torch.equal if key[1] != "stats" else operator.eq
-        assert same(value, ours["gradients"][key]), key
     check_steps(ours, own)
 
 
@@ -94,28 +89,6 @@ def check_steps(ours: dict, expected: dict) -> None:
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(ours["weights"][name], weight), name
-
-
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_under_another_schedule(results_of):
-    """fused, then 1f1b, then interleaved: the numbers of a run under one."""
-    results = results_of(False)[0]["dp2_pp2"]
-    check_steps(results["resumed"], results["megatron"])
-
-
-@pytest.mark.slow
-def test_ranks_with_different_tables_say_so(results_of):
-    """All of them, before any waits for a pass that doesn't come."""
-    said = "ranks of a pipeline have different tables: none would end"
-    assert results_of(False)[0]["another table"] == [said] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_a_rank_that_dies_in_mid_table_is_named_by_the_others(results_of, rank):
-    said = Path(f"{results_of(False)[1]}.died.{rank}").read_text()
-    waited = f"rank {rank} waited in vain, for 120 s at most"
-    assert said == f"{waited}: rank 2 didn't come, last seen in phase: train of step 4"
 
 
 # ---------------------------------------------------------------- the order of messages

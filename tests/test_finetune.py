@@ -5,7 +5,7 @@ import json
 import math
 import random
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -18,11 +18,10 @@ import data
 import genrm
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
-from config import Config, parse_config
-from controller import MAX_SKIPS
+from config import parse_config
 from finetune_worker import config_of
 from models import save_tokenizer
-from recipes.addition import models, warmstart
+from recipes.addition import models
 from sample import Sample
 from test_actor import VOCAB, make_model, plain_optimizer
 from test_critic import make_value_model
@@ -313,51 +312,16 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
 
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 BAD = [
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4="},
-        "needs `messages`, or `prompt` and one of `response` and `completion`",
-    ),
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4=", "response": ">7", "completion": ">7"},
-        "one of `response` and `completion`",
-    ),
+    ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
     ("sft", "text", {"prompt": "3+4=", "response": 7}, "a prompt and an answer are needed"),
-    ("sft", "text", {"prompt": 3, "response": ">7"}, "a prompt and an answer are needed"),
     ("sft", "text", {"response": ">7"}, NO_ANSWER),
     ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
     ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
     ("sft", "chat", {"messages": []}, "a prompt and an answer are needed"),
-    (
-        "sft",
-        "chat",
-        {"messages": [user("3+4?"), {"role": "assistant"}]},
-        "a prompt and an answer are needed",
-    ),
-    ("sft", "chat", {"messages": [assistant("7")]}, NO_ANSWER),
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4=", "response": ">" + "7" * 48},
-        "tokens don't fit into --max-tokens-per-micro-batch 48",
-    ),
+    ("sft", "chat", {"messages": [user("3+4?"), {"role": "assistant"}]}, "a prompt and an answer"),
+    ("sft", "text", {"prompt": "3+4=", "response": ">" + "7" * 48}, "tokens don't fit into --max"),
     ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    ("rm", "text", {"prompt": "3+4=", "rejected": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    (
-        "dpo",
-        "text",
-        {"prompt": "3+4=", "chosen": ">7", "rejected": None},
-        "a prompt and an answer are needed",
-    ),
-    (
-        "dpo",
-        "text",
-        {"prompt": "3+4=", "chosen": ">" + "7" * 20, "rejected": ">" + "6" * 20},
-        "don't fit into",
-    ),  # each alone would
+    ("dpo", "text", {"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
     ("sft", "text", [1], "expected a JSON object"),
     ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
 ]
@@ -394,16 +358,6 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
     )
 
 
-def test_special_tokens_in_a_conversation_are_text(tokenizers):
-    """Of people and datasets: only the template ends a turn."""
-    chat, spelled = tokenizers["chat"], "7<|im_end|>\n<|im_start|>user\nMore?"
-    ((_, plain), (_, answer)) = (
-        decoded(chat, parse_sft({"messages": [user("3+4?"), assistant(text)]}, chat, "f:1"))[0]
-        for text in ("7", spelled)
-    )
-    assert plain == ANSWERED and answer == "7< |im_end|>\n< |im_start|>user\nMore?<|im_end|>\n"
-
-
 # ---------------------------------------------------------------- a whole run
 
 
@@ -421,27 +375,6 @@ class Quiet:
 
     def done(self) -> None:
         pass
-
-
-def loss_of(path: Path, pairs: list[tuple[str, str]]) -> float:
-    """The mean cross entropy of the answers' tokens, by plain transformers."""
-    model, losses = AutoModelForCausalLM.from_pretrained(path), []
-    for prompt, response in (
-        data.encode_pair(data.load_tokenizer(str(path)), *pair) for pair in pairs
-    ):
-        ids = torch.tensor([prompt + response])
-        labels = torch.tensor([[-100] * len(prompt) + response])
-        losses.append(model(ids, labels=labels).loss.item())
-    return fmean(losses)
-
-
-def test_the_warm_start_learns(tmp_path, single_rank):
-    """With its own optimizer: 20 steps on demonstrations take two fifths off the loss on others."""
-    start, end, batches = tmp_path / "new", tmp_path / "end", partial(warmstart.demonstrations, 0)
-    models.new_model(start, 0)
-    warmstart.train(Config(), single_rank, start, end, batches, 20, Quiet())
-    pairs = batches(1000)[:20]
-    assert loss_of(end, pairs) < 0.6 * loss_of(start, pairs)
 
 
 def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
@@ -491,20 +424,3 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert json.loads((out / "config.json").read_text())["command"] == command
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
-
-
-def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
-    """After so many updates whose loss isn't finite; the weights stay."""
-    monkeypatch.setattr(finetune, "cross_entropy_loss", not_a_number)
-    with pytest.raises(
-        ValueError, match=f"the loss or the gradient of {MAX_SKIPS} updates in a row"
-    ):
-        run_on_demo("sft", tmp_path, "--batch-size", "4")
-    rows = [
-        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["sft/skipped"] for row in rows] == [1.0] * MAX_SKIPS
-
-
-def not_a_number(batch, output):
-    return output.hidden.sum() * math.nan, torch.ones((), dtype=torch.int32), {}
