@@ -114,29 +114,11 @@ def constants(monkeypatch):
 
 
 @pytest.fixture
-def make_actor():
+def make_actor(build):
     """Builds an actor of a single rank, after taking the one before it down."""
     from actor import Actor
-    from training.trainer import mpu
 
-    actors = []
-
-    def take_down() -> None:
-        while actors:
-            actors.pop().close()
-        mpu.destroy_model_parallel()  # that of a constructor that raised, too
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
-
-    def make(model_dir: str, **overrides):
-        take_down()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        actors.append(Actor(actor_config(**overrides), model_dir))
-        return actors[0]
-
-    yield make
-    take_down()
+    return lambda model_dir, **changes: build((Actor, actor_config(**changes), model_dir))[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The critic of one rank, the value loss, and the reference model."""
 
-import gc
 import math
 import random
 from pathlib import Path
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
@@ -61,35 +59,16 @@ def constants(monkeypatch):
 
 
 @pytest.fixture
-def start():
-    """Builds an actor and a critic of a single rank, after taking those before down.
-
-    The actor's directory, the critic's.
-    """
+def start(build):
+    """Builds an actor and a critic of a single rank: the actor's directory, the critic's."""
     from actor import Actor
     from critic import Critic
-    from training.trainer import mpu
 
-    trainers = []
+    def make(model_dir: str, critic_dir: str = "", **changes) -> list:
+        config = critic_config(**changes)
+        return build((Actor, config, model_dir), (Critic, config, critic_dir or model_dir))
 
-    def take_down() -> None:
-        while trainers:
-            trainers.pop().close()
-        mpu.destroy_model_parallel()  # that of a constructor that raised, too
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
-
-    def make(model_dir: str, critic_dir: str = "", config=None, **overrides):
-        take_down()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        config = config or critic_config(**overrides)
-        trainers.append(Actor(config, model_dir))
-        trainers.append(Critic(config, critic_dir or model_dir))
-        return trainers
-
-    yield make
-    take_down()
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """Training on images against plain transformers + torch AdamW, under every kind of parallelism."""
 
-import gc
 import random
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForImageTextToText
@@ -166,26 +164,10 @@ def test_a_layout_trains_as_transformers(name, references, results_of):
 
 
 @pytest.fixture
-def make_trainer():
+def make_trainer(build):
     """Builds a trainer of a single rank, after taking the one before it down."""
-    trainers = []
-
-    def take_down() -> None:
-        while trainers:
-            trainers.pop().close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
-
-    def make(kind: type, model_dir: str, **changes):
-        take_down()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        trainers.append(kind(image_config(**changes), model_dir))
-        return trainers[0]
-
     set_constants()
-    yield make
-    take_down()
+    return lambda kind, model_dir, **changes: build((kind, image_config(**changes), model_dir))[0]
 
 
 def tower_and_text(actor) -> tuple[dict, dict]:
