@@ -128,9 +128,6 @@ def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
     assert re.search(r"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool", source)
 
 
-# ---------------------------------------------------------------- the order at the start
-
-
 # ---------------------------------------------------------------- who holds how much when
 
 

@@ -232,81 +232,53 @@ ASKED, ANSWERED = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n", "
 
 def test_text_rows(tokenizers):
     """The prompt as the rollout engine would see it; the answer ends with the end of the sequence."""
-    text = tokenizers["text"]
+    text, right, wrong = tokenizers["text"], ("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")
     for name in ("response", "completion"):
-        assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [
-            ("<bos>3+4=", ">7<eos>")
-        ]
+        assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [right]
     row = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
-    assert decoded(text, parse_pair(row, text, "f:1")) == [
-        ("<bos>3+4=", ">7<eos>"),
-        ("<bos>3+4=", ">6<eos>"),
-    ]
-    for sample, whole in zip(
-        parse_rm(row, text, "f:1"), ("<bos>3+4=>7<eos>", "<bos>3+4=>6<eos>"), strict=True
-    ):
-        assert text.decode(sample.prompt) == whole and len(sample.response) == 1
+    assert decoded(text, parse_pair(row, text, "f:1")) == [right, wrong]
+    for sample, answer in zip(parse_rm(row, text, "f:1"), (right, wrong), strict=True):
+        assert text.decode(sample.prompt) == "".join(answer) and len(sample.response) == 1
+
+
+SYSTEM = {"role": "system", "content": "Be right."}
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"messages": [user("3+4?"), assistant("7")]},
+        {"messages": [SYSTEM, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]},
         {"prompt": [user("3+4?")], "completion": [assistant("7")]},
         {"prompt": [user("3+4?")], "response": "7"},
-        {"prompt": "3+4?", "response": [assistant("7")]},
         {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
     ],
 )
 def test_chat_rows_for_sft(row, tokenizers):
     """All ways to say it mean the same; other turns are context."""
     chat = tokenizers["chat"]
-    assert decoded(chat, parse_sft(row, chat, "f:1")) == [(ASKED, ANSWERED)]
+    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
+    assert answer == ANSWERED and before.endswith(ASKED)
+    assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
 
 
-def test_earlier_turns_are_not_trained_on(tokenizers):
-    chat = tokenizers["chat"]
-    turns = [
-        {"role": "system", "content": "Be right."},
-        user("1+1?"),
-        assistant("2"),
-        user("3+4?"),
-        assistant("7"),
-    ]
-    ((before, answer),) = decoded(chat, parse_sft({"messages": turns}, chat, "f:1"))
-    assert answer == ANSWERED and before.endswith(ASKED) and "2<|im_end|>" in before
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [user("3+4?")], "chosen": [assistant("7")], "rejected": [assistant("6")]},
-        {"prompt": [user("3+4?")], "chosen": "7", "rejected": "6"},
-        {
-            "prompt": "3+4?",
-            "chosen": [user("3+4?"), assistant("7")],
-            "rejected": [user("3+4?"), assistant("6")],
-        },
-        {"chosen": [user("3+4?"), assistant("7")], "rejected": [user("3+4?"), assistant("6")]},
-    ],
-)
-def test_chat_rows_of_pairs(row, tokenizers):
-    chat = tokenizers["chat"]
-    assert decoded(chat, parse_pair(row, chat, "f:1")) == [
-        (ASKED, ANSWERED),
-        (ASKED, ANSWERED.replace("7", "6")),
-    ]
+@pytest.mark.parametrize("prompt", [{"prompt": [user("3+4?")]}, {"prompt": "3+4?"}, {}])
+def test_chat_rows_of_pairs(prompt, tokenizers):
+    """Answers are texts or turns, alone or behind the prompt."""
+    chat, is_text = tokenizers["chat"], "prompt" in prompt and isinstance(prompt["prompt"], list)
+    right, wrong = ("7", "6") if is_text else ([user("3+4?"), assistant(n)] for n in "76")
+    row = prompt | {"chosen": right, "rejected": wrong}
+    pair = [(ASKED, ANSWERED), (ASKED, ANSWERED.replace("7", "6"))]
+    assert decoded(chat, parse_pair(row, chat, "f:1")) == pair
 
 
 def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
     """The tokens of a question and a response as a judge, whose number is read at the last of them."""
     texts = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
     turns = {"prompt": [user("3+4=")], "chosen": [assistant(">7")], "rejected": [assistant(">6")]}
+    prompts = [genrm.score_prompt("3+4=", answer) for answer in (">7", ">6")]
     for tokenizer, row in ((tokenizers["text"], texts), (tokenizers["chat"], turns)):
-        shown = [
-            data.encode_exchange(tokenizer, genrm.score_prompt("3+4=", answer))
-            for answer in (">7", ">6")
-        ]
+        shown = [data.encode_exchange(tokenizer, prompt) for prompt in prompts]
         assert shown == [sample.prompt for sample in parse_rm(row, tokenizer, "f:1")]
 
 
@@ -347,15 +319,11 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
         good = {"messages": [user("1"), assistant("2")]}
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in (good, row)))
+    parse, config = finetune.TASKS[command].parse, config_of(command, "m")
     with pytest.raises(ValueError) as caught:
-        read_examples(
-            path, finetune.TASKS[command].parse, tokenizers[tokenizer], config_of(command, "m")
-        )
-    assert (
-        message in str(caught.value)
-        and f"{path}:2: " in str(caught.value)
-        and "\n" not in str(caught.value)
-    )
+        read_examples(path, parse, tokenizers[tokenizer], config)
+    said = str(caught.value)
+    assert message in said and f"{path}:2: " in said and "\n" not in said
 
 
 # ---------------------------------------------------------------- a whole run
@@ -377,45 +345,20 @@ class Quiet:
         pass
 
 
-def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
-    """A run on the demo's examples from new weights, as `run.py` puts it together. Returns its folder."""
-    models.new_model(path / "model", 0)
-    out, progress = path / "out", Quiet()
-    given = [
-        "--model",
-        str(path / "model"),
-        "--out",
-        str(out),
-        "--max-tokens-per-micro-batch",
-        "1024",
-        *arguments,
-    ]
-    config = parse_config([command, *given])
-    asyncio.run(finetune.prepare(config, 0, progress.line))
-    finetune.train(config, out, progress, rank=0)
-    return out
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
-    arguments = (
-        "--steps",
-        "8",
-        "--eval-every",
-        "5",
-        "--lr",
-        "3e-3",
-        "--batch-size",
-        "16",
-    )
-    out = run_on_demo(command, tmp_path, *arguments)
+    """On the demo's examples from new weights, as `run.py` puts it together."""
+    models.new_model(tmp_path / "model", 0)
+    out, progress = tmp_path / "out", Quiet()
+    given = f"{command} --model {tmp_path}/model --out {out} --max-tokens-per-micro-batch 1024"
+    how = "--steps 8 --eval-every 5 --lr 3e-3 --batch-size 16"
+    config = parse_config(f"{given} {how}".split())
+    asyncio.run(finetune.prepare(config, 0, progress.line))
+    finetune.train(config, out, progress, rank=0)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
-    held_out = {
-        row["step"]: row[f"{command}/held_out_loss"]
-        for row in rows
-        if f"{command}/held_out_loss" in row
-    }
+    name = f"{command}/held_out_loss"
+    held_out = {row["step"]: row[name] for row in rows if name in row}
     assert list(held_out) == [0, 5, 8] and held_out[8] < held_out[0] - 0.01
     names = (*finetune.TASKS[command].stats, "loss", "lr", "grad_norm", "skipped")
     assert {f"{command}/{name}" for name in names} | {"time/step_s"} <= rows[7].keys()
