@@ -67,7 +67,7 @@ def cases() -> Iterator:
                 yield pytest.param(layout, schedule, marks=marks)
 
 
-@pytest.mark.parametrize("layout,schedule", cases())
+@pytest.mark.parametrize("layout,schedule", list(cases()))
 def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
     """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
     weights have the same bits."""
