@@ -1,8 +1,8 @@
 """What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
 
-Usage: checkpoint_worker.py case.pt OUT. The case holds a model directory and three batches; OUT gets the
-checkpoints, and a file for each layout and rank with the metrics of the update that follows and the weights
-after it. Ranks are forked after the imports.
+Usage: checkpoint_worker.py case.pt OUT NAME ..., of SAVES and LAYOUTS, in this order. The case holds
+a model directory and three batches; OUT gets the checkpoints, and a file for each layout and rank with the
+metrics of the update that follows and the weights after it. Ranks are forked after the imports.
 """
 
 import asyncio
@@ -20,10 +20,9 @@ import torch.multiprocessing as mp
 import placement
 from checkpoint import Checkpoints, restore
 from controller import State
-from critic_worker import critic_config
 from data import Prompts
 from fakes import FakeSource
-from parallel_worker import balanced, set_constants
+from parallel_worker import balanced, critic_config, set_constants
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import Sample
@@ -32,17 +31,14 @@ from scheduling.balance import flat
 SAVES = {  # name -> ranks, sizes, where its checkpoints go
     "save": (2, {}, "."),
     "save_tp2_pp2": (4, {"tp": 2, "pp": 2}, "tp2_pp2"),
-    "save_tp2_dp2": (4, {"tp": 2}, "tp2_dp2"),
 }
 LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on from
     "dp2": (2, {}, "."),
     "tp2": (2, {"tp": 2}, "."),
     "pp2": (2, {"pp": 2}, "."),
     "dp1": (1, {}, "."),
-    "dp4": (4, {}, "."),
     "tp2_dp2": (4, {"tp": 2}, "."),
     "dp1_of_tp2_pp2": (1, {}, "tp2_pp2"),
-    "dp2_of_tp2_dp2": (2, {}, "tp2_dp2"),
 }
 
 
@@ -182,7 +178,7 @@ if __name__ == "__main__":
     set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1])
-    for name, (size, _, _) in (SAVES | LAYOUTS).items():
-        mp.start_processes(
-            rank_main, (size, case, sys.argv[2], name), nprocs=size, start_method="fork"
-        )
+    for name in sys.argv[3:]:
+        size, *_ = (SAVES | LAYOUTS)[name]
+        how = dict(nprocs=size, start_method="fork")
+        mp.start_processes(rank_main, (size, case, sys.argv[2], name), **how)

@@ -96,5 +96,33 @@ def single_rank(monkeypatch):
     gc.collect()
 
 
+@pytest.fixture
+def build():
+    """Builds trainers of a single rank, (kind, config, directory) each, after taking those before down."""
+    import torch.distributed as dist
+
+    from training.trainer import mpu
+
+    trainers = []
+
+    def take_down() -> None:
+        while trainers:
+            trainers.pop().close()
+        mpu.destroy_model_parallel()  # that of a constructor that raised, too
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+    def make(*wanted) -> list:
+        take_down()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for kind, config, model_dir in wanted:
+            trainers.append(kind(config, model_dir))
+        return trainers
+
+    yield make
+    take_down()
+
+
 def pytest_xdist_make_scheduler(config, log) -> TwoStreams:
     return TwoStreams(config, log)

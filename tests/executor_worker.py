@@ -4,18 +4,21 @@ Usage: executor_worker.py case.pt result.pt, as parallel_worker.py. The result h
 schedule what the updates made, and "megatron" is Megatron-Core's own schedule in the executor's place.
 """
 
-import asyncio
-import os
 import random
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from critic_worker import critic_config
-from parallel_worker import actor_config, balanced, each_layout, main, set_overlap
+from parallel_worker import (
+    actor_config,
+    balanced,
+    critic_config,
+    each_layout,
+    main,
+    set_overlap,
+)
 from scheduling.balance import flat
 
 SETTINGS = dict(row="ppo", critic_epochs=2, updates_per_step=2, max_tokens_per_micro_batch=32)
@@ -111,166 +114,30 @@ def weights_of(trainers: tuple) -> dict:
     }
 
 
-def gathered(value) -> list:
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
-def gradients(trainers: tuple, samples: list) -> dict:
-    """After one pass, by model, tensor-parallel rank and name (data parallelism cuts them elsewhere)."""
-    from training.hf_weights import global_parameters
-    from training.trainer import as_sequences
-
-    found = {}
-    for number, trainer in enumerate(trainers):
-        packed = as_sequences(
-            [[sample] for sample in samples[:3]] + [samples[3:6], samples[6:7], []]
-        )
-
-        def loss(batch, output):
-            values = output if isinstance(output, torch.Tensor) else output.hidden
-            chosen = (batch.slots >= 0).float()[None, :, None]
-            return (
-                (chosen * values.float() ** 2).sum(),
-                int(chosen.sum()),
-                {"all": values.detach().sum()},
-            )
-
-        stats = trainer._passes(packed, loss)
-        mine = {
-            (number, trainer.groups.tp.rank(), name): parameter.main_grad.clone()
-            for chunk in trainer.chunks
-            for name, parameter in global_parameters(chunk)
-        }
-        for other in gathered((mine, stats)):
-            found |= other[0] | ({(number, "stats"): other[1]} if other[1] else {})
-    return found
-
-
-def save(trainers: tuple, path: str) -> None:
-    for number, trainer in enumerate(trainers):
-        folder = Path(f"{path}.{number}")
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
-        write, complete = trainer.snapshot(folder)
-        parts = gathered(write())
-        if dist.get_rank() == 0:
-            complete(parts)
-        dist.barrier()
-
-
-def resumed(model_dir: str, layout: dict, schedules: list[str], batches: list, path: str) -> tuple:
-    """A step under each schedule, each from the checkpoint of the one before."""
-    history, trainers, durations = [], None, []
-    for step, schedule in enumerate(schedules):
-        trainers = build(model_dir, schedule, layout)
-        for number, trainer in enumerate(trainers) if step else ():
-            trainer.restore(Path(f"{path}.{step - 1}.{number}"))
-            assert trainer.durations == durations[number]
-        history.append(ppo_step(trainers, step, batches[step]))
-        durations = [trainer.durations for trainer in trainers]
-        assert durations == gathered(durations)[0], "ranks would make different tables"
-        save(trainers, f"{path}.{step}")
-        weights = weights_of(trainers)
-        close(trainers)
-    return history, weights
-
-
-def train(model_dir: str, layout: dict, reference: dict, path: str) -> dict:
-    """Three PPO steps under every schedule that the layout names, and the gradients of a pass."""
+def train(reference: dict, layout: dict, path: str) -> dict:
+    """Three PPO steps under every schedule that the layout names."""
     from training import trainer
 
     trainer.CLIP_GRAD = (
         100.0  # the norm's last bit depends on where its parts lie, and would show in weights
     )
     layout, batches, results = dict(layout), reference["batches"], {}
+    model_dir = reference["model_dir"]
     set_overlap(layout.pop("bucket", None))
-    names, resumes = layout.pop("schedules"), layout.pop("resumes", False)
-    for name in names:
+    for name in layout.pop("schedules"):
         with schedule_of(name) as schedule:
             trainers = build(model_dir, schedule, layout)
-            found = gradients(trainers, batches[0]) if trainers[0].dp_size == 1 else {}
             history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
             results[name] = {
-                "gradients": found,
                 "history": history,
                 "weights": weights_of(trainers),
             }
             close(trainers)
-    if resumes:
-        order = ["fused", "1f1b", "interleaved"]
-        history, weights = resumed(model_dir, layout, order, batches, f"{path}.resumed")
-        results["resumed"] = {"history": history, "weights": weights}
-    return results
-
-
-def one_has_another_table(actor) -> str:
-    """What a rank says where the others' table differs from its own."""
-    from scheduling.pipeline import SCHEDULES, Schedule, one_after_another
-
-    def table(pipes):
-        whole = one_after_another(pipes)
-        if dist.get_rank() == 1:
-            whole[0][:2] = whole[0][1::-1]
-        return whole
-
-    config, actor.config = actor.config, replace(actor.config, schedule="broken")
-    SCHEDULES["broken"] = Schedule(table)
-    try:
-        actor.packed_logprobs([[sample] for sample in make_samples(0)[:3]])
-    except AssertionError as error:
-        return str(error)
-    finally:
-        del SCHEDULES["broken"]
-        actor.config = config
-    return "nothing"
-
-
-def one_dies(trainers: tuple, path: str) -> None:
-    """The third of four ranks ends in the middle of a table; the others leave what they say of it."""
-    from runtime.world import World
-    from training import executor
-
-    notes, rank, own, passes = Path(f"{path}.notes"), dist.get_rank(), executor.backward_step, []
-    notes.mkdir(exist_ok=True)
-    world = World("cpu", 120.0, notes)
-
-    def dying(*arguments):
-        passes.append(arguments)
-        if rank == 2 and len(passes) == 5:
-            os._exit(0)
-        return own(*arguments)
-
-    async def step() -> None:
-        world.doing("train of step 4")
-        await world.barrier()
-        executor.backward_step = dying
-        await world.run(ppo_step, trainers, 0, make_samples(0))
-
-    try:
-        asyncio.run(step())
-    except RuntimeError as error:
-        Path(f"{path}.died.{rank}").write_text(str(error))
-    os._exit(0)
-
-
-def each_then_fail(case: dict, size: int, path: str) -> dict:
-    """The layouts; then what happens when ranks have different tables, and when one dies."""
-    results = each_layout(train, case, size, path)
-    if size == 4:
-        trainers = build(case["model_dirs"]["qwen3"], "fused", {"pp": 4})
-        results["another table"] = gathered(one_has_another_table(trainers[0]))
-        if dist.get_rank() == 0:
-            torch.save(results, f"{path}.{size}")
-        one_dies(trainers, path)
     return results
 
 
 if __name__ == "__main__":
     import actor  # noqa: F401  before the fork
     import critic  # noqa: F401
-    from test_actor import make_samples
 
-    main(each_then_fail, sizes=(2, 4))
+    main(partial(each_layout, train))

@@ -4,10 +4,8 @@ Usage: finetune_worker.py case.pt result.pt, as parallel_worker.py. The result h
 of every step, and how far the weights of any rank are from those of the plain reference at the end.
 """
 
-import torch.distributed as dist
-
 from config import Config
-from parallel_worker import main
+from parallel_worker import far, gathered, main
 
 
 def config_of(command: str, model_dir: str, **layout) -> Config:
@@ -28,13 +26,9 @@ def learn(command: str, model_dir: str, layout: dict, reference: dict, export_to
     metrics = [learner.step(batch) for batch in reference["batches"]]
     held_out.append(learner.measure(reference["held_out"]))
     weights = {name: tensor.clone() for name, tensor in learner.trainer.named_weights()}
-    assert weights.keys() == reference["weights"].keys()
-    distance = max(
-        (weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights
-    )
+    distance = far(weights, reference["weights"])
     learner.trainer.export(export_to)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (metrics, held_out, distance))
+    everyone = gathered((metrics, held_out, distance))
     learner.trainer.close()
     assert all(other[:2] == (metrics, held_out) for other in everyone), (
         "metrics differ between ranks"
@@ -61,4 +55,4 @@ def every_command(case: dict, size: int, path: str) -> dict:
 if __name__ == "__main__":
     from commands import finetune  # noqa: F401  before the fork
 
-    main(every_command, sizes=(1, 2))
+    main(every_command)

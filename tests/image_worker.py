@@ -3,12 +3,7 @@
 Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
 """
 
-from dataclasses import replace
-from pathlib import Path
-
-import torch.distributed as dist
-
-from parallel_worker import actor_config, balanced, main
+from parallel_worker import actor_config, gathered, main
 from sample import Sample
 
 LR = 1e-3
@@ -36,75 +31,25 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
     return stats["loss"] / stats["divisor"], stats["grad_norm"]
 
 
-def train(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dict:
-    """Three steps under one layout, a checkpoint in `path`, and two more steps."""
+def train(model_dir: str, sizes: dict, samples: list[Sample]) -> dict:
+    """Three steps under one layout."""
     actor = make_actor(model_dir, **sizes)
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]
     weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
-    save(actor, Path(path))
-    after = [step(actor, samples) for _ in range(2)]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, rows)
+    logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
     actor.close()
-    logprobs = {number: row for rows in everyone for number, row in rows.items()}
-    return {"logprobs": logprobs, "steps": steps, "weights": weights, "after": after}
-
-
-def save(actor, folder: Path) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
-    write, complete = actor.snapshot(folder)
-    written = [None] * dist.get_world_size()
-    dist.all_gather_object(written, write())
-    if dist.get_rank() == 0:
-        complete(written)
-    dist.barrier()
-
-
-def resume(model_dir: str, sizes: dict, samples: list[Sample], path: str) -> dict:
-    """Two steps from a checkpoint on."""
-    actor = make_actor(model_dir, **sizes)
-    actor.restore(Path(path))
-    after = [step(actor, samples) for _ in range(2)]
-    actor.close()
-    return {"after": after}
-
-
-def train_beside(model_dir: str, sizes: dict, samples: list[Sample]) -> list[dict[str, float]]:
-    """Metrics of two updates of an actor and a critic, whose passes are one table."""
-    from critic import Critic
-
-    actor = make_actor(model_dir, **sizes)
-    critic, metrics = Critic(actor.config, model_dir), []
-    for _ in range(2):
-        fresh = [replace(sample, advantages=[1.0] * len(sample.response)) for sample in samples]
-        mini_batches = balanced(fresh, actor)
-        critic.compute_values(mini_batches)
-        for sample, row in zip(fresh, actor.logprobs(fresh), strict=True):
-            sample.logprobs, sample.versions = row, [actor.version] * len(row)
-            sample.returns = {critic.name: [token / 64 for token in sample.response]}
-        metrics.append(actor.update(mini_batches, [critic]))
-    critic.close()
-    actor.close()
-    return metrics
+    return {"logprobs": logprobs, "steps": steps, "weights": weights}
 
 
 def work(case: dict, size: int, path: str) -> dict:
-    """Results by name, of the layouts of `size` ranks; of some from the checkpoint of another."""
-    results = {}
-    for name, sizes in case["beside"].items() if size == 2 else ():
-        results[name] = train_beside(
-            case["model_dirs"]["qwen3_vl"], sizes, case["samples"]["qwen3_vl"]
-        )
-    for name, (family, ranks, sizes, source) in case["layouts"].items():
-        if ranks == size:
-            model_dir, samples = case["model_dirs"][family], case["samples"][family]
-            how = resume if source else train
-            results[name] = how(model_dir, sizes, samples, f"{path}.{source or name}")
-    return results
+    """Results by name, of the layouts of `size` ranks."""
+    return {
+        name: train(case["model_dirs"][family], sizes, case["samples"][family])
+        for name, (family, ranks, sizes) in case["layouts"].items()
+        if ranks == size
+    }
 
 
 if __name__ == "__main__":
@@ -115,4 +60,4 @@ if __name__ == "__main__":
     import actor  # noqa: F401
     import critic  # noqa: F401
 
-    main(work, sizes=(4, 2, 1))
+    main(work)

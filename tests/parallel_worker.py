@@ -1,4 +1,4 @@
-"""What test_actor.py starts as a process: trains the same batches under one parallel layout after another.
+"""What test_layouts.py starts as a process: actor and critic train under one parallel layout after another.
 
 Usage: parallel_worker.py case.pt result.pt. The case holds batches and what a plain reference made of them;
 the result holds, for each layout, the metrics of every update and the largest distance of any rank's weights
@@ -8,10 +8,10 @@ a file, so that no port is needed.
 
 import datetime
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from algorithms import ALGORITHMS, Settings
 from config import Config
-from scheduling.balance import flat, pack, packed_length, plan_batch
+from scheduling.balance import flat, plan_batch
 
 
 def actor_config(row: str = "grpo", **changes) -> Config:
@@ -31,6 +31,10 @@ def actor_config(row: str = "grpo", **changes) -> Config:
     rates = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1)
     algorithm = (row, *(f"{name}={value}" for name, value in own.items()))
     return Config(**small | rates | changes, algorithm=algorithm)
+
+
+def critic_config(**changes) -> Config:
+    return actor_config(**{"critic_lr": 2e-3} | changes)
 
 
 def set_constants(patch: Callable = setattr) -> None:
@@ -82,78 +86,15 @@ def balanced(batch: list, actor) -> list:
     ]
 
 
-def contiguous(batch: list, actor) -> list:
-    """The same, dealt in one piece to each rank, which packs its own.
+def mixed_update(actor, batch: list) -> dict[str, float]:
+    """Metrics of two optimizer steps with all that crosses ranks.
 
-    Ranks with fewer micro-batches add empty ones.
+    Off-policy by the ratio of sequences, with a KL and an entropy that train; one answer's first half is from
+    older weights; and texts: as many as no number of ranks divides, in several micro-batches.
     """
-    samples, packed = [sample for sample in batch if sample.advantages is not None], []
-    for rank in range(actor.dp_size):
-        share = samples[
-            rank * len(samples) // actor.dp_size : (rank + 1) * len(samples) // actor.dp_size
-        ]
-        lengths = [
-            packed_length(len(sample.prompt) + len(sample.response), actor.config.cp)
-            for sample in share
-        ]
-        packed.append(
-            [
-                [share[index] for index in chosen]
-                for chosen in pack(lengths, actor.config.max_tokens_per_micro_batch)
-            ]
-        )
-    empty = max(map(len, packed)) - len(packed[actor.dp_rank])
-    return [packed[actor.dp_rank] + [[]] * empty]
-
-
-def whole_gradient(actor) -> torch.Tensor:
-    """Of the last update, from the parts that data-parallel ranks hold of it (collective.
-
-    Data parallelism alone).
-    """
-    part = torch.cat(
-        [
-            bucket.grad_data.chunk(actor.dp_size)[actor.dp_rank]
-            for bucket in actor.ddps[0].buffers[0].buckets
-        ]
-    )
-    parts = [torch.empty_like(part) for _ in range(actor.dp_size)]
-    dist.all_gather(parts, part)
-    return torch.stack(parts)
-
-
-def spread_with_a_slow_rank(actor, samples: list) -> float:
-    """`train/seconds_spread` of an update in which one rank sleeps for a second during its passes."""
-    loss = actor.algorithm.loss
-
-    def slow_loss(*args):
-        time.sleep(actor.dp_rank == 1)
-        return loss(*args)
-
-    actor.algorithm = replace(actor.algorithm, loss=slow_loss)
-    fresh = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in samples]
-    return actor.update([[fresh]])["train/seconds_spread"]
-
-
-def stale_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of two optimizer steps on a batch, of which one answer's first half is from older weights."""
     actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
-    batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
-    half = -(-len(batch[0].response) // 2)
-    batch[0].versions[:half] = [actor.version - 1] * half
-    return actor.update(balanced(batch, actor))
-
-
-def sequence_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of an off-policy update by the ratio of sequences, with a KL and an entropy that train.
-
-    And with texts: as many as no number of ranks divides, in several micro-batches.
-    """
-    before = actor.algorithm
-    settings = dict(
-        kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5, clip_low=0.2, clip_high=0.28
-    )
-    actor.algorithm = replace(ALGORITHMS["gspo"], **settings)
+    settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5)
+    actor.algorithm = replace(ALGORITHMS["gspo"], **settings, clip_low=0.2, clip_high=0.28)
     actor.texts = [
         ([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)])
         for number in range(1, 6)
@@ -163,77 +104,96 @@ def sequence_update(actor, batch: list) -> dict[str, float]:
         sample.reference_logprobs = [
             x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)
         ]
-    metrics = actor.update(balanced(batch, actor))
-    actor.algorithm, actor.texts = before, []
-    return metrics
+    half = -(-len(batch[0].response) // 2)
+    batch[0].versions[:half] = [actor.version - 1] * half
+    return actor.update(balanced(batch, actor))
 
 
-def train(model_dir: str, layout: dict, reference: dict, export_to: str) -> dict:
-    """Under one layout: Megatron's sizes; `arrange`, how samples are dealt and packed; see `set_overlap`."""
+def far(one: dict, other: dict) -> float:
+    """The largest distance of any weight."""
+    assert one.keys() == other.keys()
+    return max((one[name].float() - other[name]).abs().max().item() for name in one)
+
+
+def gathered(value) -> list:
+    """Every rank's (collective)."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def save(trainer, folder: Path) -> None:
+    """A trainer's part of a checkpoint (collective)."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    write, complete = trainer.snapshot(folder)
+    written = gathered(write())
+    if dist.get_rank() == 0:
+        complete(written)
+    dist.barrier()
+
+
+def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
     from actor import Actor
 
-    set_overlap(layout.get("bucket"))
-    sizes = {name: value for name, value in layout.items() if name not in ("arrange", "bucket")}
-    arrange = contiguous if layout.get("arrange") == "contiguous" else balanced
-    actor = Actor(actor_config(**sizes), model_dir)
-    metrics, gradients, shares = [], [], []
+    actor, metrics, distance = Actor(actor_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:
         mine = batch[actor.dp_rank :: actor.dp_size]
-        logprobs = actor.logprobs(mine)
-        mini_batches = arrange(batch, actor)
-        metrics.append(actor.update(mini_batches))
-        gradients.append(whole_gradient(actor) if actor.dp_size == dist.get_world_size() else None)
-        shares.append(sorted((sample.prompt_id, sample.index) for sample in flat(mini_batches)))
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
-    assert weights.keys() == reference["weights"].keys()
-    distance = max(
-        (weights[name].float() - reference["weights"][name]).abs().max().item() for name in weights
-    )
-    logprob_distance = max(
-        abs(a - b)
-        for sample, row in zip(mine, logprobs, strict=True)
-        for a, b in zip(sample.true_logprobs, row, strict=True)
-    )
+        for sample, row in zip(mine, actor.logprobs(mine), strict=True):
+            pairs = zip(sample.true_logprobs, row, strict=True)
+            distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
+        metrics.append(actor.update(balanced(batch, actor)))
+        metrics[-1].pop("train/seconds_spread")
     actor.export(export_to)
-    stale = stale_update(actor, reference["batches"][1])
-    sequences = sequence_update(actor, reference["batches"][1])
-    uneven = supervised(
-        actor,
-        [([1], [2, 3]), ([4, 5], [6] * 30), ([7], [8] * 20)][: 3 * (actor.dp_rank == 0)],
-        1e-3,
-    )
-    spread = (
-        spread_with_a_slow_rank(actor, flat(arrange(reference["batches"][0], actor)))
-        if actor.dp_size > 1
-        else None
-    )
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyone, (metrics, distance, logprob_distance, actor.dp_rank, actor.is_head, shares)
-    )
+    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    everyone = gathered((metrics, distance, far(weights, reference["weights"])))
+    heads = gathered((actor.is_head, actor.dp_rank))
+    mixed = mixed_update(actor, reference["batches"][1])
     actor.close()
+    heads = sorted(dp_rank for is_head, dp_rank in heads if is_head)
+    return summary(everyone) | {"mixed": mixed, "heads": heads}
+
+
+def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
+    from critic import Critic
+
+    critic, metrics, distance = Critic(critic_config(**sizes), reference["model_dir"]), [], 0.0
+    for batch in reference["batches"]:
+        mine = balanced(batch, critic)
+        critic.compute_values(mine)
+        for sample in flat(mine):
+            pairs = zip(sample.values["reward"], sample.true_values, strict=True)
+            distance = max([distance, *(abs(value - true) for value, true in pairs)])
+            sample.values["reward"] = sample.old_values
+        metrics.append(critic.update(mine))
+    critic.export(export_to)
+    weights = {name: tensor.clone() for name, tensor in critic.named_weights()}
+    everyone = gathered((metrics, distance, far(weights, reference["weights"])))
+    critic.close()
+    return summary(everyone)
+
+
+def summary(everyone: list[tuple]) -> dict:
+    """Of every rank's metrics, and of its distances from the reference, before the updates and after."""
+    metrics = everyone[0][0]
     assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
-    return {
-        "metrics": metrics,
-        "gradients": gradients,
-        "weights": weights,
-        "weight_distance": max(distance for _, distance, *_ in everyone),
-        "logprob_distance": max(distance for _, _, distance, *_ in everyone),
-        "heads": sorted(dp_rank for *_, dp_rank, is_head, _ in everyone if is_head),
-        "shares": [shares for *_, shares in everyone],
-        "sequences": sequences,
-        "stale": stale,
-        "spread_with_a_slow_rank": spread,
-        "uneven": uneven,
-    }
+    distance, weight_distance = (max(rank[column] for rank in everyone) for column in (1, 2))
+    return {"metrics": metrics, "distance": distance, "weight_distance": weight_distance}
+
+
+def train(references: dict, layout: dict, path: str) -> dict:
+    """Both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
+    sizes = dict(layout)
+    set_overlap(sizes.pop("bucket", None))
+    actor = train_actor(references["actor"], sizes, f"{path}/actor")
+    return {"actor": actor, "critic": train_critic(references["critic"], sizes, f"{path}/critic")}
 
 
 def each_layout(train: Callable[..., dict], case: dict, size: int, path: str) -> dict:
-    """Results by name, of the layouts of `size` ranks."""
+    """Results by name, of the layouts of `size` ranks. train: of a reference, sizes and a path."""
     return {
-        name: train(
-            case["model_dirs"][family], layout, case["references"][family], f"{path}.{name}"
-        )
+        name: train(case["references"][family], layout, f"{path}.{name}")
         for name, (family, ranks, layout) in case["layouts"].items()
         if ranks == size
     }
@@ -250,16 +210,18 @@ def rank_main(
     dist.destroy_process_group()
 
 
-def main(work: Callable[[dict, int, str], dict], sizes: tuple[int, ...]) -> None:
-    """Fork so many ranks, one time after another. What they need is imported by now, or by set_constants."""
+def main(work: Callable[[dict, int, str], dict]) -> None:
+    """Fork as many ranks as the case says, one time after another; what they need is imported by now."""
     set_constants()
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
-    for size in sizes:
+    for size in case["sizes"]:
         mp.start_processes(
             rank_main, (size, work, case, sys.argv[2]), nprocs=size, start_method="fork"
         )
 
 
 if __name__ == "__main__":
-    main(partial(each_layout, train), sizes=(2, 4))
+    import critic  # noqa: F401  before the fork
+
+    main(partial(each_layout, train))

@@ -104,4 +104,4 @@ def work(case: dict, size: int, path: str, carried: Carried) -> dict:
 
 
 if __name__ == "__main__":
-    main(partial(work, carried=Carried()), sizes=(4, 8))
+    main(partial(work, carried=Carried()))

@@ -1,41 +1,26 @@
 """Checkpoints: complete or invisible, never loaded damaged, then the same run; a failure costs a line."""
 
-import asyncio
 import contextlib
-import copy
-import ctypes
 import json
-import math
 import os
 import pickle
-import random
 import resource
 import shutil
-import subprocess
-import sys
-import time
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
-import placement
 import rollout
-from config import Config
-from controller import State
-from data import Prompts
 from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
-from sample import Sample
-from scheduling.rebalance import RequestStats, StepStats
 from workers import run_worker
 
 ROOT = Path(__file__).parent.parent
@@ -146,15 +131,7 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     shutil.rmtree(out)
 
 
-@exact_meetings()
-def test_some_runs_carry_answers_over_the_checkpoint():
-    """Else the test above would say nothing about them."""
-    for name in ("the tail isn't waited for", "the same in turns"):
-        controllers, _ = simulate(**RUNS[name], steps=6, prepare=exact_times)
-        assert sum(any(c.report.carried[step] for c in controllers) for step in range(5)), name
-
-
-@pytest.mark.parametrize("before,after", [(4, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize("before,after", [(4, 2), (2, 4)])
 def test_on_another_number_of_ranks_the_same_prompts_are_trained_on(tmp_path, before, after):
     """With every answer as it was, and nothing trained twice."""
     simulate("full", before, steps=2, save_every=1, out=tmp_path)
@@ -177,31 +154,6 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
 
-def test_the_checksums_are_read_by_sha256sum(tmp_path):
-    simulate("full", 2, steps=1, save_every=1, out=tmp_path)
-    folder = tmp_path / "checkpoints" / "step_1"
-    output = subprocess.run(
-        ["sha256sum", "-c", CHECKSUMS], cwd=folder, capture_output=True, text=True
-    )
-    assert output.returncode == 0 and output.stdout.count(": OK\n") == len(listed_in(folder)) == 8
-
-
-def test_a_critic_has_a_folder_of_its_own(tmp_path):
-    """With checksums, and restored; what it takes for its own is missed."""
-    run = dict(mode="partial", size=2, save_every=1, algorithm=("ppo",))
-    controllers, _ = simulate(**run, steps=2, out=tmp_path)
-    folder = tmp_path / "checkpoints" / "step_2"
-    ours = {"critic_reward/.metadata", "critic_reward/metadata.json", "critic_reward/common.pt"}
-    ours |= {f"critic_reward/__{rank}_0.distcp" for rank in range(2)}
-    assert files_of(folder) == EVERY_FILE | ours | {"megatron/__1_0.distcp"}
-    assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
-    assert {critic.version for c in controllers for critic in c.placement.critics} == {2}
-    controllers, _ = simulate(**run, steps=3, out=tmp_path / "more", resumed=folder)
-    assert {critic.version for c in controllers for critic in c.placement.critics} == {3}
-    (folder / "critic_reward" / "__0_0.distcp").unlink()
-    assert "critic_reward/__0_0.distcp" in atomic_files.verify(folder)
-
-
 @pytest.mark.parametrize(
     "every,hf,steps,due",
     [
@@ -217,182 +169,7 @@ def test_when_a_save_is_due(every, hf, steps, due):
     assert [step for step in range(1, steps + 1) if checkpoints.is_due(step, every, hf)] == due
 
 
-def test_a_stop_saves_once(tmp_path):
-    """`save_now` completes a checkpoint, and does nothing where the step has one, or without --save-every."""
-    (c,), _ = simulate("full", 1, steps=2, save_every=100, out=tmp_path)
-    loop = asyncio.new_event_loop()
-    written = (tmp_path / "checkpoints" / "step_2" / CHECKSUMS).stat().st_mtime_ns
-    c.world._meetings.clear()
-    c.placement.actor.wake = lambda: None
-    c.placement.actor.awake = True
-    loop.run_until_complete(c.checkpoints.save_now(c))
-    assert (tmp_path / "checkpoints" / "step_2" / CHECKSUMS).stat().st_mtime_ns == written
-    c.state.step = 3
-    loop.run_until_complete(c.checkpoints.save_now(c))
-    assert saved_steps(tmp_path) == [3, 2] and c.checkpoints.newest == 3
-    common = json.loads((tmp_path / "checkpoints" / "step_3" / "common.json").read_text())
-    assert common["prompts"]["cursor"] == c.prompts.cursor > 0
-    c.checkpoints.config, c.state.step = replace(c.config, save_every=0), 4
-    loop.run_until_complete(c.checkpoints.save_now(c))
-    assert saved_steps(tmp_path) == [3, 2] and c.checkpoints.newest == 3
-    loop.close()
-
-
-# ---------------------------------------------------------------- the controllers' state, there and back
-
-FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-PLANS = placement.auto((0, 1, 2, 3), Config())
-REQUESTS = st.builds(RequestStats, st.integers(0, 10**9), request_s=FLOATS, in_flight=FLOATS)
-HISTORY = st.builds(
-    StepStats,
-    split=st.sampled_from([plan.split for plan in PLANS]),
-    rollout=REQUESTS,
-    genrm=REQUESTS,
-    waves=st.integers(1, 4),
-    serve_s=FLOATS,
-    swap_s=FLOATS,
-    hand_over_s=FLOATS,
-)
-TEXT = st.text(max_size=5)
-SAMPLES = st.builds(
-    Sample,
-    st.just(0),
-    st.integers(0, 9),
-    st.lists(st.integers(0, 10**6), max_size=3),
-    TEXT,
-    st.none() | TEXT,
-    response=st.lists(st.integers(0, 10**6), max_size=3),
-    logprobs=st.lists(FLOATS, max_size=3),
-    finish=TEXT,
-    critique=TEXT,
-    verdict=st.none() | st.booleans(),
-    reward=st.none() | FLOATS,
-)
-
-
-class Counts:
-    """As much of Rewards as a checkpoint looks at."""
-
-    def __init__(self, failed, parsed):
-        self.failed, self.parsed = failed, parsed
-
-    def state(self):
-        return {"failed": list(self.failed), "parsed": list(self.parsed)}
-
-    def load_state(self, states):
-        for name in ("failed", "parsed"):
-            setattr(self, name, [sum(state[name][judge] for state in states) for judge in range(2)])
-
-
-def controllers_with(ranks: int, groups: dict[int, tuple[int, list[Sample]]], **state) -> list:
-    """Controllers between two steps: prompt_id -> (its owner, its group)."""
-    controllers = []
-    for rank in range(ranks):
-        c = SimpleNamespace(
-            prompts=Prompts(FakeSource(), 1, keeps_groups=True), state=State(**state)
-        )
-        actor = SimpleNamespace(dp_rank=rank, dp_size=ranks, is_head=True)
-        c.placement = SimpleNamespace(plans=PLANS, plan=PLANS[0], actor=actor)
-        c.world, c.config = SimpleNamespace(rank=rank, size=ranks), SimpleNamespace(seed=1)
-        c.rewards = Counts([rank, 0], [0, 3 * rank])
-        c.prompts.owners = {prompt_id: owner for prompt_id, (owner, _) in groups.items()}
-        c.prompts.requeue(
-            list(groups), [group for owner, group in groups.values() if owner == rank]
-        )
-        controllers.append(c)
-    return controllers
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    owners=st.dictionaries(
-        st.integers(0, 99),
-        st.tuples(st.integers(0, 3), st.lists(SAMPLES, min_size=1, max_size=2)),
-        max_size=6,
-    ),
-    ranks=st.sampled_from([1, 2, 3, 4, 6]),
-    history=st.lists(HISTORY, max_size=3),
-    plan=st.sampled_from(PLANS),
-    kept=FLOATS,
-    cursor=st.integers(0, 10**12),
-)
-def test_the_state_comes_back_whole(owners, ranks, history, plan, kept, cursor):
-    """On as many ranks as it was; on any number every carried group once, and all know with whom."""
-    for prompt_id, (_, group) in owners.items():
-        for sample in group:
-            sample.prompt_id = prompt_id
-    state = dict(step=7, groups_per_kept=kept, history=history, empty_steps=2, skips=1)
-    before = controllers_with(4, owners, **state)
-    for c in before:
-        c.placement.plan, c.prompts.cursor = plan, cursor
-    states = [json.loads(json.dumps(checkpoint.state_of(c))) for c in before]
-    common, own = states[0][0], [own for _, own in states]
-    after = controllers_with(ranks, {})
-    for c in after:
-        checkpoint.restore_controller(c, common, copy.deepcopy(own))
-    if ranks == 4:
-        again = [json.loads(json.dumps(checkpoint.state_of(c))) for c in after]
-        assert [common for common, _ in again] == [common for common, _ in states]
-        assert [own["groups"] for _, own in again] == [own["groups"] for _, own in states]
-        assert after[0].state.history == history
-    held = {
-        prompt_id: (c.world.rank, group)
-        for c in after
-        for prompt_id, group in c.prompts.groups.items()
-    }
-    assert sum(len(c.prompts.groups) for c in after) == len(held)
-    assert held == {
-        prompt_id: (owner % ranks, group) for prompt_id, (owner, group) in owners.items()
-    }
-    for c in after:
-        assert all(
-            c.prompts.assign_owners([p], ranks) == {p: rank} for p, (rank, _) in held.items()
-        )
-        assert c.placement.plan == (plan if ranks == 4 else PLANS[0])
-        assert c.state.history == [] or ranks == 4
-        assert (c.prompts.cursor, c.state.step, c.state.groups_per_kept) == (cursor, 7, kept)
-        assert (c.state.empty_steps, c.state.skips) == (2, 1)
-    assert [sum(counts) for counts in zip(*(c.rewards.failed for c in after), strict=True)] == [
-        6,
-        0,
-    ]
-    assert [sum(counts) for counts in zip(*(c.rewards.parsed for c in after), strict=True)] == [
-        0,
-        18,
-    ]
-
-
-@pytest.mark.parametrize("plans", [PLANS[:1], PLANS[1:]])
-def test_a_split_that_is_gone_is_forgotten(plans):
-    """With what was measured under it: the run begins with its first plan."""
-    rank = RequestStats(1)
-    history = [StepStats(plan.split, rank, rank, 1, 1.0, 0.0, 0.0) for plan in PLANS]
-    (c,) = controllers_with(1, {}, history=history)
-    common, own = json.loads(json.dumps(checkpoint.state_of(c)))
-    (after,) = controllers_with(1, {})
-    after.placement.plans, after.placement.plan = plans, plans[0]
-    checkpoint.restore_controller(after, common, [own])
-    assert after.placement.plan == plans[0] and after.state.history == []
-
-
-def test_without_over_dispatch_nothing_is_carried():
-    """A run may be resumed without it: the prompts come again, and are answered anew."""
-    (c,) = controllers_with(1, {5: (0, [Sample(5, 0, [1], response=[2])])})
-    common, own = json.loads(json.dumps(checkpoint.state_of(c)))
-    (after,) = controllers_with(1, {})
-    after.prompts = Prompts(FakeSource(), 1)
-    checkpoint.restore_controller(after, common, [own])
-    assert after.prompts.requeued == [5] and not after.prompts.groups and not after.prompts.owners
-
-
 # ---------------------------------------------------------------- saves that fail
-
-
-def wait_for(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never came so far"
-        time.sleep(0.01)
 
 
 class Failing(FakeActor):
@@ -455,32 +232,6 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
 
 
-def test_what_a_full_disk_refused_is_removed_at_once(tmp_path):
-    """By the process that found it full: until the save is given up, the run needs the room."""
-    for name in ("controllers", "megatron"):
-        (tmp_path / name).mkdir()
-
-    def write():
-        (tmp_path / "megatron" / "__0_0.distcp").write_bytes(bytes(1000))
-        (tmp_path / "megatron" / "__1_0.distcp").write_bytes(bytes(1000))  # another rank's
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError):
-        checkpoint.write_part(tmp_path, 0, ({}, {}), {"megatron": write}, {})
-    assert files_of(tmp_path) == {"megatron/__1_0.distcp"}
-
-
-def test_a_folder_that_cannot_be_written_costs_a_line_and_no_step(tmp_path):
-    """As rank 0 finds out; the others don't wait for it."""
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    controllers, _ = simulate("partial", 2, steps=2, save_every=1, out=tmp_path)
-    assert len(controllers[0].report.steps) == 2
-    notes = controllers[1].report.notes
-    assert len(notes) == 2
-    assert all("could not be saved: [Errno 20] Not a directory" in note for note in notes)
-    assert controllers[0].report.notes[0].endswith("; there is none yet, training goes on")
-
-
 @pytest.mark.parametrize("place", ["complete_shards", "sync_and_hash", "sync"])
 def test_a_disk_that_is_full_at_the_very_end(tmp_path, monkeypatch, place):
     """Of a save, when rank 0 alone completes it: the others hear of it, and it stays invisible."""
@@ -535,51 +286,12 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert synced[at:] == [str(tmp_path / "checkpoints")]
 
 
-KILLED = """
-import os, sys, time
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
-from pathlib import Path
-from fakes import AwaitedWriter, FakeActor, simulate
-real = FakeActor.snapshot
-def slow(self, folder):
-    write, complete = real(self, folder)
-    def write_slowly():
-        result = write()
-        if "step_2" in str(folder):
-            Path(sys.argv[2], "writing").touch()
-            time.sleep(100)
-        return result
-    return write_slowly, complete
-FakeActor.snapshot = slow
-simulate("full", 2, steps=3, save_every=1, out=Path(sys.argv[2]), writer=AwaitedWriter)
-"""
-
-
-def test_kill_9_in_the_middle_of_a_save(tmp_path):
-    """The checkpoint before is the newest; what was begun has a name that is never read, nobody writes on."""
-    run = psutil.Popen([sys.executable, "-c", KILLED, str(ROOT), str(tmp_path)])
-    wait_for((tmp_path / "writing").exists, 120)
-    writers = run.children()
-    run.kill()
-    run.wait()
-    for writer in writers:
-        wait_for(
-            lambda writer=writer: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE
-        )
-    checkpoints = tmp_path / "checkpoints"
-    assert writers and atomic_files.steps_in(checkpoints) == [1]
-    assert not atomic_files.verify(checkpoints / "step_1")
-    assert any(path.name.startswith("step_2.partial-") for path in checkpoints.iterdir())
-
-
 # ---------------------------------------------------------------- the policy, on other ranks
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """A checkpoint of two ranks, and what every layout made of it."""
-    import torch
-
     from test_actor import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
@@ -593,23 +305,29 @@ def saved(tmp_path_factory) -> Path:
     case = {"batches": [[vars(sample) for sample in batch] for batch in batches]}
     case["model_dir"] = make_model(out / "model", "qwen3", tied=True)
     torch.save(case, out / "case.pt")
-    run_worker("checkpoint_worker.py", out / "case.pt", out, timeout_s=500)
+    run_worker("checkpoint_worker.py", out / "case.pt", out, "save", *RANKS)
     return out
 
 
-def result(saved: Path, name: str, rank: int = 0) -> dict:
-    import torch
+@cache
+def resume_others(saved: Path) -> None:
+    run_worker("checkpoint_worker.py", saved / "case.pt", saved, "save_tp2_pp2", *OTHERS)
 
+
+def result(saved: Path, name: str, rank: int = 0) -> dict:
     return torch.load(saved / f"{name}.{rank}")
 
 
-RANKS = {"dp2": 2, "tp2": 2, "pp2": 2, "dp1": 1, "dp4": 4, "tp2_dp2": 4}
-RANKS |= {"dp1_of_tp2_pp2": 1, "dp2_of_tp2_dp2": 2}
+RANKS = {"dp2": 2, "tp2": 2}
+OTHERS = {"pp2": 2, "dp1": 1, "tp2_dp2": 4, "dp1_of_tp2_pp2": 1}
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS.items()]
 
 
-@pytest.mark.parametrize("name,ranks", RANKS.items())
+@pytest.mark.parametrize("name,ranks", [*RANKS.items(), *SLOW])
 def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
     """Saved on two data-parallel ranks (or as the name says) while the next update was under way."""
+    if name in OTHERS:
+        resume_others(saved)
     expected, got = result(saved, "save"), result(saved, name)
     assert (got["version"], got["step"]) == (3, 2)
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
@@ -623,7 +341,7 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
     for model in ("weights", "critic"):
         for weight, tensor in expected[model].items():
             assert (got[model][weight] - tensor).abs().max() < 5e-5, weight
-    parsed = {"dp1_of_tp2_pp2": 5 + 6 + 7 + 8, "dp2_of_tp2_dp2": 5 + 6 + 7 + 8}.get(name, 5 + 6)
+    parsed = 5 + 6 + 7 + 8 if name == "dp1_of_tp2_pp2" else 5 + 6
     assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == parsed
     assert (got["prompts"]["cursor"], got["prompts"]["requeued"]) == (9, list(range(9)))
     owners = dict(got["prompts"]["owners"])
@@ -634,8 +352,6 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
 
 def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
     """Metrics, weights and random numbers."""
-    import torch
-
     for rank in range(2):
         expected, got = result(saved, "save", rank), result(saved, "dp2", rank)
         timed = {name for name in got["metrics"] if "seconds" in name}
@@ -652,7 +368,6 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
 
 def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
     """Not those of the update that went on meanwhile; transformers loads it."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     checkpoint = saved / "checkpoints" / "step_2"
@@ -666,50 +381,6 @@ def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
     assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= listed_in(
         checkpoint
     )
-
-
-def test_one_flipped_byte_in_any_file_shows(saved, tmp_path):
-    """In each file once, and at 100 random places over all of them."""
-    folder, rng = tmp_path / "step_2", random.Random(0)
-    shutil.copytree(saved / "checkpoints" / "step_2", folder)
-    assert files_of(folder) >= EVERY_FILE and atomic_files.verify(folder) == ""
-    paths = [folder / name for name in sorted(files_of(folder)) if (folder / name).stat().st_size]
-    for path in paths + rng.choices(paths, [path.stat().st_size for path in paths], k=100):
-        at, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
-        flip(path, at, bit)
-        assert atomic_files.verify(folder), f"byte {at} of {path.name} changed by {bit} unseen"
-        flip(path, at, bit)
-    assert atomic_files.verify(folder) == ""
-
-
-def flip(path: Path, at: int, bits: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ bits]))
-
-
-@settings(deadline=None)
-@given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=5),
-    ends=st.tuples(*[st.floats(0, 1)] * 2),
-)
-def test_a_stretch_of_a_tensor_is_a_few_boxes(shape, ends):
-    """Which are the stretch, element for element and in order; one by hand: a tail, a row, a head."""
-    from training import sharded_checkpoint
-
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    start, end = sorted(int(part * numbers.numel()) for part in ends)
-    found = list(sharded_checkpoint.boxes(start, end, tuple(shape)))
-    elements = []
-    for where, sizes in found:
-        box = numbers[tuple(slice(at, at + size) for at, size in zip(where, sizes, strict=True))]
-        assert box.shape == sizes
-        elements += box.flatten().tolist()
-    assert elements == list(range(start, end)) and len(found) < 2 * len(shape)
-    by_hand = [((0, 2), (1, 1)), ((1, 0), (1, 3)), ((2, 0), (1, 2))]
-    assert list(sharded_checkpoint.boxes(2, 8, (3, 3))) == by_hand
 
 
 class Evil:
@@ -734,33 +405,3 @@ def test_a_checkpoint_never_executes_code(saved, tmp_path):
 
 
 # ---------------------------------------------------------------- a disk that is really full
-
-
-def test_a_disk_that_is_really_full(tmp_path):
-    """A file system of a few pages, where one may be mounted: the run goes on, and has room."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if ctypes.CDLL(None, use_errno=True).mount(
-        b"tmpfs", str(small).encode(), b"tmpfs", 0, b"size=80k"
-    ):
-        pytest.skip(f"mounting a file system: {os.strerror(ctypes.get_errno())}")
-    try:
-
-        def write_more(c):
-            real = FakeActor.snapshot
-
-            def snapshot(folder):
-                write, complete = real(c.placement.actor, folder)
-                more = folder / f"__{c.world.rank}_1.distcp"
-                return lambda: (write(), more.write_bytes(bytes(10**6)))[0], complete
-
-            c.placement.actor.snapshot = snapshot
-
-        how = dict(writer=AwaitedWriter, prepare_controller=write_more)
-        controllers, _ = simulate("full", 2, steps=2, save_every=1, out=small, **how)
-        notes = controllers[0].report.notes
-        assert len(controllers[0].report.steps) == len(notes) == 2
-        assert all("No space left on device" in note for note in notes)
-        assert shutil.disk_usage(small).free > 60_000
-    finally:
-        ctypes.CDLL(None).umount2(str(small).encode(), 2)

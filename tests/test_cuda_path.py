@@ -1,6 +1,5 @@
 """What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
 
-import asyncio
 import importlib.util
 import json
 import os
@@ -9,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,9 @@ import pytest
 import run
 from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
 from config import PRESETS, UserError, parse_config
-from engines import fleet, server
-from engines.fleet import Fleet, ServerSpec
+from engines import server
 from engines.server import server_environment, server_flags
-from fakes import FakeWorld, VirtualClock, simulate
+from fakes import simulate
 
 ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
@@ -95,24 +94,14 @@ def test_sglang_takes_every_flag(models, monkeypatch):
     """Of each preset, device, role and mode, by its own parser."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     asked = []
-    for preset in PRESETS:
-        for device, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16")):
-            for mode in ("partial", "full"):
-                for role in ("rollout", "genrm"):
-                    where = [
-                        "--preset",
-                        preset,
-                        "--device",
-                        device,
-                        "--dtype",
-                        dtype,
-                        "--mode",
-                        mode,
-                    ]
-                    where += ["--rollout-tp", "2"] if device == "cuda" else []
-                    for deterministic in ("--deterministic", "--no-deterministic"):
-                        config = parse_config([*where, deterministic])
-                        asked.append(server_flags(role, 1, 30002, models["7B"], config))
+    devices = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
+    roles, repeated = ("rollout", "genrm"), ("--deterministic", "--no-deterministic")
+    options = product(PRESETS, devices, ("partial", "full"), repeated, roles)
+    for preset, (device, dtype), mode, deterministic, role in options:
+        where = ["--preset", preset, "--device", device, "--dtype", dtype, "--mode", mode]
+        where += ["--rollout-tp", "2"] if device == "cuda" else []
+        config = parse_config([*where, deterministic])
+        asked.append(server_flags(role, 1, 30002, models["7B"], config))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(
         [sys.executable, "-c", PARSE],
@@ -140,66 +129,6 @@ def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
     assert "TMS_RETAIN_CPU_BACKUP" not in on_cpu and on_cpu["MKL_CBWR"]
     source = Path(home, "srt", "environ.py").read_text()
     assert re.search(r"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool", source)
-
-
-# ---------------------------------------------------------------- the order at the start
-
-
-class Gpu:
-    """The memory of one device, and what took and gave it."""
-
-    def __init__(self):
-        self.used, self.log = 0.0, []
-
-    def take(self, who, size):
-        self.used += size
-        self.log.append((who, size))
-        assert self.used <= H200, f"{who} finds no room: {self.log}"
-
-
-class StartingEngine:
-    """As SGLang sizes its KV cache: a part of what was free when it began, less what it holds by then."""
-
-    gpu, weights, fraction = None, 0.0, 0.7
-
-    @classmethod
-    def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
-        engine = cls()
-        engine.role, engine.rank, engine.free = role, rank, H200 - cls.gpu.used
-        engine.url, engine.key, engine.model = "", key, model
-        cls.gpu.take(f"{role} weights", cls.weights)
-        return engine
-
-    async def ready(self, deadline_s):
-        self.cache = (H200 - self.gpu.used) - self.free * (1 - self.fraction)
-        assert self.cache > 0, "Loaded weights leave no GPU memory for the KV cache"
-        self.gpu.take(f"{self.role} cache", self.cache)
-
-    async def sleep(self):
-        self.gpu.take(f"{self.role} sleeps", -self.weights - self.cache)
-
-
-@pytest.mark.parametrize("roles", [("rollout",), ("genrm",), ("rollout", "genrm")])
-def test_engines_of_a_device_start_in_turn_and_sleep_before_the_trainer(models, monkeypatch, roles):
-    """Each has its whole part of the device, in full colocation, too, and the trainer finds it empty."""
-    config, gpu, clock = settings(models, "7B"), Gpu(), VirtualClock()
-    StartingEngine.gpu, StartingEngine.weights = (
-        gpu,
-        engines_of(config)[f"genrm {models['7B']}"]["weights"],
-    )
-    monkeypatch.setattr(fleet, "Engine", StartingEngine)
-
-    async def start():
-        servers = Fleet(config, FakeWorld(0, 1, {}))
-        await servers.launch([ServerSpec(role, 30000, models["7B"]) for role in roles])
-        assert gpu.used == 0, "an engine is awake when the trainer is built"
-        gpu.take("actor", sum(trainers_of(config, 8)["actor"].values()))
-        await servers.ready()
-
-    clock.run_until_complete(asyncio.wait_for(start(), 60))
-    caches = [size for who, size in gpu.log if who.endswith("cache")]
-    assert len(caches) == len(roles) and min(caches) == max(caches)
-    assert caches[0] + StartingEngine.weights == pytest.approx(0.7 * H200)
 
 
 # ---------------------------------------------------------------- who holds how much when
@@ -235,29 +164,6 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     )
     assert max(predicted.values()) <= 0.9 * H200, predicted
     assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
-
-
-def test_what_does_not_fit_is_said(models):
-    """Without recomputation the activations of 16,384 tokens alone are more than the device."""
-    shown = memory(settings(models, "7B", "--no-recompute"), [], 8)
-    assert shown[-2].startswith("  a device of 141 GB IS TOO SMALL")
-    shown = memory(
-        settings(models, "32B", "--tp", "4", "--sp"), [], 64
-    )  # 65.5 GB of 0.7 x 80 to serve
-    assert [line[:35] for line in shown[-3:-1]] == [
-        "  a device of 80 GB IS TOO SMALL, i",
-        "  a device of 141 GB takes it, in G",
-    ]
-
-
-def test_what_sleeps_on_the_host(models):
-    """A 7B: weights 15.2 GB, an eighth of the optimizer 11.4; a reference, a judge, rollout in turns."""
-    for mode, row, needed in (
-        ("partial", ["grpo"], "41.9"),
-        ("full", ["grpo", "kl_coef=0.1"], "72.3"),
-    ):
-        config = settings(models, "7B", "--mode", mode, "--algorithm", *row)
-        assert memory(config, [], 8)[-1].endswith(f" at most: {needed} GB")
 
 
 def test_who_evaluates_keeps_the_weights_of_its_engine(models, monkeypatch):

@@ -1,5 +1,7 @@
 """The executor: every table trains as Megatron-Core's own schedule does, to the last bit; messages."""
 
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,15 +16,17 @@ from test_actor import make_model, make_samples
 from workers import run_worker
 
 ALL = ("megatron", "1f1b", "fused", "interleaved")
-LAYOUTS = {  # name -> family, ranks, sizes
-    "pp2": ("qwen3", 2, {"pp": 2, "schedules": ALL, "resumes": True}),
+FIRST = {  # name -> family, ranks, sizes
     "pp2_tied": ("qwen2", 2, {"pp": 2, "schedules": ALL}),
     "pp2_bf16": ("qwen3", 2, {"pp": 2, "dtype": "bfloat16", "schedules": ALL}),
+}
+OTHERS = {
+    "pp2": ("qwen3", 2, {"pp": 2, "schedules": ALL}),
     "tp2": ("qwen3", 2, {"tp": 2, "schedules": ALL[:3]}),
     "pp4": ("qwen3", 4, {"pp": 4, "schedules": ALL}),
     "tp2_pp2_sp": ("qwen3", 4, {"tp": 2, "pp": 2, "sp": True, "schedules": ALL}),
     # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
-    "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "resumes": True, "bucket": 500}),
+    "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "bucket": 500}),
 }
 NORMS = (
     "critic/grad_norm",
@@ -31,43 +35,44 @@ NORMS = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> tuple[dict, Path]:
-    """By layout and schedule, from processes that are gone afterwards; what all result paths begin with."""
-    path = tmp_path_factory.mktemp("executor")
-    families = {"qwen3": False, "qwen2": True}  # whether the embeddings are tied
-    model_dirs = {
-        name: make_model(path / name, name, tied, num_hidden_layers=8)
-        for name, tied in families.items()
-    }
-    batches = {"batches": [make_samples(step) for step in range(3)]}
-    references = {name: batches for name in families}
-    case = {"model_dirs": model_dirs, "references": references, "layouts": LAYOUTS}
-    torch.save(case, path / "case.pt")
-    run_worker("executor_worker.py", path / "case.pt", path / "result")
-    found = {}
-    for size in (2, 4):
-        found |= torch.load(f"{path}/result.{size}", weights_only=False)
-    return found, path / "result"
+def results_of(tmp_path_factory):
+    """By layout and schedule what a tier's layouts made, and what all result paths begin with."""
+    models = tmp_path_factory.mktemp("models")
+    batches = [make_samples(step) for step in range(3)]
+    references = {}
+    for family, tied in (("qwen3", False), ("qwen2", True)):
+        model_dir = make_model(models / family, family, tied, num_hidden_layers=8)
+        references[family] = {"model_dir": model_dir, "batches": batches}
+
+    @cache
+    def trained(are_first: bool) -> tuple[dict, Path]:
+        path, layouts = tmp_path_factory.mktemp("executor"), FIRST if are_first else OTHERS
+        sizes = sorted({ranks for _, ranks, _ in layouts.values()})
+        case = {"references": references, "layouts": layouts, "sizes": sizes}
+        torch.save(case, path / "case.pt")
+        run_worker("executor_worker.py", path / "case.pt", path / "result")
+        found = {}
+        for size in sizes:
+            found |= torch.load(f"{path}/result.{size}", weights_only=False)
+        return found, path / "result"
+
+    return trained
 
 
-CASES = [
-    (layout, name) for layout, (*_, sizes) in LAYOUTS.items() for name in sizes["schedules"][1:]
-]
+def cases() -> Iterator:
+    """Layouts and schedules."""
+    for layouts, marks in ((FIRST, ()), (OTHERS, pytest.mark.slow)):
+        for layout, (*_, sizes) in layouts.items():
+            for schedule in sizes["schedules"][1:]:
+                yield pytest.param(layout, schedule, marks=marks)
 
 
-@pytest.mark.parametrize("layout,schedule", CASES)
-def test_a_schedule_trains_as_megatron_s_own(results, layout, schedule):
-    """Actor and critic, three steps of two mini-batches, the critic twice over each: gradients of a pass,
-    its statistics, values, metrics and weights have the same bits."""
-    ours, own = results[0][layout][schedule], results[0][layout]["megatron"]
-    assert ours["gradients"].keys() == own["gradients"].keys()
-    for key, value in own["gradients"].items():
-        same = (
-            torch.equal(value, ours["gradients"][key])
-            if key[1] != "stats"
-            else value == ours["gradients"][key]
-        )
-        assert same, key
+@pytest.mark.parametrize("layout,schedule", list(cases()))
+def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
+    """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
+    weights have the same bits."""
+    results, _ = results_of(layout in FIRST)
+    ours, own = results[layout][schedule], results[layout]["megatron"]
     check_steps(ours, own)
 
 
@@ -84,29 +89,6 @@ def check_steps(ours: dict, expected: dict) -> None:
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(ours["weights"][name], weight), name
-
-
-@pytest.mark.parametrize(
-    "layout", [name for name, (*_, sizes) in LAYOUTS.items() if "resumes" in sizes]
-)
-def test_a_checkpoint_goes_on_under_another_schedule(results, layout):
-    """fused, then 1f1b, then interleaved: the numbers of a run under one."""
-    check_steps(results[0][layout]["resumed"], results[0][layout]["megatron"])
-
-
-def test_ranks_with_different_tables_say_so(results):
-    """All of them, before any waits for a pass that doesn't come."""
-    assert (
-        results[0]["another table"]
-        == ["ranks of a pipeline have different tables: none would end"] * 4
-    )
-
-
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_a_rank_that_dies_in_mid_table_is_named_by_the_others(results, rank):
-    said = Path(f"{results[1]}.died.{rank}").read_text()
-    waited = f"rank {rank} waited in vain, for 120 s at most"
-    assert said == f"{waited}: rank 2 didn't come, last seen in phase: train of step 4"
 
 
 # ---------------------------------------------------------------- the order of messages

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -18,11 +19,9 @@ import genrm
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import parse_config
-from controller import MAX_SKIPS
 from examples.make_demo import models
 from finetune_worker import config_of
 from models import save_tokenizer
-from recipes.addition.pairs import example_rows
 from sample import Sample
 from test_actor import VOCAB, make_model, plain_optimizer
 from test_critic import make_value_model
@@ -30,9 +29,8 @@ from workers import run_worker
 
 # worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
 LEARNING_RATES, CLIP = [5e-4, 1e-3, 7.5e-4], 0.5
-LAYOUTS = {  # name -> ranks, sizes
-    "one": (1, {}),
-    "one_large": (1, {"max_tokens_per_micro_batch": 4096}),
+FIRST = {"one": (1, {})}  # name -> ranks, sizes
+OTHERS = {
     "dp2": (2, {}),
     "tp2_sp": (2, {"tp": 2, "sp": True}),
     "pp2": (2, {"pp": 2}),
@@ -144,62 +142,61 @@ def references(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def results(references, tmp_path_factory) -> tuple[dict, Path]:
-    """Of every command under every layout, and what the paths of the exports begin with."""
-    path = tmp_path_factory.mktemp("layouts")
-    torch.save({"references": references, "layouts": LAYOUTS}, path / "case.pt")
-    run_worker("finetune_worker.py", path / "case.pt", path / "result", timeout_s=400)
-    return torch.load(path / "result.1") | torch.load(path / "result.2"), path / "result"
+def result_of(references, tmp_path_factory):
+    """What a command learned under a layout, and where it is; layouts of a tier are trained together."""
+
+    @cache
+    def learned(are_first: bool) -> tuple[Path, dict]:
+        path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
+        (size,) = {ranks for ranks, _ in layouts.values()}
+        case = {"references": references, "layouts": layouts, "sizes": [size]}
+        torch.save(case, path / "case.pt")
+        run_worker("finetune_worker.py", path / "case.pt", path / "result", timeout_s=400)
+        return path, torch.load(path / f"result.{size}")
+
+    def result(command: str, name: str) -> tuple[dict, Path]:
+        path, found = learned(name in FIRST)
+        return found[command, name], path / f"result.{command}.{name}"
+
+    return result
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(o, marks=pytest.mark.slow) for o in OTHERS)]
+)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_learns_as_the_plain_reference(command, name, references, results):
+def test_a_command_learns_as_the_plain_reference(command, name, references, result_of):
     """Metrics, gradients (their norm, and where they take the weights), held-out metrics, by layout."""
-    reference, result = references[command], results[0][command, name]
-    found, expected = (
-        side["metrics"] + side[of]
-        for side, of in ((result, "held_out"), (reference, "of_held_out"))
-    )
+    reference, (result, path) = references[command], result_of(command, name)
+    found = result["metrics"] + result["held_out"]
+    expected = reference["metrics"] + reference["of_held_out"]
     for row, wanted in zip(found, expected, strict=True):
-        undecided = (
-            {"accuracy"} if command == "dpo" and wanted["margin"] == 0 else set()
-        )  # a pair that ties is told by round-off
-        wanted = {name: value for name, value in wanted.items() if name not in undecided}
-        assert {name: row[name] for name in row.keys() - undecided} == pytest.approx(
-            wanted, rel=1e-5, abs=1e-5
-        )
+        if command == "dpo" and wanted["margin"] == 0:  # a pair that ties is told by round-off
+            row, wanted = row | {"accuracy": 0.0}, wanted | {"accuracy": 0.0}
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert result["weight_distance"] < 5e-5
+    check_export(command, path, reference)
 
 
-def test_dpo_begins_at_its_reference(references, results):
-    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference would be idle above."""
-    first, *later = references["dpo"]["metrics"]
-    assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
-    for found in (
-        results[0]["dpo", name] for name in ("one", "dp2", "tp2_sp")
-    ):  # the others' passes round otherwise with a gradient
-        assert (
-            found["metrics"][0]["margin"]
-            == found["metrics"][0]["accuracy"]
-            == found["held_out"][0]["accuracy"]
-            == 0.0
-        )
-    assert all(abs(step["margin"]) > 1e-4 for step in later)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_transformers_load_what_was_learnt(command, references, results):
+def check_export(command: str, path: Path, reference: dict) -> None:
+    """That transformers load what was learned."""
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
-    model, loading = kind.from_pretrained(f"{results[1]}.{command}.dp2", output_loading_info=True)
+    model, loading = kind.from_pretrained(path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    reference = references[command]
     start = kind.from_pretrained(reference["model_dir"])
     with torch.no_grad():
         found = plain_metrics(command, model, start, reference["held_out"])
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(
-        reference["of_held_out"][1], rel=1e-4, abs=1e-4
-    )
+    found = {name: float(value) for name, value in found.items()}
+    assert found == pytest.approx(reference["of_held_out"][1], rel=1e-4, abs=1e-4)
+
+
+def test_dpo_begins_at_its_reference(references, result_of):
+    """Where the margin is 0 and the loss log 2; then it leaves it. Else the reference would be idle above."""
+    first, *later = references["dpo"]["metrics"]
+    assert (first["loss"], first["margin"]) == pytest.approx((math.log(2), 0), abs=1e-9)
+    found, _ = result_of("dpo", "one")
+    assert found["metrics"][0]["margin"] == found["metrics"][0]["accuracy"] == 0.0
+    assert all(abs(step["margin"]) > 1e-4 for step in later)
 
 
 # ---------------------------------------------------------------- rows
@@ -235,131 +232,68 @@ ASKED, ANSWERED = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n", "
 
 def test_text_rows(tokenizers):
     """The prompt as the rollout engine would see it; the answer ends with the end of the sequence."""
-    text = tokenizers["text"]
+    text, right, wrong = tokenizers["text"], ("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")
     for name in ("response", "completion"):
-        assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [
-            ("<bos>3+4=", ">7<eos>")
-        ]
+        assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [right]
     row = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
-    assert decoded(text, parse_pair(row, text, "f:1")) == [
-        ("<bos>3+4=", ">7<eos>"),
-        ("<bos>3+4=", ">6<eos>"),
-    ]
-    for sample, whole in zip(
-        parse_rm(row, text, "f:1"), ("<bos>3+4=>7<eos>", "<bos>3+4=>6<eos>"), strict=True
-    ):
-        assert text.decode(sample.prompt) == whole and len(sample.response) == 1
+    assert decoded(text, parse_pair(row, text, "f:1")) == [right, wrong]
+    for sample, answer in zip(parse_rm(row, text, "f:1"), (right, wrong), strict=True):
+        assert text.decode(sample.prompt) == "".join(answer) and len(sample.response) == 1
+
+
+SYSTEM = {"role": "system", "content": "Be right."}
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"messages": [user("3+4?"), assistant("7")]},
+        {"messages": [SYSTEM, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]},
         {"prompt": [user("3+4?")], "completion": [assistant("7")]},
         {"prompt": [user("3+4?")], "response": "7"},
-        {"prompt": "3+4?", "response": [assistant("7")]},
         {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
     ],
 )
 def test_chat_rows_for_sft(row, tokenizers):
     """All ways to say it mean the same; other turns are context."""
     chat = tokenizers["chat"]
-    assert decoded(chat, parse_sft(row, chat, "f:1")) == [(ASKED, ANSWERED)]
+    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
+    assert answer == ANSWERED and before.endswith(ASKED)
+    assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
 
 
-def test_earlier_turns_are_not_trained_on(tokenizers):
-    chat = tokenizers["chat"]
-    turns = [
-        {"role": "system", "content": "Be right."},
-        user("1+1?"),
-        assistant("2"),
-        user("3+4?"),
-        assistant("7"),
-    ]
-    ((before, answer),) = decoded(chat, parse_sft({"messages": turns}, chat, "f:1"))
-    assert answer == ANSWERED and before.endswith(ASKED) and "2<|im_end|>" in before
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [user("3+4?")], "chosen": [assistant("7")], "rejected": [assistant("6")]},
-        {"prompt": [user("3+4?")], "chosen": "7", "rejected": "6"},
-        {
-            "prompt": "3+4?",
-            "chosen": [user("3+4?"), assistant("7")],
-            "rejected": [user("3+4?"), assistant("6")],
-        },
-        {"chosen": [user("3+4?"), assistant("7")], "rejected": [user("3+4?"), assistant("6")]},
-    ],
-)
-def test_chat_rows_of_pairs(row, tokenizers):
-    chat = tokenizers["chat"]
-    assert decoded(chat, parse_pair(row, chat, "f:1")) == [
-        (ASKED, ANSWERED),
-        (ASKED, ANSWERED.replace("7", "6")),
-    ]
+@pytest.mark.parametrize("prompt", [{"prompt": [user("3+4?")]}, {"prompt": "3+4?"}, {}])
+def test_chat_rows_of_pairs(prompt, tokenizers):
+    """Answers are texts or turns, alone or behind the prompt."""
+    chat, is_text = tokenizers["chat"], "prompt" in prompt and isinstance(prompt["prompt"], list)
+    right, wrong = ("7", "6") if is_text else ([user("3+4?"), assistant(n)] for n in "76")
+    row = prompt | {"chosen": right, "rejected": wrong}
+    pair = [(ASKED, ANSWERED), (ASKED, ANSWERED.replace("7", "6"))]
+    assert decoded(chat, parse_pair(row, chat, "f:1")) == pair
 
 
 def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
     """The tokens of a question and a response as a judge, whose number is read at the last of them."""
     texts = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
     turns = {"prompt": [user("3+4=")], "chosen": [assistant(">7")], "rejected": [assistant(">6")]}
+    prompts = [genrm.score_prompt("3+4=", answer) for answer in (">7", ">6")]
     for tokenizer, row in ((tokenizers["text"], texts), (tokenizers["chat"], turns)):
-        shown = [
-            data.encode_exchange(tokenizer, genrm.score_prompt("3+4=", answer))
-            for answer in (">7", ">6")
-        ]
+        shown = [data.encode_exchange(tokenizer, prompt) for prompt in prompts]
         assert shown == [sample.prompt for sample in parse_rm(row, tokenizer, "f:1")]
 
 
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 BAD = [
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4="},
-        "needs `messages`, or `prompt` and one of `response` and `completion`",
-    ),
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4=", "response": ">7", "completion": ">7"},
-        "one of `response` and `completion`",
-    ),
+    ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
     ("sft", "text", {"prompt": "3+4=", "response": 7}, "a prompt and an answer are needed"),
-    ("sft", "text", {"prompt": 3, "response": ">7"}, "a prompt and an answer are needed"),
     ("sft", "text", {"response": ">7"}, NO_ANSWER),
     ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
     ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
     ("sft", "chat", {"messages": []}, "a prompt and an answer are needed"),
-    (
-        "sft",
-        "chat",
-        {"messages": [user("3+4?"), {"role": "assistant"}]},
-        "a prompt and an answer are needed",
-    ),
-    ("sft", "chat", {"messages": [assistant("7")]}, NO_ANSWER),
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4=", "response": ">" + "7" * 48},
-        "tokens don't fit into --max-tokens-per-micro-batch 48",
-    ),
+    ("sft", "chat", {"messages": [user("3+4?"), {"role": "assistant"}]}, "a prompt and an answer"),
+    ("sft", "text", {"prompt": "3+4=", "response": ">" + "7" * 48}, "tokens don't fit into --max"),
     ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    ("rm", "text", {"prompt": "3+4=", "rejected": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    (
-        "dpo",
-        "text",
-        {"prompt": "3+4=", "chosen": ">7", "rejected": None},
-        "a prompt and an answer are needed",
-    ),
-    (
-        "dpo",
-        "text",
-        {"prompt": "3+4=", "chosen": ">" + "7" * 20, "rejected": ">" + "6" * 20},
-        "don't fit into",
-    ),  # each alone would
+    ("dpo", "text", {"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
     ("sft", "text", [1], "expected a JSON object"),
     ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
 ]
@@ -385,46 +319,11 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
         good = {"messages": [user("1"), assistant("2")]}
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in (good, row)))
+    parse, config = finetune.TASKS[command].parse, config_of(command, "m")
     with pytest.raises(ValueError) as caught:
-        read_examples(
-            path, finetune.TASKS[command].parse, tokenizers[tokenizer], config_of(command, "m")
-        )
-    assert (
-        message in str(caught.value)
-        and f"{path}:2: " in str(caught.value)
-        and "\n" not in str(caught.value)
-    )
-
-
-def test_the_order_of_examples_stays():
-    """Else a learner's numbers could not be compared across versions."""
-    examples = data.Shuffled(range(30), seed=5, held_out=4)
-    assert sorted(examples.held_out) == [13, 18, 21]
-    assert [examples.training(number) for number in (0, 1, 2, 27, 28, 54)] == [19, 7, 20, 9, 8, 15]
-
-
-def test_special_tokens_in_a_conversation_are_text(tokenizers):
-    """Of people and datasets: only the template ends a turn."""
-    chat, spelled = tokenizers["chat"], "7<|im_end|>\n<|im_start|>user\nMore?"
-    ((_, plain), (_, answer)) = (
-        decoded(chat, parse_sft({"messages": [user("3+4?"), assistant(text)]}, chat, "f:1"))[0]
-        for text in ("7", spelled)
-    )
-    assert plain == ANSWERED and answer == "7< |im_end|>\n< |im_start|>user\nMore?<|im_end|>\n"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_demo_s_rows_can_be_read(command, tokenizers, tmp_path):
-    rows = example_rows(command, seed=0, count=40)
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = read_examples(
-        path, finetune.TASKS[command].parse, tokenizers["text"], parse_config([command])
-    )
-    assert len(examples) == 40 and rows == example_rows(command, seed=0, count=40)
-    for row in rows if command != "sft" else ():
-        a, b = map(int, row["prompt"][:-1].split("+"))
-        assert row["chosen"].endswith(f">{a + b}") and not row["rejected"].endswith(f">{a + b}")
+        read_examples(path, parse, tokenizers[tokenizer], config)
+    said = str(caught.value)
+    assert message in said and f"{path}:2: " in said and "\n" not in said
 
 
 # ---------------------------------------------------------------- a whole run
@@ -446,45 +345,20 @@ class Quiet:
         pass
 
 
-def run_on_demo(command: str, path: Path, *arguments: str) -> Path:
-    """A run on the demo's examples from new weights, as `run.py` puts it together. Returns its folder."""
-    models.new_model(path / "model", 0)
-    out, progress = path / "out", Quiet()
-    given = [
-        "--model",
-        str(path / "model"),
-        "--out",
-        str(out),
-        "--max-tokens-per-micro-batch",
-        "1024",
-        *arguments,
-    ]
-    config = parse_config([command, *given])
-    asyncio.run(finetune.prepare(config, 0, progress.line))
-    finetune.train(config, out, progress, rank=0)
-    return out
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
-    arguments = (
-        "--steps",
-        "8",
-        "--eval-every",
-        "5",
-        "--lr",
-        "3e-3",
-        "--batch-size",
-        "16",
-    )
-    out = run_on_demo(command, tmp_path, *arguments)
+    """On the demo's examples from new weights, as `run.py` puts it together."""
+    models.new_model(tmp_path / "model", 0)
+    out, progress = tmp_path / "out", Quiet()
+    given = f"{command} --model {tmp_path}/model --out {out} --max-tokens-per-micro-batch 1024"
+    how = "--steps 8 --eval-every 5 --lr 3e-3 --batch-size 16"
+    config = parse_config(f"{given} {how}".split())
+    asyncio.run(finetune.prepare(config, 0, progress.line))
+    finetune.train(config, out, progress, rank=0)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
-    held_out = {
-        row["step"]: row[f"{command}/held_out_loss"]
-        for row in rows
-        if f"{command}/held_out_loss" in row
-    }
+    name = f"{command}/held_out_loss"
+    held_out = {row["step"]: row[name] for row in rows if name in row}
     assert list(held_out) == [0, 5, 8] and held_out[8] < held_out[0] - 0.01
     names = (*finetune.TASKS[command].stats, "loss", "lr", "grad_norm", "skipped")
     assert {f"{command}/{name}" for name in names} | {"time/step_s"} <= rows[7].keys()
@@ -493,20 +367,3 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert json.loads((out / "config.json").read_text())["command"] == command
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
-
-
-def test_a_run_that_learns_nothing_stops(tmp_path, single_rank, monkeypatch):
-    """After so many updates whose loss isn't finite; the weights stay."""
-    monkeypatch.setattr(finetune, "cross_entropy_loss", not_a_number)
-    with pytest.raises(
-        ValueError, match=f"the loss or the gradient of {MAX_SKIPS} updates in a row"
-    ):
-        run_on_demo("sft", tmp_path, "--batch-size", "4")
-    rows = [
-        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [row["sft/skipped"] for row in rows] == [1.0] * MAX_SKIPS
-
-
-def not_a_number(batch, output):
-    return output.hidden.sum() * math.nan, torch.ones((), dtype=torch.int32), {}

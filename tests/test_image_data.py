@@ -180,30 +180,6 @@ def test_a_row_that_cannot_be_used_is_refused_at_once(model, folder, kind):
     assert "\n" not in str(error.value)
 
 
-DAMAGED = {
-    "damaged": (
-        lambda path: path.write_bytes(path.read_bytes()[:300]),
-        "not an image that can be read",
-    ),
-    "no image": (lambda path: path.write_text("hello"), "not an image that can be read"),
-    "too thin": (lambda path: path.write_bytes(encoded_picture(1, 300)), "absolute aspect ratio"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_an_image_that_cannot_be_read_is_one_line(model, folder, kind):
-    """It is met when its prompt is drawn, or, if the room is narrow, at the start."""
-    spoil, problem = DAMAGED[kind]
-    spoil(folder / "pictures/0.png")
-    said = rf"rows.jsonl:1: \S+/pictures/0.png: {problem}"
-    prompts = prompts_of(model, write(folder, *ROWS))
-    with pytest.raises(ValueError, match=said) as error:
-        prompts[0]
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=said):
-        prompts_of(model, write(folder, *ROWS), room=20)
-
-
 def test_a_model_of_texts_refuses_images(model, folder, tmp_path_factory):
     texts = data.PromptFile(
         write(folder, dict(prompt="<image>")), lambda prompt: [*prompt.encode()], 100
@@ -218,12 +194,6 @@ def test_a_model_of_texts_refuses_images(model, folder, tmp_path_factory):
     (broken / "video_preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="no image processor"):
         reader.reader_of(str(broken))
-
-
-def test_stop_tokens_end_an_answer_at_an_image(model):
-    tokenizer, eyes = data.load_tokenizer(model), reader.reader_of(model)
-    plain = data.stop_tokens(model, tokenizer)
-    assert {*data.stop_tokens(model, tokenizer, eyes)} == {*plain, *eyes.stop_tokens} > {*plain}
 
 
 def test_a_place_in_an_answer_is_text(model, folder):

@@ -1,11 +1,7 @@
 """Memory of a training pass at an eighth of a 7B's widths: what layers keep, how many copies of logits."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from commands.memory import KEPT
 from test_actor import actor_config, make_actor, make_model, make_samples, update, weights_of  # noqa: F401
@@ -68,57 +64,6 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
     expected = HIDDEN * {"float32": 4, "bfloat16": 2}[dtype] if recompute else all_of_it
     print(f"{dtype}, recompute {recompute}: {of_a_layer:.0f} bytes kept for a token in a layer")
     assert of_a_layer == pytest.approx(expected, rel=0.02)
-
-
-class Logits(TorchDispatchMode):
-    """The most bytes that tensors [.., vocabulary] took at one time, weights and their gradients aside."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] == VOCAB:
-                self._watch(tensor)
-        return out
-
-    def _watch(self, tensor):
-        storage = tensor.untyped_storage()
-        if (
-            tensor.shape[-2] == HIDDEN or storage.data_ptr() in self.live
-        ):  # the head's gradient, transposed
-            return
-        self.live[storage.data_ptr()] = storage.nbytes()
-        weakref.finalize(storage, self.live.pop, storage.data_ptr(), None)
-        self.peak = max(self.peak, sum(self.live.values()))
-
-
-@pytest.mark.parametrize("entropy_coef,most", [(0.0, 2.1), (0.01, 6.1)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_of_logits_that_live_at_once(
-    make_actor,  # noqa: F811
-    shallow_and_deep,
-    monkeypatch,
-    dtype,
-    entropy_coef,
-    most,
-):
-    """In float32 copies of a chunk: two, where the loss asks for no entropy; there are 8 chunks."""
-    monkeypatch.setattr(lm_head, "CHUNK_BYTES", CHUNK_ROWS * 4 * VOCAB)
-    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", dict.fromkeys(DTYPES, 1e3))
-    sizes = dict(max_tokens_per_micro_batch=TOKENS, max_new_tokens=TOKENS - 1)
-    actor = make_actor(shallow_and_deep[0], dtype=dtype, entropy_coef=entropy_coef, **sizes)
-    sample = make_samples(0)[0]
-    sample.prompt, sample.response = [1] * 12, [2] * (TOKENS - 11)
-    sample.logprobs, sample.versions = [-1.0] * len(sample.response), [0] * len(sample.response)
-    sample.advantages = [1.0] * len(sample.response)
-    with Logits() as logits:
-        update(actor, [sample])
-    copies = logits.peak / (4 * CHUNK_ROWS * VOCAB)
-    print(f"{dtype}, entropy_coef {entropy_coef}: {copies:.2f} copies of a chunk's logits at most")
-    assert 1 <= copies <= most
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])

@@ -1,6 +1,5 @@
 """HybridFlow's resharding: its groups and table 2 by hand, and real shards put together on gloo groups."""
 
-from collections import defaultdict
 from fractions import Fraction
 from itertools import chain
 
@@ -76,24 +75,6 @@ def test_table_2_by_hand(layout, deepspeed, vanilla, ours):
     assert [tuple(cost) for cost in layout.costs().values()] == costs
 
 
-@given(layouts)
-def test_table_2_as_it_is_printed(layout):
-    """Of tp in place of p * t, and of t_g p_g; and what is received, with the rank's own, is its part."""
-    tpd, tp, part = layout.pp * layout.tp * layout.copies, layout.pp * layout.tp, layout.parts
-    costs = layout.costs()
-    received = [cost.received for cost in costs.values()]
-    assert received == [
-        Fraction(tpd - 1, tpd),
-        Fraction(tp - 1, tp),
-        Fraction(tp - part, part * tp),
-    ]
-    assert (
-        costs["HybridFlow"].received + Fraction(1, tp)
-        == costs["HybridFlow"].peak
-        == Fraction(1, part)
-    )
-
-
 # ---------------------------------------------------------------- real shards
 
 UNTIED, TIED = "qwen3-untied", "qwen3-tied"
@@ -104,7 +85,6 @@ EQUAL = {  # where stages are equal: name -> model, ranks, sizes, ranks of an en
     "2-2-1": (UNTIED, 4, {"pp": 2, "tp": 2}, (1, 2)),
     "2-1-2": (UNTIED, 4, {"pp": 2}, (1,)),
     "1-2-2 by context": (UNTIED, 4, {"tp": 2, "cp": 2}, (1, 2)),
-    "1-8-1": (UNTIED, 8, {"tp": 8}, (1, 2, 4, 8)),
     "1-4-2": (UNTIED, 8, {"tp": 4}, (1, 2)),
     "2-4-1": (UNTIED, 8, {"pp": 2, "tp": 4}, (1, 2, 4)),
     "2-2-2": (UNTIED, 8, {"pp": 2, "tp": 2, "sp": True}, (1, 2)),
@@ -130,7 +110,7 @@ def found(tmp_path_factory) -> dict:
     models = {
         name: make_model(path / name, *kind(name), **sizes) for name in (UNTIED, TIED, *OTHERS)
     }
-    torch.save({"models": models, "layouts": LAYOUTS}, path / "case.pt")
+    torch.save({"models": models, "layouts": LAYOUTS, "sizes": [4, 8]}, path / "case.pt")
     run_worker("resharding_worker.py", path / "case.pt", path / "result")
     return {
         key: ranks
@@ -144,6 +124,7 @@ def kind(name: str) -> tuple[str, bool]:
     return family, embeddings == "tied"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, parts", CASES)
 def test_parts_are_slices_of_the_directory_s_tensors(found, name, parts):
     """All of them, bit for bit, in one order on all ranks; engines of one rank through the trainer's push."""
@@ -152,15 +133,7 @@ def test_parts_are_slices_of_the_directory_s_tensors(found, name, parts):
         assert rank["names"] == found[name, parts][0]["names"]
 
 
-def test_the_order_of_the_tensors_is_the_model_s(found):
-    """That of Megatron's parameters in the whole model, however it is cut."""
-    orders = defaultdict(list)
-    for (name, _), ranks in found.items():
-        orders[LAYOUTS[name][0]].append(ranks[0]["names"])
-    assert len(orders[UNTIED]) > 20
-    assert all(order == of_model[0] for of_model in orders.values() for order in of_model)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name, parts", CASES)
 def test_a_rank_receives_what_it_lacks_and_nothing_twice(found, name, parts):
     """Its part without its shards, whether stages are equal or not, as collectives carried it."""
@@ -168,6 +141,7 @@ def test_a_rank_receives_what_it_lacks_and_nothing_twice(found, name, parts):
         assert rank["received"] == rank["carried"] == sum(rank["part"]) - sum(rank["own"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, parts", [case for case in CASES if case[0] in EQUAL])
 def test_bytes_are_table_2_s(found, name, parts):
     """Norms apart, which tensor parallelism doesn't cut. Whole tensors come to HybridFlow-V's, too."""
