@@ -1,21 +1,17 @@
 """Faults in a run: engines that die or hang, stops, updates that aren't finite.
 
-On fakes and a virtual clock, then on real servers.
+On fakes and a virtual clock; test_runs.py has real servers.
 """
 
 import asyncio
 import functools
 import gc
-import json
 import re
-import shutil
 
-import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from columns import timing_free
 from fakes import (
     PROBE_S,
     FakeActor,
@@ -26,7 +22,6 @@ from fakes import (
     to_text,
     write_on,
 )
-from test_command import Run
 from test_rollout import batches_of, check_prompts, check_tokens
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4)]
@@ -378,158 +373,3 @@ def test_updates_in_a_row_that_are_not_finite_stop_the_run(
     assert [note.split(":")[0] for note in notes] == [
         f"step {step + 1}" for step in sorted(skipped)
     ]
-
-
-# ---------------------------------------------------------------- real runs
-
-SHORT = ["--steps", "5", "--prompts-per-step", "6", "--eval-every", "3", "--save-every", "2"]
-SHORT += ["--timeout-s", "180"]  # an engine that hangs is ended after 12 s
-
-
-def real_run(folder, port, *arguments, **how):
-    return Run(folder, port, [*SHORT, *arguments], **how)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """What every other run of this seed must come to, in either mode."""
-    run = real_run(tmp_path_factory.mktemp("undisturbed") / "run", 24000).start().finish()
-    assert run.status == 0, run.stderr + run.stdout
-    return run
-
-
-def what_it_came_to(run):
-    """Of every step: the metrics that don't depend on timing."""
-    return [timing_free(json.loads(line)) for line in (run.folder / "out" / "metrics.jsonl").open()]
-
-
-def samples_of(run):
-    return [json.loads(line) for line in (run.folder / "out" / "samples.jsonl").open()]
-
-
-def check_as(run, undisturbed):
-    assert run.status == 0, run.stderr + run.stdout
-    run.check_nothing_is_left()
-    assert what_it_came_to(run) == what_it_came_to(undisturbed) and samples_of(run) == samples_of(
-        undisturbed
-    )
-
-
-def rows_done(count):
-    """A condition for wait_for: so many steps are done."""
-
-    def condition(run):
-        metrics = run.folder / "out" / "metrics.jsonl"
-        return metrics.is_file() and metrics.read_text().count("\n") >= count
-
-    return condition
-
-
-def ranks_of(run):
-    """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
-    everything = list(run.processes())
-    (launcher,) = [
-        p.pid for p, command in everything if "torchrun" in command and " run.py " in command
-    ]
-    children = psutil.Process(launcher).children()
-    return [process for process in children if " run.py " in " ".join(process.cmdline())]
-
-
-def engine_of(run, role, rank, name):
-    """The processes called `name` of a role's server on a rank."""
-    everything = list(run.processes())
-    port = f"--port {run.port + 2 * rank + (role == 'genrm')} "
-    (server,) = [p for p, command in everything if "cpu.sglang" in command and port in command]
-    return [p for p, command in everything if name in command and server.pid in (p.pid, p.ppid())]
-
-
-def test_a_real_run_loses_an_engine_of_each_role(tmp_path, undisturbed):
-    """kill -9 of a rollout server's scheduler in one step, SIGSTOP of a genrm server in another.
-
-    The other ranks' engines go on with their work: the same numbers in the end.
-    """
-    run = real_run(tmp_path / "run", 24020, "--mode", "full").start()
-    try:
-        run.wait_for(rows_done(1))
-        (scheduler,) = engine_of(run, "rollout", 0, "sglang::scheduler")
-        scheduler.kill()
-        run.wait_for(rows_done(3))
-        (server,) = engine_of(run, "genrm", 1, "cpu.sglang")
-        server.suspend()
-    finally:
-        run.finish(600)
-    check_as(run, undisturbed)
-    assert (
-        "the rollout engine of rank 0" in run.stdout and "the genrm engine of rank 1" in run.stdout
-    )
-    rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
-    assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 2
-
-
-def test_a_real_run_loses_engines_while_its_tail_moves(tmp_path, undisturbed):
-    """In fused mode, kill -9 of the engine that goes on with it: before, during and after the move."""
-    how = dict(program="tests/strike_in_move.py")
-    run = (
-        real_run(tmp_path / "run", 24060, "--mode", "fused", "--tail", "0.9", **how)
-        .start()
-        .finish(600)
-    )
-    check_as(run, undisturbed)
-    for moment in ("before", "during", "after"):
-        assert f"struck {moment} the move" in run.stdout
-    rows = [json.loads(line) for line in (run.folder / "out" / "metrics.jsonl").open()]
-    assert sum(row["faults/engine_restarts"] for row in rows[:-1]) == 3
-
-
-def test_a_real_run_without_a_judge_ends_in_one_line_and_goes_on(tmp_path, undisturbed):
-    """kill -9 of the only genrm server after a save; a second start goes on to the same numbers."""
-    run = real_run(tmp_path / "run", 24100).start()
-    try:
-        run.wait_for(lambda run: (run.folder / "out" / "checkpoints" / "step_2").is_dir())
-        (server,) = engine_of(run, "genrm", 1, "cpu.sglang")
-        server.kill()
-    finally:
-        run.finish(120)
-    run.check_one_line("no genrm engine is left to ask: the genrm engine of rank 1")
-    run.check_nothing_is_left()
-    again = real_run(tmp_path / "again", 24100)
-    shutil.copytree(run.folder / "out", again.folder / "out")
-    again.start().finish()
-    assert re.search(r"step_[24], after [24] steps", again.stdout)
-    check_as(again, undisturbed)
-
-
-def test_a_real_run_is_stopped_and_goes_on(tmp_path, undisturbed):
-    """SIGTERM to one rank: what is done is saved, all end well, and the command in the last line goes on.
-
-    To the same numbers. Ctrl-C is test_command.py's.
-    """
-    run = real_run(tmp_path / "run", 24040).start()
-    try:
-        run.wait_for(rows_done(2))
-        ranks_of(run)[1].terminate()
-    finally:
-        run.finish(60)
-    assert "Traceback" not in run.stderr + run.stdout
-    (line,) = [line for line in run.stderr.splitlines() if line.startswith("stopped after")]
-    assert "of 5 steps; go on with: torchrun --nproc-per-node 2 run.py --out" in line
-    assert run.status == 0
-    run.check_nothing_is_left()
-    done = len((run.folder / "out" / "metrics.jsonl").read_text().splitlines())
-    again = real_run(tmp_path / "again", 24040)
-    shutil.copytree(run.folder / "out", again.folder / "out")
-    again.start().finish()
-    assert f"step_{done}, after {done} steps" in again.stdout
-    check_as(again, undisturbed)
-
-
-def test_a_rank_that_dies_is_started_again_by_torchrun(tmp_path, undisturbed):
-    """kill -9 of one rank after a save: torchrun starts all ranks again, and the run goes on by itself."""
-    run = real_run(tmp_path / "run", 24080, launch=("--max-restarts", "1")).start()
-    try:
-        run.wait_for(lambda run: (run.folder / "out" / "checkpoints" / "step_2").is_dir())
-        ranks_of(run)[1].kill()
-    finally:
-        run.finish(600)
-    check_as(run, undisturbed)
-    assert "step_2, after 2 steps" in run.stdout or "step_4, after 4 steps" in run.stdout
