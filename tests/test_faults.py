@@ -5,7 +5,6 @@ On fakes and a virtual clock; test_runs.py has real servers.
 
 import asyncio
 import functools
-import gc
 import re
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fakes import (
-    PROBE_S,
     FakeActor,
     FakeCritic,
     LateWriter,
@@ -155,35 +153,6 @@ def middle_of_serving(mode, size, step):
     return start + 0.35
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("full", 4), ("partial", 3), ("partial", 4)])
-@pytest.mark.parametrize("verb,after_s", [("die", 0), ("hang", PROBE_S)])
-@pytest.mark.parametrize("part", [5, 10**6])
-def test_an_engine_lost_in_mid_wave(mode, size, verb, after_s, part):
-    """Others go on with what it owed; started again at the hand-over, it is asked from the next step on."""
-    moment = middle_of_serving(mode, size, 1)
-    events = [(moment, strike(verb, "rollout", 0))]
-    controllers, _ = simulate(mode, size, events=events, prepare=in_parts_of(part), **UNBROKEN)
-    check_as_unbroken(controllers)
-    assert controllers[0].report.restarts == [0, 1, 0, 0]
-    how = "died" if verb == "die" else "gave no sign of life"
-    for c in controllers:
-        assert c.report.notes == [f"the rollout engine of rank 0 {how}: others go on with its work"]
-    asked = engines_of(controllers, "rollout")[0].server.asked
-    assert {version for sent, version in asked if sent > moment + after_s} == {2, 3, 4}
-
-
-def test_a_judge_s_engine_lost_in_mid_wave():
-    """The other one judges what it owed; it is asked again from the next step on."""
-    moment, options = middle_of_serving("partial", 4, 1), dict(UNBROKEN, prepare=in_parts_of(2))
-    controllers, _ = simulate("partial", 4, events=[(moment, strike("die", "genrm", 3))], **options)
-    check_as_unbroken(controllers)
-    asked = [sent for sent, _ in engines_of(controllers, "genrm")[3].server.asked]
-    handed_over, _ = seconds_of(controllers, 1, "train")
-    assert [sent for sent in asked if sent > handed_over]
-    assert not [sent for sent in asked if moment < sent < handed_over]
-    assert controllers[0].report.restarts == [0, 1, 0, 0]
-
-
 class PromptWriter(LateWriter):
     patience = 0
 
@@ -241,26 +210,6 @@ def test_an_engine_that_is_not_of_the_first_plan_dies_as_it_comes_up():
     assert controllers[0].report.restarts == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("full", 4), ("partial", 4)])
-@pytest.mark.parametrize("role", ["rollout", "genrm"])
-def test_an_engine_that_does_not_start_again_stops_every_rank(mode, size, role):
-    """At the next hand-over; its log's end is shown."""
-    moment, rank = middle_of_serving(mode, size, 1), size - 1 if role == "genrm" else 0
-
-    def for_good(servers, controllers):
-        for server in servers:
-            server.starts = 0
-        strike("die", role, rank)(servers, controllers)
-
-    message = (
-        rf"the {role} engine of rank {rank} (died|didn't answer) and didn't start again: its log"
-    )
-    controllers = []
-    with pytest.raises(ValueError, match=message):
-        simulate(mode, size, events=[(moment, for_good)], controllers=controllers, **UNBROKEN)
-    assert [len(c.report.steps) for c in controllers] == [1] * size
-
-
 def test_an_engine_that_dies_in_every_step_is_started_again_in_every_step():
     """Soon after it woke, each time; the other rollout engine does its work."""
 
@@ -314,16 +263,6 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         assert to_come == list(before)[:50]
     if over_dispatch == 1:
         assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
-
-
-@pytest.mark.parametrize("mode,size", [("full", 1), ("partial", 4)])
-def test_a_run_that_ends_for_want_of_engines_says_no_more_than_its_line(mode, size, caplog):
-    """No request that broke off meanwhile leaves an exception that nobody saw, which asyncio would print."""
-    events = [(middle_of_serving(mode, size, 1), strike("hang", "rollout", None))]
-    with pytest.raises(ValueError, match="no rollout engine is left to ask"):
-        simulate(mode, size, events=events, **UNBROKEN)
-    gc.collect()
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2)])
