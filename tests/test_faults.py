@@ -22,8 +22,9 @@ from fakes import (
 )
 from test_rollout import batches_of, check_prompts, check_tokens
 
-LAYOUTS = [("full", 1), ("full", 2), ("full", 4), ("partial", 2), ("partial", 3), ("partial", 4)]
-ALL_LAYOUTS = [*LAYOUTS, ("fused", 2), ("fused", 3), ("fused", 4)]
+LAYOUTS = [("full", 1), ("full", 2), ("partial", 4)]
+ALL_LAYOUTS = [*LAYOUTS, ("full", 4), ("partial", 2), ("partial", 3)]
+ALL_LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 
 
 def strike(verb, role, rank):
@@ -113,7 +114,7 @@ FAULTS = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(ALL_LAYOUTS),
     st.lists(FAULTS, min_size=1, max_size=2),
@@ -232,7 +233,7 @@ def test_an_engine_that_dies_in_every_step_is_started_again_in_every_step():
 # ---------------------------------------------------------------- stops
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(ALL_LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3)
 )

@@ -171,7 +171,7 @@ def test_engines_of_several_ranks_change_hands_whole(sizes):
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 @pytest.mark.parametrize("whose", ["kept", "leaving", "judge"])
-@pytest.mark.parametrize("verb", ["die", "hang"])
+@pytest.mark.parametrize("verb", ["die", pytest.param("hang", marks=pytest.mark.slow)])
 def test_an_engine_lost_in_a_move(when, whose, verb):
     """Before, during and after the first one: it trains on the samples of an unbroken run."""
     struck = []

@@ -127,7 +127,7 @@ def check_come_first(controllers):
         assert set(first) <= set(served)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     mode=st.sampled_from(["full", "partial", "auto"]),
     size=st.sampled_from([1, 2, 3, 4]),
@@ -372,7 +372,7 @@ def test_an_engine_that_stalls_is_passed_over(mode, size, rank):
     assert first_step and max(first_step) < stalled_s
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2), ("full", 4)])
+@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2)])
 def test_engines_that_all_stall_stop_the_run(mode, size):
     """With one sentence that names the setting; three engines, or three times the same one, stalled."""
     with pytest.raises(ValueError, match=r"rollout engine of rank \d.*--timeout-s 100"):
@@ -410,7 +410,7 @@ def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
 # ---------------------------------------------------------------- bad judges
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2), ("partial", 4)])
+@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
 def test_garbage_of_a_judge_is_dropped(mode, size, monkeypatch):
     """For about one pair in twenty: those samples are neither scored nor trained on, the rest is."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 1000)
@@ -447,12 +447,6 @@ def test_a_judge_that_stalls_costs_time_and_no_sample(mode, size):
     assert max(serving_seconds(controllers, 0)) < controllers[0].config.stalled_s + 10
 
 
-def test_judges_that_all_stall_stop_the_run():
-    """With one sentence that names the engine and the setting."""
-    with pytest.raises(ValueError, match=r"genrm engine of rank 1.*--timeout-s 100"):
-        simulate("partial", 2, prepare=only("genrm", None, **SILENT))
-
-
 # ---------------------------------------------------------------- prompts that teach nothing
 
 
@@ -463,8 +457,7 @@ def always_right(prompt, index, sampling):
     return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 2), ("partial", 4), ("auto", 4)])
-@pytest.mark.parametrize("over_dispatch", [1.0, 2.0])
+@pytest.mark.parametrize("mode,size,over_dispatch", [("full", 2, 1.0), ("partial", 4, 2.0)])
 def test_prompts_that_teach_nothing_do_not_hang_the_run(mode, size, over_dispatch):
     """No group ever has two rewards: waves end, the batch is empty, and the run goes on.
 
