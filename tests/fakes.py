@@ -176,6 +176,10 @@ class FakeEngine:
             shown = [[image.digest for image in request.images] for request in requests]
             asked = [to_text(request.prompt).split("+")[0].encode() for request in requests]
             assert shown == [[number] for number in asked], "not its image"
+            for request in requests:
+                begun = to_text(request.prompt).split("=")[1]
+                room = request.sampling.max_new_tokens - len(begun)
+                assert request.limit == room, "asked for more than there is room for"
         server.requests += 1
         server.asked.append((start, version))
         server.seeds += [request.seed for request in requests]

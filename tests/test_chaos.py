@@ -2,7 +2,6 @@
 
     python tests/test_chaos.py --seeds 100000 --processes 2    every seed is one run; exit 1 if any broke
     python tests/test_chaos.py --first 4711 --seeds 1          what became of one
-    python tests/test_chaos.py --planted                       how soon each planted bug is found
 
 A seed draws a run (mode, ranks, settings) and its lives: engines die, hang, get slow or lose a reply; the
 checkpoint's writers are late or fail; the run is asked to stop, or crashes at a moment or between two changes
@@ -28,7 +27,6 @@ from collections import Counter
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -38,8 +36,7 @@ if __name__ == "__main__":
 
 import checkpoint
 import rollout
-from data import Prompts
-from engines.pool import MAX_STALLS, Pool
+from engines.pool import MAX_STALLS
 from fakes import FakeReport, FakeWorld, fake_config, judge_on, simulate, to_text, write_on
 from runtime import atomic_files
 from runtime.atomic_files import complete_rows
@@ -529,133 +526,14 @@ def try_seeds(seeds):
 # ---------------------------------------------------------------- what pytest runs
 
 
-@pytest.mark.parametrize("block", range(3))
-def test_no_seed_breaks_an_invariant(block):
+@pytest.mark.parametrize(
+    "first,count", [(0, 60), pytest.param(60, 600, marks=pytest.mark.long)], ids=["few", "many"]
+)
+def test_no_seed_breaks_an_invariant(first, count):
     """A sample; the docstring above has the command for more."""
-    results = try_seeds(range(100 * block, 100 * (block + 1)))
+    results = try_seeds(range(first, first + count))
     assert not [(seed, broken) for seed, _, broken in results if broken]
-    assert sum(ended == "done" for _, ended, _ in results) > 80
-
-
-# ---------------------------------------------------------------- planted bugs
-
-
-def forgotten():
-    """A prompt that comes again is forgotten."""
-    real = Prompts.requeue
-    return patch.object(
-        Prompts, "requeue", lambda self, prompts, groups: real(self, prompts[:-1], groups)
-    )
-
-
-def twice():
-    """The prompt cursor of a checkpoint is one too low: a prompt of before is drawn again."""
-    real = Prompts.load_state
-
-    def load_state(self, state, *args):
-        real(self, state | {"cursor": max(0, state["cursor"] - 1)}, *args)
-
-    return patch.object(Prompts, "load_state", load_state)
-
-
-def lost():
-    """An engine that is down is asked for ever."""
-
-    def route(self, model=0):
-        tokens = self._outstanding + self._owed
-        return min((e for e in self.engines if e.model == model), key=lambda e: tokens[e.rank])
-
-    return patch.object(Pool, "route", route)
-
-
-def awake():
-    """An engine that is started again isn't put to sleep."""
-
-    async def restart_lost(self):
-        if self._trouble:
-            await self.own.restart(self.config.engine_start_s)
-        await self.world.barrier()
-        self._lost, self._trouble = {}, ""
-        return 0
-
-    return patch.object(Pool, "restart_lost", restart_lost)
-
-
-def old_weights():
-    """An engine that is started again isn't pushed the actor's weights."""
-    real = Pool.load_weights
-
-    async def load_weights(self, named_weights, version):
-        if version and self.own and self.own.server.version is None:
-            await self.world.barrier()
-        else:
-            await real(self, named_weights, version)
-
-    return patch.object(Pool, "load_weights", load_weights)
-
-
-def too_early():
-    """A checkpoint gets its name before its data is on the disk."""
-    real = checkpoint.complete
-
-    def complete(saving, parts, keep):
-        target = saving.folder.with_name(f"step_{saving.step}")
-        atomic_files.remove_atomically(target)
-        saving.folder.rename(target)
-        THE_DISK[0].change()
-        target.rename(saving.folder)
-        real(saving, parts, keep)
-
-    return patch.object(checkpoint, "complete", complete)
-
-
-def mixed():
-    """The controllers' state is read when it is written, not when the snapshot is taken."""
-    real = checkpoint.state_of
-
-    class Later(SimpleNamespace):
-        def __getitem__(self, place):
-            return real(self.c)[place]
-
-    return patch.object(checkpoint, "state_of", lambda c: Later(c=c))
-
-
-def uncounted():
-    """The prompts of a step that was given up aren't put back."""
-    stopping, real_follow, real_requeue = [0], rollout.follow, Prompts.requeue
-
-    def follow(c, meeting):
-        real_follow(c, meeting)
-        stopping[0] = c.stopping
-
-    def requeue(self, prompts, groups):
-        if not stopping[0]:
-            real_requeue(self, prompts, groups)
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(rollout, "follow", follow))
-    stack.enter_context(patch.object(Prompts, "requeue", requeue))
-    return stack
-
-
-PLANTED = [forgotten, twice, lost, awake, old_weights, too_early, mixed, uncounted]
-MOST_SEEDS = 400
-
-
-def first_to_find(plant, most=MOST_SEEDS):
-    """(seed, what broke) of the first seed whose run shows the planted bug; None if none does."""
-    with plant():
-        for start in range(0, most, 20):
-            for seed, _, broken in try_seeds(range(start, start + 20)):
-                if broken:
-                    return seed, broken
-    return None
-
-
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_found(plant):
-    """Within some hundred seeds; the same seeds find nothing without it (above)."""
-    assert first_to_find(plant)
+    assert sum(ended == "done" for _, ended, _ in results) > 0.8 * count
 
 
 # ---------------------------------------------------------------- the long run
@@ -666,12 +544,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--planted", action="store_true")
     arguments = parser.parse_args()
-    if arguments.planted:
-        for plant in PLANTED:
-            print(f"{plant.__name__:12} {plant.__doc__} {first_to_find(plant)}", flush=True)
-        return
     last = arguments.first + arguments.seeds
     blocks = [range(start, min(start + 100, last)) for start in range(arguments.first, last, 100)]
     start, ends, broken = time.monotonic(), Counter(), []

@@ -1,14 +1,16 @@
 """The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in all modes."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import genrm
+from config import Config
+from controller import State, advance
 from engines.engine import Answer
-from fakes import FakeSource, simulate, write_answer, write_verdict
+from fakes import FakeSource, simulate, write_answer
+from rollout import RolloutBatch
 
 LAYOUTS = [
     ("full", 1, 1),
@@ -95,59 +97,6 @@ def test_trainers_that_share_a_table_share_the_device():
         assert critic.batches == actor.batches == before.placement.actor.batches
 
 
-@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
-def test_every_prompt_is_accounted_for(mode, size, tp):
-    """Each prompt drawn is kept, filtered or carried by exactly one controller.
-
-    What is kept is trained on once; the batch is full, or what it is short of is counted.
-    """
-    controllers, _ = simulate(mode, size, tp=tp, steps=4)
-    config, done = controllers[0].config, Counter()
-    for step in range(config.steps):
-        batches = batches_of(controllers, step)
-        kept = Counter((s.prompt_id, s.index) for batch in batches for s in batch.kept)
-        assert kept == trained(controllers, step) and max(kept.values()) == 1
-        groups = len({prompt_id for prompt_id, _ in kept})
-        assert groups + batches[0].missing_groups == config.prompts_per_step
-        used = Counter(s.prompt_id for batch in batches for s in batch.kept if s.index == 0)
-        used += Counter(group[0].prompt_id for batch in batches for group in batch.filtered)
-        carried = Counter(group[0].prompt_id for batch in batches for group in batch.carried)
-        assert set((used + carried).values()) == {1}
-        done += used
-    # over the run: a prompt is trained on or filtered at most once; what was carried came again or waits
-    prompts = controllers[0].prompts
-    assert done + Counter(prompts.requeued) == Counter(range(prompts.cursor))
-
-
-def test_the_batch_does_not_depend_on_ranks_or_mode():
-    """The same prompts make up every step on 1, 2, 3 and 4 ranks, in both modes."""
-    layouts = [
-        ("full", 1),
-        ("full", 2),
-        ("full", 4),
-        ("partial", 2),
-        ("partial", 3),
-        ("partial", 4),
-    ]
-    runs = [simulate(mode, size)[0] for mode, size in layouts]
-    for step in range(3):
-        first, *others = [trained(controllers, step) for controllers in runs]
-        assert first and all(other == first for other in others)
-
-
-@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
-def test_ranks_share_the_batch_evenly(mode, size, tp):
-    """Data-parallel ranks train on as many samples each, to within one.
-
-    Ranks of one model-parallel group train on the same ones.
-    """
-    controllers, _ = simulate(mode, size, tp=tp)
-    batches = [[(s.prompt_id, s.index) for s in c.placement.actor.batches[0]] for c in controllers]
-    counts = {len(batch) for batch in batches}
-    assert max(counts) - min(counts) <= 1
-    assert all(batches[rank] == batches[rank - rank % tp] for rank in range(size))
-
-
 @pytest.mark.parametrize("mode", ["full", "partial"])
 @pytest.mark.parametrize("size,prompts", [(3, 16), (4, 6), (3, 1)])
 def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
@@ -196,15 +145,6 @@ def test_a_wave_costs_a_swap_in_full_mode_only():
         )
 
 
-def test_a_short_batch_is_trained_on_as_it_is():
-    """When no group has variance, the waves end, what is missing is counted, and the loop goes on."""
-    controllers, _ = simulate("partial", 2, write=always_right, steps=2)
-    for c in controllers:
-        for _, batch, samples, _ in c.report.steps:
-            assert batch.waves == 1 + c.config.max_refill_waves
-            assert batch.missing_groups == c.config.prompts_per_step and not samples
-
-
 def test_a_judge_that_never_parses_stops_every_rank(monkeypatch):
     """In one line that says how it was read, and no controller is left waiting."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
@@ -214,22 +154,6 @@ def test_a_judge_that_never_parses_stops_every_rank(monkeypatch):
 
     with pytest.raises(ValueError, match=r"none of the first \d+ answers got a verdict"):
         simulate("partial", 2, verdict=gibberish)
-
-
-def test_samples_of_a_failed_judgement_are_dropped_not_scored():
-    """One unreadable verdict in a group: its sample leaves the batch, the rest of the group is trained on."""
-
-    def sometimes(prompt, index, sampling):
-        unreadable = "".join(map(chr, prompt)).startswith("1")
-        return text_answer(0, "?") if unreadable else write_verdict(prompt, index, sampling)
-
-    controllers, _ = simulate("partial", 2, verdict=sometimes)
-    for c in controllers:
-        for _, batch, samples, _ in c.report.steps:
-            assert all(s.reward is not None for s in batch.kept)
-            assert not any(
-                str(s.prompt_id).startswith("1") for s in samples if s.advantages is not None
-            )
 
 
 def test_identical_answers_are_judged_once():
@@ -280,39 +204,11 @@ def test_a_held_out_answer_that_an_engine_aborts_is_continued():
     assert all(undisturbed[0].report.accuracies.values())
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
-def test_controllers_get_equal_work(mode, size):
-    """Of a ragged batch: as far apart as one sample can be; and all that was served is there."""
-    controllers, _ = simulate(mode, size, steps=3)
-    cost = controllers[0].placement.actor.cost
-    for step in range(3):
-        trained_on = [c.report.steps[step][2] for c in controllers]
-        work = [[cost(len(s.prompt) + len(s.response)) for s in samples] for samples in trained_on]
-        every = [cost for rank in work for cost in rank]
-        assert len(set(every)) > 3 and max(map(sum, work)) - min(map(sum, work)) <= max(every)
-        assert len(every) == sum(len(batch.kept) for batch in batches_of(controllers, step))
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    mode=st.sampled_from(["full", "partial"]),
-    size=st.sampled_from([2, 3, 4]),
-    refills=st.integers(0, 3),
-    answers=st.integers(2, 5),
-    split=st.integers(0, 1),
-)
-def test_the_loop_holds_its_invariants(mode, size, refills, answers, split):
-    """Any layout: full batches or counted padding, and no prompt in two places."""
-    controllers, _ = simulate(
-        mode,
-        size,
-        rollout_ranks=split,
-        max_refill_waves=refills,
-        answers_per_prompt=answers,
-        steps=2,
-    )
-    for step in range(2):
-        batches = batches_of(controllers, step)
-        groups = {s.prompt_id for batch in batches for s in batch.kept}
-        assert len(groups) + batches[0].missing_groups == 8
-        assert all(batch.waves == batches[0].waves <= 1 + refills for batch in batches)
+def test_empty_steps_count_in_a_row():
+    """One step that has a group, and the count begins anew."""
+    c = SimpleNamespace(state=State(), config=Config(prompts_per_step=8))
+    counts = []
+    for missing in (8, 8, 7, 8):
+        advance(c, RolloutBatch(missing_groups=missing))
+        counts.append(c.state.empty_steps)
+    assert counts == [1, 2, 0, 1] and c.state.step == 4

@@ -3,9 +3,9 @@
 import asyncio
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -13,7 +13,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import rollout
@@ -160,36 +160,7 @@ def test_full_and_partial_are_its_ends(tail, alike):
         assert judged < written
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.floats(0, 1),
-    st.integers(2, 8),
-    st.sampled_from([3, 10, 10**6]),
-    st.booleans(),
-    st.integers(1, 2),
-    st.integers(0, 10**6),
-)
-def test_every_tail_trains_on_the_same_samples(tail, size, part, rebalance, judges, seed):
-    """Ranks, judges, speeds and moves of the tail aside; over-dispatch is of test_rollout.py."""
-    rng = random.Random(seed)
-
-    def prepare(engines):
-        in_parts_of(part)(engines)
-        for engine in engines:
-            engine.server.pace = 0.005 * 10 ** rng.random()
-
-    several = (
-        dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2) if judges == 2 else {}
-    )
-    options = dict(UNBROKEN, steps=3) | several
-    first, _ = simulate("full", 1 if judges == 1 else 2, **options)
-    second, _ = simulate("fused", size, tail=tail, rebalance=rebalance, prepare=prepare, **options)
-    assert [trained(first, step) for step in range(3)] == [
-        trained(second, step) for step in range(3)
-    ]
-
-
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_engines_of_several_ranks_change_hands_whole(sizes):
     rollout_tp, genrm_tp = sizes
     options = dict(UNBROKEN, rollout_tp=rollout_tp, genrm_tp=genrm_tp, tail=0.3)
@@ -200,7 +171,7 @@ def test_engines_of_several_ranks_change_hands_whole(sizes):
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 @pytest.mark.parametrize("whose", ["kept", "leaving", "judge"])
-@pytest.mark.parametrize("verb", ["die", "hang"])
+@pytest.mark.parametrize("verb", ["die", pytest.param("hang", marks=pytest.mark.slow)])
 def test_an_engine_lost_in_a_move(when, whose, verb):
     """Before, during and after the first one: it trains on the samples of an unbroken run."""
     struck = []
@@ -253,34 +224,26 @@ def test_a_stop_in_the_middle_of_a_tail():
 
 def test_whoever_moves_is_dealt():
     """Requests that move at once go to the kept engines in turns: none gets two more than another."""
-    deals = defaultdict(Counter)  # number of the deal -> requests by engine, all controllers'
-
-    def prepare_controller(c):
-        pool, numbers = c.placement.rollout, count()
-
-        async def deal(leads):
-            await Pool._deal(pool, leads)
-            deals[next(numbers)].update(e.rank for engines in pool._dealt.values() for e in engines)
-
-        vars(pool)["_deal"] = deal
-
-    options = dict(UNBROKEN, tail=0.9, prompts_per_step=32, steps=2)
+    options = dict(UNBROKEN, tail=0.9, prompts_per_step=32, steps=1)
     latency = TokenLatency(0.01, 0.01 / 50)  # so that the tail keeps 3 engines of 8
     with mock.patch.object(rollout, "token_latency", lambda *_: latency):
-        simulate("fused", 8, prepare_controller=prepare_controller, **options)
-    moved = [dealt for dealt in deals.values() if dealt]
-    assert max(sum(dealt.values()) for dealt in moved) > 10 and max(map(len, moved)) == 3
-    assert all(max(dealt.values()) - min(dealt.values()) <= 1 for dealt in moved)
+        controllers, _ = simulate("fused", 8, **options)
+    moved_at = next(
+        mark.time
+        for mark in controllers[0].report.marks
+        if mark.kind == "tail" and mark.text == "3|5"
+    )
+    asked = Counter(
+        engine.rank
+        for engine in controllers[0].placement.rollout.all_engines
+        for sent, _ in engine.server.asked
+        if moved_at < sent < moved_at + 0.4
+    )
+    assert len(asked) == 3 and sum(asked.values()) > 10
+    assert max(asked.values()) - min(asked.values()) <= 1
 
 
 # ---------------------------------------------------------------- which tail
-
-
-def test_histogram_keeps_lengths_to_a_tenth():
-    for length in (1, 2, 7, 30, 100, 4096, 100_000):
-        (number,) = (n for n, count in enumerate(histogram([length])) if count)
-        assert 0.9 < 2 ** (number / 4) / length < 1.1
-    assert sum(histogram([10**9, 0])) == 2 and sum(histogram([])) == 0
 
 
 def test_the_fluid_model_by_hand():
@@ -338,6 +301,7 @@ def keys_of(steps):
     return [sorted(key for keys in step.trained.values() for key in keys) for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["tail", "longer tail"])
 def test_the_model_says_what_steps_take(workload):
     """With the engines' true latencies, within 10 % of the controllers on engines that decode in steps."""
@@ -349,6 +313,7 @@ def test_the_model_says_what_steps_take(workload):
         assert median(said) == pytest.approx(serving_s(steps), rel=0.1), tail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["tail", "longer tail"])
 def test_fusion_pays_on_a_tail(workload):
     """Serving seconds: fused at its best tail against full and the best split; a U over the tail."""
@@ -368,6 +333,7 @@ def sides_of(tails):
     return sides | {f"fused {tail:g}": dict(mode="fused", tail=tail) for tail in tails}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", [0.05, 0.9])
 @pytest.mark.parametrize("workload", ["tail", "longer tail"])
 def test_the_tail_finds_its_place(workload, tail):
@@ -376,15 +342,6 @@ def test_the_tail_finds_its_place(workload, tail):
     steps = simulated(workload, "fused", steps=20, tail=tail, rebalance=True)
     assert serving_s(steps, 15) <= 1.05 * min(fixed)
     assert sum(a.stats.split.tail != b.stats.split.tail for a, b in pairwise(steps)) <= 5
-
-
-def test_auto_takes_fusion_where_it_pays():
-    """It measures all three modes, and then takes what is within 5 % of the best tail."""
-    steps = simulated("tail", "auto", steps=24)
-    assert {step.stats.split.mode for step in steps[:9]} == {"full", "partial", "fused"}
-    assert serving_s(steps, 12) <= 1.05 * serving_s(
-        simulated("tail", "fused", steps=24, tail=0.2), 12
-    )
 
 
 if __name__ == "__main__":  # the table of docs/fusion.md

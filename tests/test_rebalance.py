@@ -9,12 +9,9 @@ from statistics import fmean
 
 import pytest
 
-from config import Config
-from placement import partial_colocation
 from scheduling.rebalance import (
     COOL_DOWN,
     HISTORY,
-    TRY_AGAIN,
     RequestStats,
     Split,
     StepStats,
@@ -162,17 +159,7 @@ def quantile(values, part):
     return sorted(values)[int(part * (len(values) - 1))]
 
 
-def test_the_simulator_by_hand():
-    """Two answers on one engine, 2 s a token alone and 3 s together, then a third that waits for a place."""
-    assert run_engines([(0.0, 2), (0.0, 4)], 1, (1.0, 1.0), 2) == [(0.0, 6.0, 2), (0.0, 10.0, 4)]
-    assert run_engines([(0.0, 2), (0.0, 4), (0.0, 1)], 1, (1.0, 1.0), 2) == [
-        (0.0, 6.0, 2),
-        (0.0, 11.0, 4),
-        (0.0, 9.0, 1),
-    ]
-    assert run_engines([(0.0, 2), (1.0, 4)], 2, (1.0, 1.0), 2) == [(0.0, 4.0, 2), (1.0, 9.0, 4)]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks,most_moves,workloads", [(4, 6, 60), (8, 8, 30), (16, 20, 15)])
 def test_from_the_worst_split_to_the_best(ranks, most_moves, workloads):
     """In nine of ten workloads to within 6 % of the best split, and nowhere far from it; then it stays."""
@@ -190,18 +177,7 @@ def test_from_the_worst_split_to_the_best(ranks, most_moves, workloads):
     assert quantile(away, 0.5) > 1.4  # there was something to find
 
 
-@pytest.mark.parametrize("noise,runs", [(0.05, 1.0), (0.3, 0.9)])
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_a_steady_load_is_left_alone(ranks, noise, runs):
-    """200 noisy steps from the best split: at most a move in 20 steps in so many of 50 runs."""
-    counts, splits = [], partial(ranks)
-    for seed in range(50):
-        work = random_workload(seed % 20, ranks)
-        best = min(splits, key=lambda split, work=work: seconds(split, work))
-        counts.append(moves(walk(splits, best, [work] * 200, seed, noise)))
-    assert quantile(counts, runs) <= 200 / 20 and fmean(counts) <= 200 / 40
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_it_follows_a_shift(ranks):
     """Critiques get four times as long in mid-run: what was learnt before doesn't hold it back."""
@@ -213,6 +189,7 @@ def test_it_follows_a_shift(ranks):
     assert quantile(found, 0.5) < 1.02 and quantile(found, 0.9) < 1.08 and max(found) < 1.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_auto_ends_in_the_better_mode(ranks):
     """Within 5 % of the best split of both modes for 95 % of workloads."""
@@ -225,17 +202,15 @@ def test_auto_ends_in_the_better_mode(ranks):
     assert sum(part < 1.05 for part in found) >= 0.95 * len(found) and modes == {"full", "partial"}
 
 
-def test_auto_measures_the_other_mode_again():
-    """Every TRY_AGAIN steps, for COOL_DOWN steps: what it found may no longer be so."""
-    work, splits = random_workload(1, 4), auto(4)
-    taken = walk(splits, splits[1], [work] * (2 * TRY_AGAIN + 50), 0)
-    worse = min(("full", "partial"), key=[split.mode for split in taken].count)
-    turns = [
-        step for step in range(1, len(taken)) if taken[step].mode == worse != taken[step - 1].mode
-    ]
-    assert len(turns) >= 2 and all(
-        TRY_AGAIN <= b - a <= TRY_AGAIN + 2 * COOL_DOWN for a, b in pairwise(turns)
-    )
+def test_ranks_move_one_engine_at_a_time():
+    """From the worst split of a few workloads: to one that is hardly slower than the best."""
+    splits = partial(4)
+    for seed in range(4):
+        work = random_workload(seed, 4)
+        worst = max(splits, key=lambda split, work=work: seconds(split, work))
+        taken = walk(splits, worst, [work] * 20, seed)
+        assert all(abs(a.rollout - b.rollout) <= 1 for a, b in pairwise(taken))
+        assert regret(taken[-5:], work, splits) < 1.2
 
 
 def test_one_split_is_no_choice():
@@ -282,22 +257,6 @@ def test_a_mode_is_not_measured_when_the_run_ends():
     assert choose_split(history, splits, work.capacity, TP, COOL_DOWN).split.mode == "partial"
 
 
-@pytest.mark.parametrize(
-    "rollout_tp,genrm_tp,sizes",
-    [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (2, 1, [2, 4, 6]), (2, 4, [4]), (4, 2, [4])],
-)
-def test_engines_are_never_cut(rollout_tp, genrm_tp, sizes):
-    """Every split of 8 ranks is a multiple of both engines, whose ranks stay what they are when it moves."""
-    plans = partial_colocation(tuple(range(8)), Config(rollout_tp=rollout_tp, genrm_tp=genrm_tp))
-    assert [len(plan.rollout) for plan in plans] == sizes
-    for plan in plans:
-        rollout, genrm = plan.leads("rollout"), plan.leads("genrm")
-        assert not any(lead % rollout_tp for lead in rollout) and not any(
-            lead % genrm_tp for lead in genrm
-        )
-        assert len(rollout) * rollout_tp + len(genrm) * genrm_tp == 8
-
-
 def test_a_latency_is_found():
     """From two numbers of requests exactly; from one alone half is fixed; older points count less."""
     latency = fit([(k, 0.01 + 0.002 * k) for k in (4.0, 16.0, 8.0, 32.0) * 3])
@@ -339,17 +298,3 @@ def test_request_stats_by_hand():
     assert RequestStats.total([stats, stats, RequestStats()]) == RequestStats(
         120, 40, 12.0, 20 / 6, 40, 10, 4, 1
     )
-
-
-@pytest.mark.parametrize(
-    "split,text",
-    [
-        (("partial", 3, 1), "3|1"),
-        (("partial", 4, 0), "4|0"),
-        (("full", 4, 4), "full"),
-        (("fused", 4, 4, 0.2), "fused 0.2"),
-    ],
-)
-def test_a_split_in_text(split, text):
-    """As reasons, marks and checkpoints name it."""
-    assert str(Split(*split)) == f"{Split(*split)}" == text

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import controller
 from commands import replay
 from commands.replay import Replay, read_replay
-from fakes import FakeActor, simulate
+from fakes import simulate
 from sample import Sample
 
 LAYOUTS = [
@@ -57,26 +56,6 @@ def without_advantages(samples):
 
 
 # ---------------------------------------------------------------- serve and judge
-
-
-@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
-def test_rollout_only_serves_what_a_run_would_train_on(tmp_path, mode, size, tp):
-    """Its first step is the first step of the whole loop, sample by sample.
-
-    The actor is handed the devices as ever, but never trains.
-    """
-    controllers, log = rollout_only(tmp_path, mode, size, tp=tp)
-    whole, whole_log = simulate(mode, size, tp=tp)
-    steps = read_replay(tmp_path / "replay.jsonl")
-    assert len(steps) == controllers[0].config.steps
-    trained = [s for c in whole if c.placement.actor.is_head for s in c.report.steps[0][2]]
-    assert without_advantages(steps[0]) == without_advantages(trained)
-    assert all(
-        c.placement.actor.version == 0 and not c.placement.actor.batches for c in controllers
-    )
-    for rank in range(size):
-        hand_overs = [[event for event in each if event[0] == rank] for each in (log, whole_log)]
-        assert hand_overs[0] == hand_overs[1]
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
@@ -165,20 +144,6 @@ def test_train_only_ends_when_it_is_asked_to(tmp_path):
     controllers = train_only(tmp_path / "replay.jsonl", size=2, events=[(0.7, ask)])
     assert [c.stopping for c in controllers] == [15, 15]
     assert [c.placement.actor.version for c in controllers] == [2, 2]
-
-
-def test_train_only_stops_when_nothing_can_be_learnt(tmp_path, monkeypatch):
-    """As the whole loop does after MAX_SKIPS updates."""
-    rollout_only(tmp_path, steps=3)
-
-    async def update(actor, mini_batches, beside):
-        actor.version += 1
-        return {"train/not_finite": 1.0}
-
-    monkeypatch.setattr(FakeActor, "update", update)
-    monkeypatch.setattr(controller, "MAX_SKIPS", 2)
-    with pytest.raises(ValueError, match="gradient of 2 updates in a row was not finite"):
-        train_only(tmp_path / "replay.jsonl")
 
 
 def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
@@ -271,8 +236,3 @@ def test_a_bad_replay_is_named(tmp_path, text, named):
     (tmp_path / "replay.jsonl").write_text(text)
     with pytest.raises(ValueError, match=named):
         read_replay(tmp_path / "replay.jsonl")
-
-
-def test_a_missing_replay_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--replay .*nowhere: no such file"):
-        read_replay(tmp_path / "nowhere")

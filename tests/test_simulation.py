@@ -1,6 +1,5 @@
 """The simulation: its engines against a token-by-token one, its costs, and the real controllers in it."""
 
-import ast
 import asyncio
 import random
 import sys
@@ -252,34 +251,6 @@ def test_a_groups_prompt_is_read_once():
     )
 
 
-def test_scorers_read_one_prompt_after_the_other():
-    """And write nothing; what is aborted has no score."""
-    clock = VirtualClock()
-    engine = engine_on(clock, Decode(0.0, prefill=0.01, most=1), lambda request: Reply([], 0.5))
-
-    async def score():
-        asked = [
-            asyncio.ensure_future(anext(engine.generate(request_of([1] * n)))) for n in (10, 30, 5)
-        ]
-        await asked[1]
-        await engine.abort()
-        return await asyncio.gather(*asked)
-
-    answers = run_on(clock, score())
-    assert [(a.end, a.finish) for a in answers] == [
-        (pytest.approx(0.1), "stop"),
-        (pytest.approx(0.4), "stop"),
-        (pytest.approx(0.4), "abort"),
-    ]
-
-
-def test_no_room_is_an_error_in_words():
-    clock = VirtualClock()
-    engine = engine_on(clock, replace(DECODE, kv_tokens=40))
-    with pytest.raises(ValueError, match="51 tokens don't fit an engine with room for 40"):
-        run_on(clock, anext(engine.generate(request_of([1]))))
-
-
 # ---------------------------------------------------------------- costs
 
 DEVICE = Device(flops=1e14, memory=80e9, hbm=2e12, network=5e9, host=2e10)
@@ -403,20 +374,6 @@ def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
 # ---------------------------------------------------------------- the real controllers in it
 
 
-@pytest.mark.parametrize("mode", ["full", "partial", "fused"])
-def test_a_run(mode):
-    """Every sample of a step is trained on once; every phase takes time; the mode is the plan's."""
-    run = simulation(mode)
-    for step in run.run():
-        keys = [key for keys in step.trained.values() for key in keys]
-        assert len(keys) == len({*keys}) == 16 * 4 and not step.missing_groups
-        assert step.stats.split.mode == mode
-        assert min(step.seconds[name] for name in ("serve", "train", "switch", "sync")) > 0
-    ends = [step.ended_s for step in run.steps]
-    assert ends == sorted(ends) and len(ends) == 3
-    assert run.network.meetings > 10 and run.cpu_s > 0
-
-
 @pytest.mark.parametrize("algorithm", [("ppo", "kl_coef=0.1"), ("remax",)])
 def test_other_algorithms(algorithm):
     cluster = replace(
@@ -424,15 +381,6 @@ def test_other_algorithms(algorithm):
     )
     steps = simulation("full", cluster=cluster, algorithm=algorithm).run()
     assert all(sum(map(len, step.trained.values())) == 64 for step in steps)
-
-
-def test_modes_train_on_the_same():
-    """Whatever the engines' speed: keys in all modes are equal."""
-    runs = [simulation(mode).run() for mode in ("full", "partial", "fused")]
-    trained = [
-        [{key for keys in step.trained.values() for key in keys} for step in run] for run in runs
-    ]
-    assert trained[0] == trained[1] == trained[2]
 
 
 @pytest.mark.parametrize("mode", ["full", "partial", "fused"])
@@ -538,22 +486,3 @@ def test_whose_functions_are_called(mode):
         assert all(
             c.collect is rollout.collect and c.learn is controller.learn for c in run.controllers
         )
-
-
-def test_the_simulation_takes_no_decision_itself():
-    """Its functions have no name of a decision; the sampler's, answered once, ask the product's."""
-    deciding = {name for names in MINE.values() for name in names} | {*map(str, rollout.MODES)}
-    interface = {
-        "generate",
-        "exchange",
-        "record",
-    }  # of an engine, a world, a sampler, which passes it on
-    for path in (ROOT / "simulation").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                and node.name in deciding - interface
-            ):
-                assert path.name == "shared.py" and f"super().{node.name}" in ast.unparse(node), (
-                    node.name
-                )
