@@ -1,8 +1,11 @@
 """What the command says about bad input: in one line, before anything starts where that is possible."""
 
+import asyncio
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ import data
 import models
 import run
 from config import parse_config
-from engines import server
+from engines import fleet, server
+from engines.engine import Engine
+from fakes import FakeWorld
 from launched import ROOT, Run
-from training.model import read_hf_config
 
 # ---------------------------------------------------------------- as processes
 
@@ -47,13 +51,13 @@ def actor(tmp_path_factory):
     return models.save_model(tmp_path_factory.mktemp("own") / "actor")
 
 
-def read(actor: Path, rows: Path) -> None:
-    """All that a rank reads of a model and its prompts before an engine starts."""
+def read(actor: Path, rows: Path) -> dict:
+    """All that a rank reads of a model and its prompts before an engine starts; parts of a controller."""
     given = ["--model", str(actor), "--rule", "right", "--data", str(rows)]
     config = parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(config, 2)
-    run.load_inputs(config, print)
     server.checkpoint_shapes(config.model)
+    return run.load_inputs(config, print)[-1]
 
 
 def cut_short(path: Path) -> None:
@@ -98,10 +102,29 @@ def test_prompts_that_cannot_be_used_are_named(actor, tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_can_be_used_are_read(actor, tmp_path):
+def test_how_answers_are_asked_for(actor, tmp_path):
+    """Sampled as the settings say; greedy ones, for an evaluation, in the same way otherwise."""
     (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 4)
-    read(actor, tmp_path / "rows.jsonl")
-    assert read_hf_config(str(actor)) and data.load_tokenizer(str(actor))
+    inputs = read(actor, tmp_path / "rows.jsonl")
+    assert inputs["greedy"] == replace(inputs["sampling"], temperature=0.0)
+    assert (inputs["sampling"].temperature, inputs["sampling"].max_new_tokens) == (1.0, 12)
+
+
+@pytest.mark.parametrize("more,fits", [(0, True), (1, False)])
+def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
+    """Of 512 tokens twelve."""
+    tokenizer, words = data.load_tokenizer(str(actor)), 0
+
+    def tokens(words):
+        return len(data.encode(tokenizer, "7" * words))
+
+    while tokens(words + 1) <= 500:
+        words += 1
+    assert tokens(words) == 500
+    row = json.dumps({"prompt": "7" * (words + more)}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 3 + row)
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"rows\.jsonl:4"):
+        read(actor, tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -157,3 +180,53 @@ def test_the_servers_of_each_rank(arguments, ranks, expected):
         for spec in row:
             of_role = config.judge_models if spec.role == "genrm" else [config.model]
             assert spec.model_dir == of_role[spec.model]
+
+
+class FakeEngine(Engine):
+    """Notes what is asked of it."""
+
+    @classmethod
+    def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
+        engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
+        engine.calls = []
+        return engine
+
+    async def ready(self, deadline_s):
+        self.calls.append("ready")
+        self.capacity = 10 + self.rank
+
+    async def sleep(self):
+        self.calls.append("sleep")
+
+    async def close(self):
+        pass
+
+
+def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
+    """By role, in the order of ranks, with the one key of the run; its own sleep before it is asked."""
+    monkeypatch.setattr(fleet, "Engine", FakeEngine)
+    config = parse_config(
+        ["--mode", "full", "--model", "m", "--judge", "j", "--out", str(tmp_path)]
+    )
+    plans, meetings = run.check_settings(config, 3), {}
+
+    async def rank(number):
+        world = FakeWorld(number, 3, meetings)
+        async with fleet.Fleet(config, world) as engines:
+            await engines.launch(run.servers_of(number, config, plans))
+            await engines.ready()
+            return await engines.connect(None)
+
+    async def all_ranks():
+        return await asyncio.gather(*map(rank, range(3)))
+
+    pools = asyncio.run(all_ranks())
+    handles = [engine for each in pools for pool in each.values() for engine in pool.all_engines]
+    assert len({engine.key for engine in handles}) == 1 and len(handles[0].key) == 64
+    for number, each in enumerate(pools):
+        for offset, role in enumerate(("rollout", "genrm")):
+            found = each[role].all_engines
+            facts = [(engine.rank, engine.url, engine.capacity) for engine in found]
+            urls = [f"http://127.0.0.1:{config.port + 2 * n + offset}" for n in range(3)]
+            assert facts == [(n, urls[n], 10 + n) for n in range(3)]
+            assert found[number].calls == ["ready", "sleep"]

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -148,6 +150,345 @@ async def ask_for(engine, requests):
 
 async def collect(engine, prompt, n, sampling):
     return await ask(engine, [prompt] * n, sampling, seeds=list(range(n)))
+
+
+# ---- a server that plays a script: SGLang's part of the talk, without SGLang
+
+
+@contextlib.asynccontextmanager
+async def scripted(generate, health=None):
+    """A handle on a server that answers POST /generate by `await generate(response, body)`."""
+
+    async def answer(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await generate(response, await request.json())
+        return response
+
+    async def is_healthy(request):
+        await (health or asyncio.sleep)(0)
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", answer), web.get("/health", is_healthy)])
+    runner, port = web.AppRunner(app, shutdown_timeout=0.1), free_port()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    engine = Engine("rollout", 0, f"http://127.0.0.1:{port}", "a key")
+    folder = SimpleNamespace(cleanup=lambda: None)
+    engine._process = SimpleNamespace(exit_status=lambda: "", folder=folder, kill=runner.cleanup)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def event_of(index, tokens, total, finish=None, **info):
+    """An event of SGLang's incremental stream: the new tokens; of how many that makes."""
+    rows = [[-token / 100, token, None] for token in tokens]
+    info = {"completion_tokens": total, "output_token_logprobs": rows, "weight_version": "4"} | info
+    return {
+        "index": index,
+        "output_ids": tokens,
+        "meta_info": info | {"finish_reason": finish and {"type": finish}},
+    }
+
+
+async def send(response, *events):
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+REQUESTS = [Request([5, 6], Sampling(1.0, 9), 9, seed) for seed in (1, 2)]
+
+
+async def stream(engine, requests=REQUESTS):
+    return [part async for part in engine.generate(requests)]
+
+
+def test_what_is_asked_and_what_comes():
+    """One request with each prompt's own limit and seed; parts have the new tokens and their facts alone."""
+    asked = []
+
+    async def script(response, body):
+        asked.append(body)
+        spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
+        await send(
+            response, event_of(0, [11], 1, cached_tokens=1), event_of(1, [21, 22], 2, "length")
+        )
+        await send(
+            response, event_of(0, [12, 13], 3), event_of(0, [14], 4, "stop", weight_versions=spans)
+        )
+
+    async def talk():
+        async with scripted(script) as engine:
+            return await stream(engine)
+
+    parts = asyncio.run(talk())
+    assert [(part.index, part.tokens, part.finish) for part in parts] == [
+        (0, [11], ""),
+        (1, [21, 22], "length"),
+        (0, [12, 13], ""),
+        (0, [14], "stop"),
+    ]
+    assert [part.versions for part in parts] == [[4], [4, 4], [4, 4], [4]]
+    assert parts[2].logprobs == [-0.12, -0.13] and parts[0].cached_tokens == 1
+    assert (
+        parts[0].sent
+        == parts[3].sent
+        <= parts[0].first_token
+        == parts[3].first_token
+        <= parts[3].end
+    )
+    [body] = asked
+    assert body["input_ids"] == [[5, 6]] * 2 and body["stream"] and body["return_logprob"]
+    rules = [(rule["max_new_tokens"], rule["sampling_seed"]) for rule in body["sampling_params"]]
+    assert rules == [(9, 1), (9, 2)]
+
+
+def test_an_answer_that_was_aborted_in_the_queue():
+    """With nothing written; or put back into it after three tokens: SGLang then repeats what it has sent."""
+    nothing = event_of(0, [], 0, "abort")
+    assert read_part(nothing, 0).tokens == [] and read_part(nothing, 0).finish == "abort"
+    again = event_of(0, [11, 12, 13], 3, "abort", output_ids=[13])
+    part = read_part(again, 3)
+    assert (part.tokens, part.logprobs, part.versions, part.finish) == ([], [], [], "abort")
+
+
+def test_the_last_token_of_an_aborted_answer_is_written_again():
+    """SGLang ends it without a look at whether that token, drawn meanwhile, was the end."""
+    part = read_part(event_of(0, [13, 14], 4, "abort"), 2)
+    assert (part.tokens, part.logprobs, part.versions, part.finish) == ([13], [-0.13], [4], "abort")
+
+
+def test_a_reply_that_breaks_off_is_a_lost_engine():
+    """After a part; and nobody listens any more."""
+    parts = []
+
+    async def script(response, body):
+        await send(response, event_of(0, [11], 1))
+        response.force_close()
+        response._req.transport.abort()
+
+    async def talk():
+        async with scripted(script) as engine:
+            with pytest.raises(EngineLost, match="didn't answer /generate"):
+                async for part in engine.generate(REQUESTS):
+                    parts.append(part)
+            await engine.kill()
+            with pytest.raises(EngineLost, match="didn't answer /generate"):
+                await stream(engine)
+
+    asyncio.run(talk())
+    assert [part.tokens for part in parts] == [[11]]
+
+
+def test_an_event_may_come_in_pieces():
+    """And two in one."""
+    event = json.dumps(event_of(0, [11, 12], 2, "stop")).encode()
+    other = json.dumps(event_of(1, [21], 1, "length")).encode()
+
+    async def script(response, body):
+        text = b"data: " + event + b"\n\ndata: " + other + b"\n\ndata: [DONE]\n\n"
+        for start in range(0, len(text), 50):
+            await response.write(text[start : start + 50])
+            await asyncio.sleep(0.01)
+
+    async def talk():
+        async with scripted(script) as engine:
+            return await stream(engine)
+
+    parts = asyncio.run(talk())
+    assert [(part.tokens, part.finish) for part in parts] == [([11, 12], "stop"), ([21], "length")]
+
+
+def test_an_error_in_the_stream_is_a_refusal():
+    async def script(response, body):
+        await send(response, {"error": {"message": "too long"}})
+
+    async def talk():
+        async with scripted(script) as engine:
+            await stream(engine)
+
+    with pytest.raises(ValueError, match=r"^the rollout engine of rank 0 refused: too long$"):
+        asyncio.run(talk())
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkeypatch, busy):
+    """It answers nothing for silence_s; while it writes, it isn't asked: pausing would wait for that."""
+    monkeypatch.setattr("engines.engine.LOOK_S", 0.05)
+    asked = []  # when
+
+    async def script(response, body):
+        for number in range(20):
+            await asyncio.sleep(0.1)
+            await send(response, event_of(0, [11], number + 1, "stop" if number == 19 else None))
+
+    async def silent(_):
+        asked.append(time.monotonic())
+        await asyncio.sleep(3600)
+
+    async def talk():
+        async with scripted(script, silent) as engine:
+            engine._silence_s, start = 3.0, time.monotonic()
+            writing = asyncio.create_task(stream(engine, REQUESTS[:1])) if busy else None
+            trouble = await engine.until_down()
+            assert not busy or writing.done()
+            return trouble, time.monotonic() - start, asked[0] - start
+
+    trouble, seconds, first_s = asyncio.run(talk())
+    written_s = 2.0 if busy else 0.0
+    assert (
+        trouble == "gave no sign of life for 3 s"
+        and first_s > written_s
+        and seconds > written_s + 2.5
+    )
+
+
+@pytest.mark.parametrize("status", ["signal 9", "exit status 1"])
+def test_a_server_that_died_says_how(status):
+    async def talk():
+        async with scripted(asyncio.sleep) as engine:
+            engine._process.exit_status = lambda: status
+            return await engine.until_down()
+
+    assert asyncio.run(talk()) == f"died ({status})"
+
+
+# ---- without a server
+
+
+def test_what_lies_where_in_a_bucket():
+    """Every tensor is found again in the bytes, by the name, place and shape that go with them."""
+    import torch
+
+    given = [("a", torch.randn(3, 5)), ("b", torch.randn(7)), ("c", torch.randn(2, 2))]
+    [payload] = server.serialize_bucket(given, 1)
+    found = pickle.loads(b64decode(payload))
+    for (name, tensor), facts in zip(given, found["metadata"], strict=True):
+        part = found["flattened_tensor"][facts.start_idx : facts.end_idx].view(facts.dtype)
+        assert facts.name == name and torch.equal(part.view(facts.shape), tensor)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    "prefix", [[0, 5, 31, 32, 70, 12], [33, 40, 46, 41, 36, 34]], ids=["many groups", "one group"]
+)
+@pytest.mark.parametrize("decode", [True, False])
+def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode):
+    import torch
+
+    from cpu.invariance import attend, group_by_length
+
+    torch.manual_seed(0)
+    prefix = torch.tensor(prefix)
+    new = torch.ones_like(prefix) if decode else torch.tensor([3, 1, 40, 32, 7, 33])
+    lengths, slots = prefix + new, torch.randperm(500)
+    table = torch.zeros(8, 120, dtype=torch.int32)
+    rows = torch.tensor([7, 1, 2, 0, 5, 4])
+    for row, start, length in zip(rows, lengths.cumsum(0) - lengths, lengths, strict=True):
+        table[row, :length] = slots[start : start + length]
+    k, v = torch.randn(500, kv_heads, 24), torch.randn(500, kv_heads, 24)
+    query = torch.randn(int(new.sum()), 4, 24)
+    output = attend(query, k, v, group_by_length(table, rows, lengths, new), 0.2, kv_heads != 4)
+
+    first = 0
+    for row, length, n in zip(rows, lengths, new, strict=True):
+        own = table[row, :length].long()
+        repeat = 4 // kv_heads
+        keys, values = k[own].repeat_interleave(repeat, 1), v[own].repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", query[first : first + n], keys) * 0.2
+        hidden = torch.arange(length)[None, :] > torch.arange(length - n, length)[:, None]
+        expected = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values
+        )
+        torch.testing.assert_close(output[first : first + n], expected)
+        first += n
+
+
+def test_batched_attention_does_not_depend_on_the_neighbours(request):
+    import torch
+
+    from cpu.invariance import attend, group_by_length
+
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(
+        1
+    )  # as in the server: threads cut the sums of a lone request in other places
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 40, 17, 64, 90, 31])
+    table = torch.randperm(6 * 96).view(6, 96).int()
+    k, v, query = torch.randn(576, 4, 24), torch.randn(576, 4, 24), torch.randn(6, 4, 24)
+
+    def run(requests):
+        plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
+        return attend(query[requests], k, v, plan, 0.2, False)
+
+    together = run(torch.arange(6))
+    for i in range(6):
+        assert torch.equal(run(torch.tensor([i]))[0], together[i])
+
+
+@pytest.mark.parametrize(
+    "mode,role,keeps",
+    [
+        ("partial", "rollout", False),
+        ("full", "rollout", True),
+        ("auto", "rollout", True),
+        ("partial", "genrm", True),
+    ],
+)
+def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, keeps):
+    """On CUDA: a judge, and rollout that wakes between waves: nobody pushes weights then."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    config = dataclasses.replace(CONFIG, mode=mode, device="cuda", dtype="bfloat16")
+    flags = server_flags(role, 0, 30000, models[0], config)
+    assert ("--enable-weights-cpu-backup" in flags) == keeps
+
+
+def test_a_pace_makes_a_step_last(monkeypatch):
+    """200 ms, and 50 for each of two sequences; the host's work between two steps hides behind that."""
+    from bench import paced_server
+
+    now = [100.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(paced_server, "time", clock)
+    paced = paced_server.at_pace(lambda self, tokens, places, batch: tokens + places, "200,50")
+    assert paced(None, 3, 4, SimpleNamespace(batch_size=2)) == 7
+    assert now[0] == pytest.approx(100.3)
+    clock.sleep(0.2)
+    paced(None, 3, 4, SimpleNamespace(batch_size=2))
+    assert now[0] == pytest.approx(100.6)
+
+
+def test_murmur_hash_equals_the_reference():
+    import torch
+
+    from cpu.sglang import murmur_hash32
+
+    def reference(data, mask=0xFFFFFFFF):  # MurmurHash3_x86_32 of whole 4-byte blocks, seed 0
+        state = 0
+        for i in range(0, len(data), 4):
+            block = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
+            block = ((block << 15 | block >> 17) & mask) * 0x1B873593 & mask
+            state ^= block
+            state = ((state << 13 | state >> 19) & mask) * 5 + 0xE6546B64 & mask
+        state ^= len(data)
+        state = (state ^ state >> 16) * 0x85EBCA6B & mask
+        state = (state ^ state >> 13) * 0xC2B2AE35 & mask
+        return state ^ state >> 16
+
+    seeds, positions = [1, 2**40 + 12345], [0, 977]
+    table = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(5))
+    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for column in range(5):
+            data = (
+                seed.to_bytes(8, "little")
+                + position.to_bytes(4, "little")
+                + column.to_bytes(4, "little")
+            )
+            assert table[i, column].item() == reference(data)
 
 
 # ---- what comes back
@@ -692,311 +1033,3 @@ def test_answers_that_move_are_as_if_they_had_stayed(engine, run, models, tmp_pa
                 assert answer.finish == finish[row[answer.index]]
     finally:
         run(other.close())
-
-
-# ---- a server that plays a script: SGLang's part of the talk, without SGLang
-
-
-@contextlib.asynccontextmanager
-async def scripted(generate, health=None):
-    """A handle on a server that answers POST /generate by `await generate(response, body)`."""
-
-    async def answer(request):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await generate(response, await request.json())
-        return response
-
-    async def is_healthy(request):
-        await (health or asyncio.sleep)(0)
-        return web.Response()
-
-    app = web.Application()
-    app.add_routes([web.post("/generate", answer), web.get("/health", is_healthy)])
-    runner, port = web.AppRunner(app, shutdown_timeout=0.1), free_port()
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    engine = Engine("rollout", 0, f"http://127.0.0.1:{port}", "a key")
-    folder = SimpleNamespace(cleanup=lambda: None)
-    engine._process = SimpleNamespace(exit_status=lambda: "", folder=folder, kill=runner.cleanup)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def event_of(index, tokens, total, finish=None, **info):
-    """An event of SGLang's incremental stream: the new tokens; of how many that makes."""
-    rows = [[-token / 100, token, None] for token in tokens]
-    info = {"completion_tokens": total, "output_token_logprobs": rows, "weight_version": "4"} | info
-    return {
-        "index": index,
-        "output_ids": tokens,
-        "meta_info": info | {"finish_reason": finish and {"type": finish}},
-    }
-
-
-async def send(response, *events):
-    for event in events:
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-REQUESTS = [Request([5, 6], Sampling(1.0, 9), 9, seed) for seed in (1, 2)]
-
-
-async def stream(engine, requests=REQUESTS):
-    return [part async for part in engine.generate(requests)]
-
-
-def test_what_is_asked_and_what_comes():
-    """One request with each prompt's own limit and seed; parts have the new tokens and their facts alone."""
-    asked = []
-
-    async def script(response, body):
-        asked.append(body)
-        spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
-        await send(
-            response, event_of(0, [11], 1, cached_tokens=1), event_of(1, [21, 22], 2, "length")
-        )
-        await send(
-            response, event_of(0, [12, 13], 3), event_of(0, [14], 4, "stop", weight_versions=spans)
-        )
-
-    async def talk():
-        async with scripted(script) as engine:
-            return await stream(engine)
-
-    parts = asyncio.run(talk())
-    assert [(part.index, part.tokens, part.finish) for part in parts] == [
-        (0, [11], ""),
-        (1, [21, 22], "length"),
-        (0, [12, 13], ""),
-        (0, [14], "stop"),
-    ]
-    assert [part.versions for part in parts] == [[4], [4, 4], [4, 4], [4]]
-    assert parts[2].logprobs == [-0.12, -0.13] and parts[0].cached_tokens == 1
-    assert (
-        parts[0].sent
-        == parts[3].sent
-        <= parts[0].first_token
-        == parts[3].first_token
-        <= parts[3].end
-    )
-    [body] = asked
-    assert body["input_ids"] == [[5, 6]] * 2 and body["stream"] and body["return_logprob"]
-    rules = [(rule["max_new_tokens"], rule["sampling_seed"]) for rule in body["sampling_params"]]
-    assert rules == [(9, 1), (9, 2)]
-
-
-def test_an_answer_that_was_aborted_in_the_queue():
-    """With nothing written; or put back into it after three tokens: SGLang then repeats what it has sent."""
-    nothing = event_of(0, [], 0, "abort")
-    assert read_part(nothing, 0).tokens == [] and read_part(nothing, 0).finish == "abort"
-    again = event_of(0, [11, 12, 13], 3, "abort", output_ids=[13])
-    part = read_part(again, 3)
-    assert (part.tokens, part.logprobs, part.versions, part.finish) == ([], [], [], "abort")
-
-
-def test_the_last_token_of_an_aborted_answer_is_written_again():
-    """SGLang ends it without a look at whether that token, drawn meanwhile, was the end."""
-    part = read_part(event_of(0, [13, 14], 4, "abort"), 2)
-    assert (part.tokens, part.logprobs, part.versions, part.finish) == ([13], [-0.13], [4], "abort")
-
-
-def test_a_reply_that_breaks_off_is_a_lost_engine():
-    """After a part; and nobody listens any more."""
-    parts = []
-
-    async def script(response, body):
-        await send(response, event_of(0, [11], 1))
-        response.force_close()
-        response._req.transport.abort()
-
-    async def talk():
-        async with scripted(script) as engine:
-            with pytest.raises(EngineLost, match="didn't answer /generate"):
-                async for part in engine.generate(REQUESTS):
-                    parts.append(part)
-            await engine.kill()
-            with pytest.raises(EngineLost, match="didn't answer /generate"):
-                await stream(engine)
-
-    asyncio.run(talk())
-    assert [part.tokens for part in parts] == [[11]]
-
-
-def test_an_error_in_the_stream_is_a_refusal():
-    async def script(response, body):
-        await send(response, {"error": {"message": "too long"}})
-
-    async def talk():
-        async with scripted(script) as engine:
-            await stream(engine)
-
-    with pytest.raises(ValueError, match=r"^the rollout engine of rank 0 refused: too long$"):
-        asyncio.run(talk())
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkeypatch, busy):
-    """It answers nothing for silence_s; while it writes, it isn't asked: pausing would wait for that."""
-    monkeypatch.setattr("engines.engine.LOOK_S", 0.05)
-    asked = []  # when
-
-    async def script(response, body):
-        for number in range(20):
-            await asyncio.sleep(0.1)
-            await send(response, event_of(0, [11], number + 1, "stop" if number == 19 else None))
-
-    async def silent(_):
-        asked.append(time.monotonic())
-        await asyncio.sleep(3600)
-
-    async def talk():
-        async with scripted(script, silent) as engine:
-            engine._silence_s, start = 3.0, time.monotonic()
-            writing = asyncio.create_task(stream(engine, REQUESTS[:1])) if busy else None
-            trouble = await engine.until_down()
-            assert not busy or writing.done()
-            return trouble, time.monotonic() - start, asked[0] - start
-
-    trouble, seconds, first_s = asyncio.run(talk())
-    written_s = 2.0 if busy else 0.0
-    assert (
-        trouble == "gave no sign of life for 3 s"
-        and first_s > written_s
-        and seconds > written_s + 2.5
-    )
-
-
-@pytest.mark.parametrize("status", ["signal 9", "exit status 1"])
-def test_a_server_that_died_says_how(status):
-    async def talk():
-        async with scripted(asyncio.sleep) as engine:
-            engine._process.exit_status = lambda: status
-            return await engine.until_down()
-
-    assert asyncio.run(talk()) == f"died ({status})"
-
-
-# ---- without a server
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(
-    "prefix", [[0, 5, 31, 32, 70, 12], [33, 40, 46, 41, 36, 34]], ids=["many groups", "one group"]
-)
-@pytest.mark.parametrize("decode", [True, False])
-def test_batched_attention_equals_one_request_at_a_time(kv_heads, prefix, decode):
-    import torch
-
-    from cpu.invariance import attend, group_by_length
-
-    torch.manual_seed(0)
-    prefix = torch.tensor(prefix)
-    new = torch.ones_like(prefix) if decode else torch.tensor([3, 1, 40, 32, 7, 33])
-    lengths, slots = prefix + new, torch.randperm(500)
-    table = torch.zeros(8, 120, dtype=torch.int32)
-    rows = torch.tensor([7, 1, 2, 0, 5, 4])
-    for row, start, length in zip(rows, lengths.cumsum(0) - lengths, lengths, strict=True):
-        table[row, :length] = slots[start : start + length]
-    k, v = torch.randn(500, kv_heads, 24), torch.randn(500, kv_heads, 24)
-    query = torch.randn(int(new.sum()), 4, 24)
-    output = attend(query, k, v, group_by_length(table, rows, lengths, new), 0.2, kv_heads != 4)
-
-    first = 0
-    for row, length, n in zip(rows, lengths, new, strict=True):
-        own = table[row, :length].long()
-        repeat = 4 // kv_heads
-        keys, values = k[own].repeat_interleave(repeat, 1), v[own].repeat_interleave(repeat, 1)
-        scores = torch.einsum("qhd,khd->hqk", query[first : first + n], keys) * 0.2
-        hidden = torch.arange(length)[None, :] > torch.arange(length - n, length)[:, None]
-        expected = torch.einsum(
-            "hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values
-        )
-        torch.testing.assert_close(output[first : first + n], expected)
-        first += n
-
-
-def test_batched_attention_does_not_depend_on_the_neighbours(request):
-    import torch
-
-    from cpu.invariance import attend, group_by_length
-
-    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(
-        1
-    )  # as in the server: threads cut the sums of a lone request in other places
-    torch.manual_seed(0)
-    lengths = torch.tensor([3, 40, 17, 64, 90, 31])
-    table = torch.randperm(6 * 96).view(6, 96).int()
-    k, v, query = torch.randn(576, 4, 24), torch.randn(576, 4, 24), torch.randn(6, 4, 24)
-
-    def run(requests):
-        plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
-        return attend(query[requests], k, v, plan, 0.2, False)
-
-    together = run(torch.arange(6))
-    for i in range(6):
-        assert torch.equal(run(torch.tensor([i]))[0], together[i])
-
-
-@pytest.mark.parametrize(
-    "mode,role,keeps",
-    [
-        ("partial", "rollout", False),
-        ("full", "rollout", True),
-        ("auto", "rollout", True),
-        ("partial", "genrm", True),
-    ],
-)
-def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, keeps):
-    """On CUDA: a judge, and rollout that wakes between waves: nobody pushes weights then."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    config = dataclasses.replace(CONFIG, mode=mode, device="cuda", dtype="bfloat16")
-    flags = server_flags(role, 0, 30000, models[0], config)
-    assert ("--enable-weights-cpu-backup" in flags) == keeps
-
-
-def test_a_pace_makes_a_step_last(monkeypatch):
-    """200 ms, and 50 for each of two sequences; the host's work between two steps hides behind that."""
-    from bench import paced_server
-
-    now = [100.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
-    monkeypatch.setattr(paced_server, "time", clock)
-    paced = paced_server.at_pace(lambda self, tokens, places, batch: tokens + places, "200,50")
-    assert paced(None, 3, 4, SimpleNamespace(batch_size=2)) == 7
-    assert now[0] == pytest.approx(100.3)
-    clock.sleep(0.2)
-    paced(None, 3, 4, SimpleNamespace(batch_size=2))
-    assert now[0] == pytest.approx(100.6)
-
-
-def test_murmur_hash_equals_the_reference():
-    import torch
-
-    from cpu.sglang import murmur_hash32
-
-    def reference(data, mask=0xFFFFFFFF):  # MurmurHash3_x86_32 of whole 4-byte blocks, seed 0
-        state = 0
-        for i in range(0, len(data), 4):
-            block = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & mask
-            block = ((block << 15 | block >> 17) & mask) * 0x1B873593 & mask
-            state ^= block
-            state = ((state << 13 | state >> 19) & mask) * 5 + 0xE6546B64 & mask
-        state ^= len(data)
-        state = (state ^ state >> 16) * 0x85EBCA6B & mask
-        state = (state ^ state >> 13) * 0xC2B2AE35 & mask
-        return state ^ state >> 16
-
-    seeds, positions = [1, 2**40 + 12345], [0, 977]
-    table = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(5))
-    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        for column in range(5):
-            data = (
-                seed.to_bytes(8, "little")
-                + position.to_bytes(4, "little")
-                + column.to_bytes(4, "little")
-            )
-            assert table[i, column].item() == reference(data)
