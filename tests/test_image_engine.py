@@ -196,30 +196,6 @@ def test_other_pixels_are_another_answer(run, seeing):
 
 
 @pytest.mark.slow
-def test_prompts_with_and_without_images_in_one_request(run, seeing):
-    requests = [request_of(seeing, data, 5) for data in ([], [ONE], [OTHER, ONE], [])]
-    answers = run(ask(seeing.engine, *requests))
-    for request, answer in zip(requests, answers, strict=True):
-        assert error_of(seeing, request, answer) < 1e-5
-        assert run(ask(seeing.engine, request))[0].logprobs == answer.logprobs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["kept", "flushed"])
-def test_a_continued_answer_is_as_if_it_was_never_cut(run, seeing, cache):
-    request, whole = longest(run, seeing, [ONE, OTHER])
-    assert len(whole.tokens) > 6
-    [begun] = run(ask(seeing.engine, request._replace(limit=5)))
-    if cache == "flushed":
-        run(flush(seeing.engine))
-    [rest] = run(ask(seeing.engine, request.after(begun.tokens)))
-    assert begun.tokens + rest.tokens == whole.tokens
-    assert begun.logprobs + rest.logprobs == whole.logprobs
-    assert error_of(seeing, request, whole) < 1e-5
-    assert (rest.cached_tokens > len(request.prompt)) == (cache == "kept")
-
-
-@pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     """Alone, in a group, among eight images of more than 192 patches, which share a prefill."""
     side = 2 * seeing.reader._processor.patch_size

@@ -10,7 +10,6 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import redirect_stdout, suppress
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,9 +24,7 @@ from engines.server import end_stale_servers, server_flags, write_pid_file
 from fakes import FakeWorld
 from launched import PORTS, ROOT, Run
 from models import save_model
-from reporting.metrics import Report
 from reporting.progress import Progress
-from sample import Sample
 
 STEPS = 12  # of the run that is looked at: it must still serve when all has been asked
 SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12")
@@ -61,24 +58,6 @@ def test_the_progress_lines_are_printable():
         progress.line("an answer: \x1b[2Jcleared")
         progress.close()
     assert shown.getvalue() == "an answer: \\x1b[2Jcleared\n"
-
-
-HOSTILE = "<script>alert(1)</script> <img src=x onerror=alert(1)> [click](javascript:alert(1))"
-HOSTILE += "\n# heading\n    code\n</code></pre><b>"
-
-
-def test_samples_jsonl_has_one_row_whatever_a_model_wrote(tmp_path):
-    progress = Progress(1, is_main=False)
-    report = Report(
-        parse_config([]), SimpleNamespace(rank=0), tmp_path, progress, lambda tokens: HOSTILE
-    )
-    sample = Sample(
-        0, 0, [1], HOSTILE, HOSTILE, response=[2], critique=HOSTILE, verdict=True, reward=1.0
-    )
-    report._write_samples(0, [sample])
-    report._writer.close()
-    [row] = map(json.loads, (tmp_path / "samples.jsonl").open())
-    assert row["response"] == row["critique"] == row["question"] == HOSTILE
 
 
 # ---------------------------------------------------------------- a model's own code
@@ -219,15 +198,6 @@ def test_a_note_that_another_machine_removes_meanwhile_is_passed_over(left, tmp_
     assert len(end_stale_servers(tmp_path)) == 1 and server.wait(5) == -signal.SIGKILL
 
 
-def test_a_server_that_is_gone_is_forgotten(left, tmp_path):
-    """Owner and server are dead: nothing to end, and the file goes."""
-    server, path = left
-    os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-    changed(path, owner_born=0.0)
-    assert end_stale_servers(tmp_path) == [] and not path.exists()
-
-
 # ---------------------------------------------------------------- real runs of half the loop
 
 
@@ -294,11 +264,6 @@ def looked_at(tmp_path_factory):
         run.wait_for(lambda run: look(run, seen) or run.rows())
         servers = [(p, command) for p, command in run.processes() if "cpu.sglang" in command]
         [facts["key"]] = {p.environ()["NANOYATT_API_KEY"] for p, _ in servers}
-        notes = (run.out / "logs").glob("*.pid")
-        facts["notes"] = {path.stem: json.loads(path.read_text()) for path in notes}
-        facts["servers"] = {
-            p.pid: p.create_time() for p, _ in servers if p.pid == os.getpgid(p.pid)
-        }
         ports = (run.port, run.port + 3)
         facts["refused"] = {port: refusals(port, facts["key"]) for port in ports}
         look(run, seen)
@@ -363,15 +328,6 @@ def test_every_socket_is_on_loopback(looked_at):
     }
     assert all("bin/torchrun" in command for command in by_default), trained
     assert set().union(*by_default.values()) == {train.port + PORTS - 1}  # --master-port
-
-
-@pytest.mark.slow
-def test_each_server_was_noted_while_it_served(looked_at):
-    """By role and rank: process and start time of the server, and of its rank."""
-    _, _, facts, _, _ = looked_at
-    assert facts["notes"].keys() == {"rollout-0", "genrm-1"}
-    assert {note["pid"]: note["born"] for note in facts["notes"].values()} == facts["servers"]
-    assert all(note["owner"] not in facts["servers"] for note in facts["notes"].values())
 
 
 @pytest.mark.slow
