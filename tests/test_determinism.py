@@ -1,8 +1,9 @@
 """One seed, one run: the same samples are trained on, to the last bit, in every mode, at any speed.
 
-On real engines test_runs.py shows it, and test_engine.py that a token doesn't depend on what is beside it.
+That a token doesn't depend on the requests beside it is shown in test_engine.py, on a real server.
 """
 
+import json
 import random
 from unittest import mock
 
@@ -16,6 +17,7 @@ from engines.engine import seed_of
 from fakes import FakeReport, judge_on, simulate, write_on
 from reporting import metrics
 from reporting.timeline import Records
+from tests.test_demo import train
 
 # ---------------------------------------------------------------- seeds
 
@@ -167,3 +169,21 @@ def test_the_metrics_tell_runs_apart():
     """The comparison above could fail: a step that is cut short makes other numbers."""
     one, other = measured("partial", 2, 0), measured("partial", 2, 0, max_refill_waves=0)
     assert timing_free(one[0].report.metrics[0]) != timing_free(other[0].report.metrics[0])
+
+
+# ---------------------------------------------------------------- real runs
+
+
+def test_real_runs_are_equal(tmp_path):
+    """Three steps of the demo on two ranks, in every mode: every number but times, and every text."""
+    rows, texts = [], []
+    for mode, port in (("full", 21000), ("partial", 21020), ("fused", 21040)):
+        train(tmp_path / mode, "--mode", mode, "--steps", "3", "--eval-every", "3", port=port)
+        rows.append(
+            [timing_free(json.loads(line)) for line in (tmp_path / mode / "metrics.jsonl").open()]
+        )
+        texts.append((tmp_path / mode / "samples.jsonl").read_text())
+    needed = {"train/loss", "train/grad_norm", "eval/accuracy", "reward/mean"}
+    assert len(rows[0]) == 4 and needed <= rows[0][0].keys()
+    assert rows[0] == rows[1] == rows[2]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0].splitlines()) == 6
