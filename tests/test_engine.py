@@ -425,6 +425,8 @@ def test_batched_attention_does_not_depend_on_the_neighbours(request):
         plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
         return attend(query[requests], k, v, plan, 0.2, False)
 
+    plan = group_by_length(table, torch.arange(6), lengths, torch.ones_like(lengths))
+    assert {mask.shape[-1] for _, mask in plan[1]} == {16, 32, 48, 64, 96}  # of its own length
     together = run(torch.arange(6))
     for i in range(6):
         assert torch.equal(run(torch.tensor([i]))[0], together[i])
