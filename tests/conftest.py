@@ -1,4 +1,4 @@
-"""`pytest -n 2` runs the tests in two streams; --no-loadscope-reorder starts with the long ones.
+"""`pytest -n 2` runs the tests in two streams; --no-loadscope-reorder starts with real engines.
 
 Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others.
 """
@@ -19,22 +19,28 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-WHOLE_RUNS = {"test_command", "test_demo", "test_determinism", "test_faults", "test_machines"}
-# with engines, too
-AT_THE_END = {"test_security", "test_resume", "test_rollout", "test_image_engine", "test_image_run"}
+WITH_ENGINES = {"test_command", "test_engine", "test_image_engine", "test_machines", "test_runs"}
+WITH_ENGINES |= {"test_security"}
+
+
+def has_engines(nodeid: str) -> bool:
+    return Path(nodeid.split("::")[0]).stem in WITH_ENGINES
 
 
 class TwoStreams(LoadScopeScheduling):
-    """Runs one by one, beside tests of pure functions, which use their waits; two would wait for each other.
+    """Real engines one by one, beside all other files, which use their waits; two would wait for each other.
 
-    The last scope goes to the process that is first done.
+    Whoever is first done takes the next file.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = Path(nodeid.split("::")[0]).stem
-        return (
-            "whole runs" if file in WHOLE_RUNS else "at the end" if file in AT_THE_END else "others"
-        )
+        return "engines" if has_engines(nodeid) else nodeid.split("::")[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items) -> None:
+    """What takes longest comes first."""
+    items.sort(key=lambda item: not has_engines(item.nodeid))
 
 
 def pytest_addoption(parser) -> None:

@@ -2,7 +2,7 @@
 
     python guard.py RESULT.json COMMAND ...
 
-The result has the command's exit status, what was still alive five seconds after it (which is then killed),
+The result has the command's exit status, what was still alive half a minute after it (which is then killed),
 and whether a bystander, a child of this process that has nothing to do with the command, is alive.
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     status = subprocess.Popen(sys.argv[2:]).wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (left := family(bystander.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     spared = bystander.poll() is None

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
+from collections import Counter
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,20 +31,14 @@ from engines.reward_model import ScoringEngine
 from engines.server import STREAM_INTERVAL, buckets, checkpoint_shapes, server_flags
 from reporting.timeline import Timeline
 from tests.fakes import requests_of
+from tests.launched import ROOT, free_port
 from tests.tiny_models import EOS, make_tiny_qwen3
 
-REPOSITORY = Path(__file__).parents[1]
 CONFIG = Config(
     max_running_requests=64, max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64, seed=1
 )
 START_S = 300.0  # for a server to come up
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def group_members(pgid):
@@ -91,6 +87,7 @@ def shared_engine(run, models, tmp_path_factory):
     pid = engine._process._process.pid
     try:
         run(engine.ready(START_S))
+        engine.dirty = False  # whether a test has pushed other weights
         yield engine
     finally:
         run(engine.close())
@@ -100,7 +97,9 @@ def shared_engine(run, models, tmp_path_factory):
 @pytest.fixture
 def engine(shared_engine, run, models):
     """The shared engine, idle and with the weights of models[0] as version 0."""
-    if getattr(shared_engine, "dirty", False):
+    if shared_engine.exit_status():
+        run(shared_engine.restart(START_S))
+    if shared_engine.dirty:
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
     return shared_engine
@@ -151,658 +150,6 @@ async def ask_for(engine, requests):
 
 async def collect(engine, prompt, n, sampling):
     return await ask(engine, [prompt] * n, sampling, seeds=list(range(n)))
-
-
-# ---- what comes back
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_transformers(engine, run, models, temperature):
-    answers = run(collect(engine, PROMPT, 4, Sampling(temperature, 40)))
-    model = hf_model(models[0])
-    assert sorted(answer.index for answer in answers) == [0, 1, 2, 3]
-    assert len({tuple(answer.tokens) for answer in answers}) == 4
-    for answer in answers:
-        assert (
-            largest_difference(
-                answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens, temperature)
-            )
-            < 1e-4
-        )
-        assert answer.versions == [0] * len(answer.tokens)
-        assert answer.finish == ("stop" if answer.tokens[-1] == EOS else "length")
-
-
-def test_a_greedy_answer_among_sampled_ones(engine, run, models):
-    """In one request: it is greedy, and the others are what they are without it."""
-    import torch
-
-    def tokens(*greedy):
-        requests = requests_of([PROMPT] * 4, Sampling(1.0, 30), seeds=[5, 6, 7, 8])
-        for index in greedy:
-            requests[index] = requests[index]._replace(sampling=Sampling(0.0, 30))
-        return [answer.tokens for answer in run(ask_for(engine, requests))]
-
-    mixed, sampled = tokens(1), tokens()
-    expected = hf_model(models[0]).generate(
-        torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False
-    )[0, len(PROMPT) :]
-    assert mixed[1] == expected.tolist() != sampled[1]
-    assert [mixed[i] for i in (0, 2, 3)] == [sampled[i] for i in (0, 2, 3)]
-
-
-def test_ragged_batch_equals_transformers(engine, run, models):
-    """40 requests at once, of 1 to 118 prompt tokens: batched attention against one sequence at a time."""
-    prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
-    sampling = [Sampling(1.0, 1 + 13 * i % 60) for i in range(40)]
-
-    async def ask_all():
-        return await asyncio.gather(
-            *(collect(engine, *ask) for ask in zip(prompts, [1] * 40, sampling, strict=True))
-        )
-
-    model = hf_model(models[0])
-    for prompt, [answer] in zip(prompts, run(ask_all()), strict=True):
-        assert largest_difference(answer.logprobs, hf_logprobs(model, prompt, answer.tokens)) < 1e-4
-
-
-def test_greedy_equals_transformers(engine, run, models):
-    import torch
-
-    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
-    expected = hf_model(models[0]).generate(
-        torch.tensor([PROMPT]), max_new_tokens=30, do_sample=False
-    )[0, len(PROMPT) :]
-    assert answer.tokens == expected.tolist()
-
-
-def test_stop_token_ends_an_answer_and_belongs_to_it(engine, run):
-    [full] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
-    stop = full.tokens[len(full.tokens) // 2]
-    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30, stop_token_ids=(stop,))))
-    assert answer.finish == "stop"
-    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
-
-
-def test_an_early_answer_arrives_early(engine, run):
-    """Answers of one request stop at different lengths; each must come when it is done, not with the last.
-
-    Of those that began together or in this order the shorter one ends first: all are written in step. SGLang
-    may take the prompts in as two batches.
-    """
-    pool, seen = pool_of(engine), []
-
-    async def ask_all():
-        async for answer in pool.generate(
-            requests_of([PROMPT] * 16, Sampling(1.0, 200), seeds=range(16))
-        ):
-            facts = (len(answer.tokens), answer.first_token, answer.end)
-            seen.append((*facts, pool.status().outstanding.get(0, 0)))
-            assert answer.sent < answer.first_token <= answer.end
-
-    run(ask_all())
-    lengths, begun, ended, outstanding = zip(*seen, strict=True)
-    assert lengths[0] < lengths[-1] / 2 and ended[0] < ended[-1] - 0.05
-    pairs = permutations(zip(lengths, begun, ended, strict=True), 2)
-    in_order = [a[2] <= b[2] for a, b in pairs if a[0] < b[0] and a[1] <= b[1]]
-    assert all(in_order) and len(in_order) > 16
-    assert list(outstanding) == [
-        left * (len(PROMPT) + 200 - 1) for left in range(15, -1, -1)
-    ]  # each has begun
-    stats = pool.pop_stats()
-    totals = sum(lengths), max(lengths), 16 * len(PROMPT)
-    assert (stats.tokens, stats.longest, stats.prompt_tokens) == totals
-    assert len(pool.timeline.spans) == 16
-
-
-def test_a_long_answer_comes_in_parts(engine, run, models):
-    """Its first token at once, then STREAM_INTERVAL at a time, with their facts; together they are it."""
-
-    async def stream():
-        request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 2 * STREAM_INTERVAL + 40, 7)
-        return [part async for part in engine.generate([request])]
-
-    engine.dirty = True
-    run(engine.load_weights(hf_model(models[0]).named_parameters(), 3))
-    parts = run(stream())
-    assert [len(part.tokens) for part in parts] == [1, STREAM_INTERVAL, STREAM_INTERVAL, 39]
-    assert [part.finish for part in parts] == ["", "", "", "length"]
-    for part in parts:
-        assert part.versions == [3] * len(part.tokens) and len(part.logprobs) == len(part.tokens)
-    run(flush(engine))
-    [answer] = run(
-        ask(engine, [PROMPT], Sampling(1.0, 2 * STREAM_INTERVAL + 40, ignore_eos=True), seeds=[7])
-    )
-    assert answer.tokens == [token for part in parts for token in part.tokens]
-    assert answer.logprobs == [logprob for part in parts for logprob in part.logprobs]
-
-
-def test_a_short_answer_brings_its_first_token_and_its_end(engine, run):
-    """As long as the demo's: nothing comes between."""
-
-    async def stream():
-        return [
-            part
-            async for part in engine.generate(
-                [Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 100, 7)]
-            )
-        ]
-
-    assert [len(part.tokens) for part in run(stream())] == [1, 99]
-
-
-async def ask_and_abort(engine, answers):
-    asked = asyncio.create_task(
-        collect(engine, PROMPT, answers, Sampling(1.0, 900, ignore_eos=True))
-    )
-    await asyncio.sleep(0.5)
-    await engine.abort()
-    return await asked
-
-
-def test_abort_returns_what_was_written(engine, run):
-    answers = run(ask_and_abort(engine, 8))
-    assert [answer.finish for answer in answers] == ["abort"] * 8
-    assert all(
-        len(answer.tokens) == len(answer.logprobs) == len(answer.versions) for answer in answers
-    )
-
-
-def test_an_answer_that_is_aborted_in_the_queue_has_no_tokens(engine, run):
-    """One engine decodes 64 at once; the others wait."""
-    lengths = [len(answer.tokens) for answer in run(ask_and_abort(engine, 80))]
-    assert sorted(lengths)[:16] == [0] * 16 and max(lengths) > 0
-
-
-def test_a_consumer_that_leaves_frees_its_answers(engine, run):
-    pool = pool_of(engine)
-
-    async def leave():
-        stream = pool.generate(requests_of([PROMPT] * 4, Sampling(1.0, 300)))
-        await anext(stream)
-        await stream.aclose()
-
-    run(leave())
-    assert not pool.status().outstanding
-
-
-def test_an_answer_is_continued_within_its_limit(engine, run, models):
-    """One greedy answer in two requests, beside another prompt in the same request: the tokens of one."""
-    sampling = Sampling(0.0, 20, ignore_eos=True)
-    [whole] = run(collect(engine, PROMPT, 1, sampling))
-    begun, other = run(ask(engine, [PROMPT, PROMPT[:3]], sampling, limits=[8, 5]))
-    prompts = [PROMPT + begun.tokens, PROMPT[:3] + other.tokens]
-    [rest, _] = run(ask(engine, prompts, sampling, limits=[12, 1]))
-    assert (len(begun.tokens), len(other.tokens), rest.finish) == (8, 5, "length")
-    assert begun.tokens + rest.tokens == whole.tokens
-    assert largest_difference(begun.logprobs + rest.logprobs, whole.logprobs) < 1e-4
-
-
-def test_a_refused_request_says_why(engine, run):
-    with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
-        run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
-
-
-# ---- one prompt and one seed, one answer, to the last bit
-
-# tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond, across their end
-TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
-
-
-def tokens_of(seed, length):
-    rng = random.Random(seed)
-    return [rng.randrange(2, 64) for _ in range(length)]
-
-
-async def flush(engine):
-    await engine._call("POST", "/flush_cache?timeout=30")
-
-
-async def ask_target(engine, target, prompt=None, limit=None):
-    """The answer to a target's prompt, or to another that begins so, under its own seed; in full length."""
-    length, tokens, temperature = target
-    prompts, sampling = (
-        [prompt or tokens_of(length, length)],
-        Sampling(temperature, tokens, ignore_eos=True),
-    )
-    [answer] = await ask(engine, prompts, sampling, limits=[limit or tokens], seeds=[1000 + length])
-    return answer
-
-
-async def ask_others(engine, count, seed):
-    """Random requests of every kind, a quarter of which begin as a target's prompt does."""
-    rng = random.Random(seed)
-
-    async def one():
-        begin = tokens_of(*[rng.choice(TARGETS)[0]] * 2) if rng.random() < 0.25 else []
-        prompt = begin[: rng.randint(0, len(begin))] + tokens_of(rng.random(), rng.randint(1, 200))
-        sampling = Sampling(
-            rng.choice([0.0, 0.7, 1.0, 1.3]), rng.randint(1, 150), top_p=rng.choice([1.0, 1.0, 0.9])
-        )
-        await asyncio.sleep(0.3 * rng.random())
-        return await ask(engine, [prompt], sampling, seeds=[rng.randrange(2**63)])
-
-    await asyncio.gather(*(one() for _ in range(count)))
-
-
-@pytest.fixture(scope="module")
-def alone(run, shared_engine):
-    """(tokens, logprobs) of each target by an engine with nothing else to do and nothing in its cache."""
-
-    async def ask_each():
-        answers = []
-        for target in TARGETS:
-            await flush(shared_engine)
-            answers.append(await ask_target(shared_engine, target))
-        return [(answer.tokens, answer.logprobs) for answer in answers]
-
-    answers = run(ask_each())
-    assert [len(tokens) for tokens, _ in answers] == [tokens for _, tokens, _ in TARGETS]
-    return answers
-
-
-@pytest.mark.parametrize("others", [0, 1, 2, 7, 40])
-@pytest.mark.parametrize("cache", ["kept", "flushed"])
-def test_an_answer_does_not_depend_on_its_neighbours(engine, run, alone, others, cache):
-    """Alone or beside others, greedy ones among them, and beside the targets; after a flush, or with hits."""
-
-    async def ask_all():
-        await flush(engine)
-        if cache == "kept":
-            await ask_others(engine, 10, "before")
-        answers = await asyncio.gather(
-            *(ask_target(engine, target) for target in TARGETS), ask_others(engine, others, others)
-        )
-        return [(answer.tokens, answer.logprobs) for answer in answers[:-1]]
-
-    assert run(ask_all()) == alone
-
-
-def test_an_answer_does_not_depend_on_what_was_cached(engine, run, alone):
-    """After a flush nothing of the prompt is found; asked again, all but its last token is."""
-
-    async def ask_each():
-        for number, target in enumerate(TARGETS):
-            await flush(engine)
-            anew = await ask_target(engine, target)
-            again = await ask_target(engine, target)
-            assert (anew.cached_tokens, again.cached_tokens) == (0, target[0] - 1)
-            assert (
-                (again.tokens, again.logprobs) == (anew.tokens, anew.logprobs) == alone[number]
-            ), target
-
-    run(ask_each())
-
-
-@pytest.mark.parametrize("cut", [1, 3, 15, 38])
-@pytest.mark.parametrize("cache", ["kept", "flushed"])
-def test_a_continued_answer_is_as_if_it_was_never_cut(engine, run, alone, cut, cache):
-    """Its first tokens came by decode steps; they are in the cache, or are computed again in one prefill."""
-
-    async def ask_each():
-        for number, target in enumerate(TARGETS[:4]):
-            begun = await ask_target(engine, target, limit=cut)
-            if cache == "flushed":
-                await flush(engine)
-            rest = await ask_target(
-                engine, target, tokens_of(target[0], target[0]) + begun.tokens, target[1] - cut
-            )
-            assert (begun.tokens + rest.tokens, begun.logprobs + rest.logprobs) == alone[number], (
-                target
-            )
-            assert (rest.cached_tokens > 0) == (cache == "kept")
-
-    run(ask_each())
-
-
-def test_answers_that_move_are_as_if_they_had_stayed(engine, run, models, tmp_path):
-    """256 answers to 16 prompts, cut off again and again and continued on the other of two servers.
-
-    How often: by what sixteen answers take alone, so that on any machine all are cut off more than once. Some
-    are at the very token that ends them: one in about sixty does.
-    """
-    other = launch(models[0], tmp_path / "engine.log", rank=1)
-    pool, rng, sampling = pool_of(engine, other), random.Random(0), Sampling(1.0, 120)
-    prompts = [[2 + (5 * i + j) % 60 for j in range(4 + 5 * i)] for i in range(16)]
-    seeds = [[1000 * i + k for k in range(16)] for i in range(16)]
-    written = {
-        seed: ([], [], []) for row in seeds for seed in row
-    }  # tokens, log-probabilities, ranks
-    finish = {}
-
-    async def write(prompt, row):
-        """As rollout.ask does it."""
-        while unfinished := [seed for seed in row if finish.get(seed) not in ("stop", "length")]:
-            begun = [prompt + written[seed][0] for seed in unfinished]
-            limits = [120 - len(written[seed][0]) for seed in unfinished]
-            async for answer in pool.generate(requests_of(begun, sampling, limits, unfinished)):
-                parts = (answer.tokens, answer.logprobs, [answer.rank] * bool(answer.tokens))
-                finish[unfinished[answer.index]] = answer.finish
-                for column, part in zip(written[unfinished[answer.index]], parts, strict=True):
-                    column += part
-
-    async def move(tasks, alone_s):
-        """In turns, everything to one of the servers."""
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(rng.uniform(0.3, 0.7) * alone_s)
-            leaving, pool.awake = (engine, (1,)) if 0 in pool.awake else (other, (0,))
-            await leaving.abort()
-
-    async def write_all(alone_s):
-        tasks = [asyncio.create_task(write(*each)) for each in zip(prompts, seeds, strict=True)]
-        await asyncio.gather(move(tasks, alone_s), *tasks)
-
-    try:
-        run(other.ready(START_S))
-        run(other.load_weights(hf_model(models[0]).named_parameters(), 0))
-        start = time.monotonic()
-        groups = zip(prompts, seeds, strict=True)
-        stayed = [run(ask(engine, [prompt] * 16, sampling, seeds=row)) for prompt, row in groups]
-        run(write_all((time.monotonic() - start) / len(prompts)))
-        moved = [seed for seed, (_, _, ranks) in written.items() if len(set(ranks)) > 1]
-        assert len(moved) >= 100
-        for row, answers in zip(seeds, stayed, strict=True):
-            for answer in answers:
-                tokens, logprobs, _ = written[row[answer.index]]
-                assert answer.tokens == tokens and answer.logprobs == logprobs
-                assert answer.finish == finish[row[answer.index]]
-    finally:
-        run(other.close())
-
-
-def test_another_seed_writes_another_answer(engine, run):
-    """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
-
-    def tokens(seeds):
-        answers = run(
-            ask(engine, [PROMPT] * len(seeds), Sampling(1.0, 30, ignore_eos=True), seeds=seeds)
-        )
-        return [answer.tokens for answer in answers]
-
-    one, other, same, upper = tokens([1, 2, 1, 1 + 2**62])
-    assert one == same and len({*map(tuple, (one, other, upper))}) == 3
-    assert tokens([1 + 2**62, 2]) == [upper, other]
-
-
-# ---- weights and memory
-
-
-def test_pushed_weights_are_served_under_their_version(engine, run, models):
-    engine.dirty = True
-    model = hf_model(models[1])
-    run(engine.load_weights(model.named_parameters(), 7))
-    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
-    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
-    assert answer.versions == [7] * len(answer.tokens)
-
-
-def test_a_push_in_many_buckets(engine, run, models, monkeypatch):
-    engine.dirty = True
-    monkeypatch.setattr(server, "BUCKET_BYTES", 100_000)
-    model = hf_model(models[1])
-    assert len(list(buckets(model.named_parameters()))) > 5
-    run(engine.load_weights(model.named_parameters(), 8))
-    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
-    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
-
-
-@pytest.mark.parametrize(
-    "broken, message",
-    [
-        (
-            lambda name, tensor: ("model.nothing.weight", tensor),
-            "model.nothing.weight .* its model has None",
-        ),
-        (lambda name, tensor: (name, tensor[:1]), "its model has"),
-        (None, "was pushed no"),
-    ],
-)
-def test_a_wrong_push_is_refused(engine, run, models, broken, message):
-    engine.dirty = True
-    first, *others = hf_model(models[1]).named_parameters()
-    pushed = others if broken is None else [broken(*first), *others]
-    with pytest.raises(ValueError, match=message):
-        run(engine.load_weights(pushed, 9))
-
-
-def test_a_refusal_of_the_server_is_raised(engine, run):
-    with pytest.raises(ValueError, match=r"no weight-update session is open"):
-        run(engine._call("POST", "/end_weight_update"))
-
-
-def test_sleep_and_wake(engine, run, models):
-    calls, call = [], engine._open
-
-    def noted(method, path, body, deadline_s=None):
-        if method == "POST":
-            calls.append((path, body.get("tags")))
-        return call(method, path, body, deadline_s)
-
-    engine._open = noted
-    try:
-        run(engine.sleep())
-        run(engine.wake_weights())
-        run(engine.load_weights(hf_model(models[0]).named_parameters(), 0))
-        run(engine.wake_kv_cache())
-    finally:
-        del engine._open
-    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
-    assert len(answer.tokens) == 3
-    assert calls == [
-        ("/pause_generation", None),
-        ("/flush_cache?timeout=30", None),
-        ("/release_memory_occupation", ["kv_cache", "weights"]),
-        ("/resume_memory_occupation", ["weights"]),
-        ("/begin_weight_update", None),
-        ("/update_weights_from_tensor", None),
-        ("/end_weight_update", None),
-        ("/flush_cache?timeout=30", None),
-        ("/resume_memory_occupation", ["kv_cache"]),
-        ("/continue_generation", None),
-    ]
-
-
-def test_sleep_aborts_what_still_runs(engine, run):
-    async def ask_and_sleep():
-        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
-        await asyncio.sleep(0.2)
-        await engine.sleep()
-        answers = await asked
-        await wake(engine)
-        return answers
-
-    assert len(run(ask_and_sleep())) == 8
-
-
-async def wake(engine):
-    await engine.wake_weights()
-    await engine.wake_kv_cache()
-
-
-# ---- a scalar reward model
-
-
-def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
-    """Within 1e-4; to the last bit the same whatever is scored beside it, and after sleep; without a bias."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    oracle = AutoModelForSequenceClassification.from_pretrained(
-        models[0], num_labels=1, dtype=torch.float32, pad_token_id=0
-    )
-    oracle.save_pretrained(tmp_path / "model")
-    prompts = [PROMPT, [*PROMPT, 12], PROMPT[:1], list(range(5, 40)) * 8, PROMPT]
-    with torch.no_grad():
-        expected = [oracle(torch.tensor([prompt])).logits.item() for prompt in prompts]
-    engine = launch(tmp_path / "model", tmp_path / "engine.log", "genrm", kind=ScoringEngine)
-
-    async def scores(prompts):
-        return [answer.score for answer in await ask(engine, prompts, Sampling(0.0, 1))]
-
-    async def all_scores():
-        await engine.ready(START_S)
-        together = await scores(prompts)
-        await engine.sleep()
-        await wake(engine)
-        return (
-            together,
-            [(await scores([prompt]))[0] for prompt in prompts],
-            await scores(prompts * 5),
-        )
-
-    private = Path(engine._process.folder.name)
-    try:
-        together, alone, crowded = run(all_scores())
-        assert any(path.is_socket() for path in private.iterdir()), (
-            "the server keeps its sockets elsewhere"
-        )
-    finally:
-        run(engine.close())
-    assert not private.exists()
-    assert (
-        together == pytest.approx(expected, abs=1e-4)
-        and together == alone
-        and crowded == together * 5
-    )
-    assert max(expected) - min(expected) > 1e-2
-
-
-def test_a_model_without_a_scalar_head_is_refused(run, models, tmp_path):
-    engine = launch(models[0], tmp_path / "engine.log", "genrm", 1, kind=ScoringEngine)
-    try:
-        with pytest.raises(
-            ValueError, match="rank 1 serves no scalar reward model: its directory has no score"
-        ):
-            run(engine.ready(START_S))
-    finally:
-        run(engine.close())
-
-
-# ---- start and end
-
-
-def test_a_taken_port_is_named(tmp_path, models):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port}.*is in use: choose another --port"):
-            launch(models[0], tmp_path / "log", "genrm", port=port)
-
-
-def test_a_port_that_is_taken_while_the_server_starts_ends_it(run, models, tmp_path):
-    """The system may give it to any connection, if it is in the range that it takes them from."""
-    port = free_port()
-    engine = launch(models[0], tmp_path / "engine.log", port=port)
-    try:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", port))
-            taken.listen()
-            with pytest.raises(
-                ValueError,
-                match=r"(?s)stopped while starting; the end of .*engine.log:.*address already in use",
-            ):
-                run(engine.ready(120))
-    finally:
-        run(engine.close())
-
-
-def test_a_directory_without_weights_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no"):
-        checkpoint_shapes(tmp_path)
-
-
-def test_a_failing_start_shows_the_log(run, models, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/model.safetensors").write_bytes(
-        Path(models[0], "model.safetensors").read_bytes()
-    )
-    engine = launch(tmp_path / "model", tmp_path / "engine.log", rank=3)
-    try:
-        with pytest.raises(
-            ValueError,
-            match=r"(?s)engine of rank 3 stopped while starting; the end of .*engine.log:.*config",
-        ):
-            run(engine.ready(START_S))
-    finally:
-        run(engine.close())
-
-
-OWNER = """
-import asyncio, sys, time
-from tests.test_engine import START_S, launch
-engine = launch(sys.argv[2], sys.argv[3], port=int(sys.argv[1]))
-print(engine._process._process.pid, flush=True)
-if sys.argv[4] == "ready":
-    asyncio.run(engine.ready(START_S))
-print("up", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("moment", ["ready", "starting"])
-def test_nothing_is_left_when_the_owner_is_killed(models, tmp_path, moment):
-    command = [
-        sys.executable,
-        "-c",
-        OWNER,
-        str(free_port()),
-        models[0],
-        str(tmp_path / "log"),
-        moment,
-    ]
-    owner = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    group = int(owner.stdout.readline())
-    assert owner.stdout.readline() == "up\n"
-    if moment == "starting":  # the children are being spawned, and still importing
-        deadline = time.monotonic() + 120
-        while len(group_members(group)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert len(group_members(group)) >= 3
-    os.kill(owner.pid, signal.SIGKILL)
-    owner.wait()
-    deadline = time.monotonic() + 60  # a child that still imports notices at its end
-    while group_members(group) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert group_members(group) == []
-
-
-def test_a_killed_server_is_found_out_and_started_again(run, models, tmp_path):
-    """Its scheduler dies by kill -9: the stream breaks off, the owner hears; a new server answers alike."""
-    engine = launch(models[0], tmp_path / "engine.log")
-    request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
-
-    async def strike():
-        down, parts = asyncio.create_task(engine.until_down()), []
-        with pytest.raises(EngineLost, match="didn't answer /generate"):
-            async for part in engine.generate([request]):
-                if not parts:
-                    group = psutil.Process(engine._process._process.pid).children(recursive=True)
-                    [
-                        process.kill()
-                        for process in group
-                        if "scheduler" in " ".join(process.cmdline())
-                    ]
-                parts.append(part)
-        return await down
-
-    try:
-        run(engine.ready(START_S))
-        [before] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
-        assert run(strike()).startswith("died (")
-        run(engine.kill())
-        assert not (tmp_path / "engine.pid").exists()
-        run(engine.restart(START_S))
-        [after] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
-        assert (after.tokens, after.logprobs, after.versions) == (
-            before.tokens,
-            before.logprobs,
-            before.versions,
-        )
-        assert (tmp_path / "engine.pid").exists()
-    finally:
-        run(engine.close())
 
 
 # ---- a server that plays a script: SGLang's part of the talk, without SGLang
@@ -936,6 +283,25 @@ def test_a_reply_that_breaks_off_is_a_lost_engine():
     assert [part.tokens for part in parts] == [[11]]
 
 
+def test_an_event_may_come_in_pieces():
+    """And two in one."""
+    event = json.dumps(event_of(0, [11, 12], 2, "stop")).encode()
+    other = json.dumps(event_of(1, [21], 1, "length")).encode()
+
+    async def script(response, body):
+        text = b"data: " + event + b"\n\ndata: " + other + b"\n\ndata: [DONE]\n\n"
+        for start in range(0, len(text), 50):
+            await response.write(text[start : start + 50])
+            await asyncio.sleep(0.01)
+
+    async def talk():
+        async with scripted(script) as engine:
+            return await stream(engine)
+
+    parts = asyncio.run(talk())
+    assert [(part.tokens, part.finish) for part in parts] == [([11, 12], "stop"), ([21], "length")]
+
+
 def test_an_error_in_the_stream_is_a_refusal():
     async def script(response, body):
         await send(response, {"error": {"message": "too long"}})
@@ -993,6 +359,18 @@ def test_a_server_that_died_says_how(status):
 # ---- without a server
 
 
+def test_what_lies_where_in_a_bucket():
+    """Every tensor is found again in the bytes, by the name, place and shape that go with them."""
+    import torch
+
+    given = [("a", torch.randn(3, 5)), ("b", torch.randn(7)), ("c", torch.randn(2, 2))]
+    [payload] = server.serialize_bucket(given, 1)
+    found = pickle.loads(b64decode(payload))
+    for (name, tensor), facts in zip(given, found["metadata"], strict=True):
+        part = found["flattened_tensor"][facts.start_idx : facts.end_idx].view(facts.dtype)
+        assert facts.name == name and torch.equal(part.view(facts.shape), tensor)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(
     "prefix", [[0, 5, 31, 32, 70, 12], [33, 40, 46, 41, 36, 34]], ids=["many groups", "one group"]
@@ -1047,6 +425,8 @@ def test_batched_attention_does_not_depend_on_the_neighbours(request):
         plan = group_by_length(table, requests, lengths[requests], torch.ones_like(requests))
         return attend(query[requests], k, v, plan, 0.2, False)
 
+    plan = group_by_length(table, torch.arange(6), lengths, torch.ones_like(lengths))
+    assert {mask.shape[-1] for _, mask in plan[1]} == {16, 32, 48, 64, 96}  # of its own length
     together = run(torch.arange(6))
     for i in range(6):
         assert torch.equal(run(torch.tensor([i]))[0], together[i])
@@ -1069,30 +449,19 @@ def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, mode, role, 
     assert ("--enable-weights-cpu-backup" in flags) == keeps
 
 
-def test_a_pace_makes_a_step_last():
-    """200 ms, and 50 for each of two sequences, twice; what it computes is the same."""
-    from bench.paced_server import at_pace
+def test_a_pace_makes_a_step_last(monkeypatch):
+    """200 ms, and 50 for each of two sequences; the host's work between two steps hides behind that."""
+    from bench import paced_server
 
-    paced = at_pace(lambda self, tokens, positions, batch: tokens + positions, "200,50")
-    start = time.perf_counter()
+    now = [100.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(paced_server, "time", clock)
+    paced = paced_server.at_pace(lambda self, tokens, places, batch: tokens + places, "200,50")
     assert paced(None, 3, 4, SimpleNamespace(batch_size=2)) == 7
-    assert time.perf_counter() - start >= 0.3
-    time.sleep(0.2)  # the host's work, which hides behind the device's
+    assert now[0] == pytest.approx(100.3)
+    clock.sleep(0.2)
     paced(None, 3, 4, SimpleNamespace(batch_size=2))
-    assert 0.6 <= time.perf_counter() - start < 0.75
-
-
-def test_a_paced_server_answers(run, models, tmp_path, monkeypatch):
-    """The benchmarks' stand-in for the server's module: 40 tokens at 20 ms each."""
-    monkeypatch.setattr(Engine, "module", "bench.paced_server")
-    monkeypatch.setenv("BENCH_PACE_MS", "20,0")
-    engine = launch(models[0], tmp_path / "engine.log")
-    try:
-        run(engine.ready(START_S))
-        [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 40, ignore_eos=True)))
-        assert answer.end - answer.sent > 0.8
-    finally:
-        run(engine.close())
+    assert now[0] == pytest.approx(100.6)
 
 
 def test_murmur_hash_equals_the_reference():
@@ -1122,3 +491,532 @@ def test_murmur_hash_equals_the_reference():
                 + column.to_bytes(4, "little")
             )
             assert table[i, column].item() == reference(data)
+
+
+# ---- what comes back
+
+
+def test_ragged_batch_equals_transformers(engine, run, models):
+    """40 requests at once, of 1 to 118 prompt tokens: batched attention against one sequence at a time."""
+    prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
+    sampling = [Sampling((1.0, 0.7)[i % 2], 1 + 13 * i % 60) for i in range(40)]
+
+    async def ask_all():
+        each = zip(prompts, [2] * 40, sampling, strict=True)
+        return await asyncio.gather(*(collect(engine, *asked) for asked in each))
+
+    model = hf_model(models[0])
+    for prompt, rule, answers in zip(prompts, sampling, run(ask_all()), strict=True):
+        for answer in answers:
+            expected = hf_logprobs(model, prompt, answer.tokens, rule.temperature)
+            assert largest_difference(answer.logprobs, expected) < 1e-4
+            assert answer.versions == [0] * len(answer.tokens)
+            assert answer.finish == ("stop" if answer.tokens[-1] == EOS else "length")
+
+
+def test_a_greedy_answer_among_sampled_ones(engine, run, models):
+    """In one request: it is greedy, and the others are what they are without it."""
+    import torch
+
+    def tokens(*greedy):
+        requests = requests_of([PROMPT] * 4, Sampling(1.0, 30), seeds=[5, 6, 7, 8])
+        for index in greedy:
+            requests[index] = requests[index]._replace(sampling=Sampling(0.0, 30))
+        return [answer.tokens for answer in run(ask_for(engine, requests))]
+
+    mixed, sampled = tokens(1), tokens()
+    how = dict(max_new_tokens=30, do_sample=False)
+    expected = hf_model(models[0]).generate(torch.tensor([PROMPT]), **how)[0, len(PROMPT) :]
+    assert mixed[1] == expected.tolist() != sampled[1]
+    assert [mixed[i] for i in (0, 2, 3)] == [sampled[i] for i in (0, 2, 3)]
+
+
+def test_stop_token_ends_an_answer_and_belongs_to_it(engine, run):
+    [full] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30)))
+    stop = full.tokens[len(full.tokens) // 2]
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(0.0, 30, stop_token_ids=(stop,))))
+    assert answer.finish == "stop"
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
+
+
+def test_an_early_answer_arrives_early(engine, run):
+    """Answers of one request stop at different lengths; each comes when it is done, not with the last."""
+    pool, seen = pool_of(engine), []
+
+    async def ask_all():
+        requests = requests_of([PROMPT] * 16, Sampling(1.0, 200), seeds=range(16))
+        async for answer in pool.generate(requests):
+            assert answer.sent < answer.first_token <= answer.end
+            seen.append((len(answer.tokens), answer.end, pool.status().outstanding.get(0, 0)))
+
+    run(ask_all())
+    lengths, ended, outstanding = zip(*seen, strict=True)
+    assert lengths[0] < max(lengths) / 2 and ended[0] < ended[-1]
+    assert list(outstanding) == sorted(set(outstanding), reverse=True) and outstanding[-1] == 0
+    stats = pool.pop_stats()
+    totals = sum(lengths), max(lengths), 16 * len(PROMPT)
+    assert (stats.tokens, stats.longest, stats.prompt_tokens) == totals
+    assert len(pool.timeline.spans) == 16
+
+
+def test_a_long_answer_comes_in_parts(engine, run, models):
+    """Its first token first, then some at a time, with their facts; together they are it."""
+    limit = 2 * STREAM_INTERVAL + 40
+
+    async def stream():
+        request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), limit, 7)
+        return [part async for part in engine.generate([request])]
+
+    engine.dirty = True
+    run(engine.load_weights(hf_model(models[0]).named_parameters(), 3))
+    parts = run(stream())
+    assert len(parts) > 1 and [part.finish for part in parts] == [""] * (len(parts) - 1) + [
+        "length"
+    ]
+    for part in parts:
+        assert part.versions == [3] * len(part.tokens) and len(part.logprobs) == len(part.tokens)
+    run(flush(engine))
+    [answer] = run(ask(engine, [PROMPT], Sampling(1.0, limit, ignore_eos=True), seeds=[7]))
+    assert answer.tokens == [token for part in parts for token in part.tokens]
+    assert answer.logprobs == [logprob for part in parts for logprob in part.logprobs]
+
+
+def test_abort_returns_what_was_written(engine, run):
+    """One engine decodes 64 at once; the others wait, and have no tokens."""
+    requests = requests_of([PROMPT] * 80, Sampling(1.0, 900, ignore_eos=True), seeds=range(80))
+    written, ends = Counter(), {}
+
+    async def ask_and_abort():
+        async for part in engine.generate(requests):
+            if not written:
+                await engine.abort()
+            written[part.index] += len(part.tokens)
+            ends[part.index] = part.finish
+            assert len(part.tokens) == len(part.logprobs) == len(part.versions)
+
+    run(ask_and_abort())
+    assert ends == dict.fromkeys(range(80), "abort")
+    assert 0 < sum(count > 0 for count in written.values()) <= 64
+
+
+def test_a_refused_request_says_why(engine, run):
+    with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
+        run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
+    with pytest.raises(ValueError, match=r"no weight-update session is open"):
+        run(engine._call("POST", "/end_weight_update"))
+
+
+# ---- one prompt and one seed, one answer, to the last bit
+
+# tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond, across their end
+TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
+
+
+def tokens_of(seed, length):
+    rng = random.Random(seed)
+    return [rng.randrange(2, 64) for _ in range(length)]
+
+
+async def flush(engine):
+    await engine._call("POST", "/flush_cache?timeout=30")
+
+
+async def ask_target(engine, target, prompt=None, limit=None):
+    """The answer to a target's prompt, or to another that begins so, under its own seed; in full length."""
+    length, tokens, temperature = target
+    prompts, sampling = (
+        [prompt or tokens_of(length, length)],
+        Sampling(temperature, tokens, ignore_eos=True),
+    )
+    [answer] = await ask(engine, prompts, sampling, limits=[limit or tokens], seeds=[1000 + length])
+    return answer
+
+
+async def ask_others(engine, count, seed):
+    """Random requests of every kind, a quarter of which begin as a target's prompt does."""
+    rng = random.Random(seed)
+
+    async def one():
+        begin = tokens_of(*[rng.choice(TARGETS)[0]] * 2) if rng.random() < 0.25 else []
+        prompt = begin[: rng.randint(0, len(begin))] + tokens_of(rng.random(), rng.randint(1, 200))
+        sampling = Sampling(
+            rng.choice([0.0, 0.7, 1.0, 1.3]), rng.randint(1, 150), top_p=rng.choice([1.0, 1.0, 0.9])
+        )
+        await asyncio.sleep(0.3 * rng.random())
+        return await ask(engine, [prompt], sampling, seeds=[rng.randrange(2**63)])
+
+    await asyncio.gather(*(one() for _ in range(count)))
+
+
+@pytest.fixture(scope="module")
+def alone(run, shared_engine):
+    """(tokens, logprobs) of each target by an engine with nothing else to do and nothing in its cache."""
+
+    async def ask_each():
+        answers = []
+        for target in TARGETS:
+            await flush(shared_engine)
+            answers.append(await ask_target(shared_engine, target))
+        return [(answer.tokens, answer.logprobs) for answer in answers]
+
+    answers = run(ask_each())
+    assert [len(tokens) for tokens, _ in answers] == [tokens for _, tokens, _ in TARGETS]
+    return answers
+
+
+@pytest.mark.parametrize("others,cache", [(1, "flushed"), (40, "kept")])
+def test_an_answer_does_not_depend_on_its_neighbours(engine, run, alone, others, cache):
+    """Alone or beside others, greedy ones among them, and beside the targets; after a flush, or with hits."""
+
+    async def ask_all():
+        await flush(engine)
+        if cache == "kept":
+            await ask_others(engine, 10, "before")
+        answers = await asyncio.gather(
+            *(ask_target(engine, target) for target in TARGETS), ask_others(engine, others, others)
+        )
+        return [(answer.tokens, answer.logprobs) for answer in answers[:-1]]
+
+    assert run(ask_all()) == alone
+
+
+def test_an_answer_does_not_depend_on_what_was_cached(engine, run, alone):
+    """After a flush nothing of the prompt is found; asked again, all but its last token is."""
+
+    async def ask_each():
+        for number, target in enumerate(TARGETS):
+            await flush(engine)
+            anew = await ask_target(engine, target)
+            again = await ask_target(engine, target)
+            assert (anew.cached_tokens, again.cached_tokens) == (0, target[0] - 1)
+            assert (
+                (again.tokens, again.logprobs) == (anew.tokens, anew.logprobs) == alone[number]
+            ), target
+
+    run(ask_each())
+
+
+@pytest.mark.parametrize("cut,cache", [(3, "flushed"), (15, "kept")])
+def test_a_continued_answer_is_as_if_it_was_never_cut(engine, run, alone, cut, cache):
+    """Its first tokens came by decode steps; they are in the cache, or are computed again in one prefill."""
+
+    async def ask_each():
+        for number, target in enumerate(TARGETS[:4]):
+            begun = await ask_target(engine, target, limit=cut)
+            if cache == "flushed":
+                await flush(engine)
+            rest = await ask_target(
+                engine, target, tokens_of(target[0], target[0]) + begun.tokens, target[1] - cut
+            )
+            assert (begun.tokens + rest.tokens, begun.logprobs + rest.logprobs) == alone[number], (
+                target
+            )
+            assert (rest.cached_tokens > 0) == (cache == "kept")
+
+    run(ask_each())
+
+
+def test_another_seed_writes_another_answer(engine, run):
+    """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
+
+    def tokens(seeds):
+        answers = run(
+            ask(engine, [PROMPT] * len(seeds), Sampling(1.0, 30, ignore_eos=True), seeds=seeds)
+        )
+        return [answer.tokens for answer in answers]
+
+    one, other, same, upper = tokens([1, 2, 1, 1 + 2**62])
+    assert one == same and len({*map(tuple, (one, other, upper))}) == 3
+    assert tokens([1 + 2**62, 2]) == [upper, other]
+
+
+# ---- weights and memory
+
+
+def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
+    """Though they come in many buckets."""
+    engine.dirty = True
+    monkeypatch.setattr(server, "BUCKET_BYTES", 100_000)
+    model = hf_model(models[1])
+    assert len(list(buckets(model.named_parameters()))) > 5
+    run(engine.load_weights(model.named_parameters(), 8))
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    assert largest_difference(answer.logprobs, hf_logprobs(model, PROMPT, answer.tokens)) < 1e-4
+    assert answer.versions == [8] * len(answer.tokens)
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        (
+            lambda name, tensor: ("model.nothing.weight", tensor),
+            "model.nothing.weight .* its model has None",
+        ),
+        (lambda name, tensor: (name, tensor[:1]), "its model has"),
+        (None, "was pushed no"),
+    ],
+)
+def test_a_wrong_push_is_refused(engine, run, models, broken, message):
+    engine.dirty = True
+    first, *others = hf_model(models[1]).named_parameters()
+    pushed = others if broken is None else [broken(*first), *others]
+    with pytest.raises(ValueError, match=message):
+        run(engine.load_weights(pushed, 9))
+
+
+def test_sleep_and_wake(engine, run, models):
+    calls, call = [], engine._open
+
+    def noted(method, path, body, deadline_s=None):
+        if method == "POST":
+            calls.append((path, body.get("tags")))
+        return call(method, path, body, deadline_s)
+
+    engine._open = noted
+    try:
+        run(engine.sleep())
+        run(engine.wake_weights())
+        run(engine.load_weights(hf_model(models[0]).named_parameters(), 0))
+        run(engine.wake_kv_cache())
+    finally:
+        del engine._open
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+    assert len(answer.tokens) == 3
+    assert calls == [
+        ("/pause_generation", None),
+        ("/flush_cache?timeout=30", None),
+        ("/release_memory_occupation", ["kv_cache", "weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/begin_weight_update", None),
+        ("/update_weights_from_tensor", None),
+        ("/end_weight_update", None),
+        ("/flush_cache?timeout=30", None),
+        ("/resume_memory_occupation", ["kv_cache"]),
+        ("/continue_generation", None),
+    ]
+
+
+def test_sleep_aborts_what_still_runs(engine, run):
+    async def ask_and_sleep():
+        asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
+        await asyncio.sleep(0.2)
+        await engine.sleep()
+        answers = await asked
+        await wake(engine)
+        return answers
+
+    assert len(run(ask_and_sleep())) == 8
+
+
+async def wake(engine):
+    await engine.wake_weights()
+    await engine.wake_kv_cache()
+
+
+# ---- a scalar reward model
+
+
+@pytest.mark.slow
+def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
+    """Within 1e-4; to the last bit the same whatever is scored beside it, and after sleep; without a bias."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    oracle = AutoModelForSequenceClassification.from_pretrained(
+        models[0], num_labels=1, dtype=torch.float32, pad_token_id=0
+    )
+    oracle.save_pretrained(tmp_path / "model")
+    prompts = [PROMPT, [*PROMPT, 12], PROMPT[:1], list(range(5, 40)) * 8, PROMPT]
+    with torch.no_grad():
+        expected = [oracle(torch.tensor([prompt])).logits.item() for prompt in prompts]
+    engine = launch(tmp_path / "model", tmp_path / "engine.log", "genrm", kind=ScoringEngine)
+
+    async def scores(prompts):
+        return [answer.score for answer in await ask(engine, prompts, Sampling(0.0, 1))]
+
+    async def all_scores():
+        await engine.ready(START_S)
+        together = await scores(prompts)
+        await engine.sleep()
+        await wake(engine)
+        return (
+            together,
+            [(await scores([prompt]))[0] for prompt in prompts],
+            await scores(prompts * 5),
+        )
+
+    private = Path(engine._process.folder.name)
+    try:
+        together, alone, crowded = run(all_scores())
+        assert any(path.is_socket() for path in private.iterdir()), (
+            "the server keeps its sockets elsewhere"
+        )
+    finally:
+        run(engine.close())
+    assert not private.exists()
+    assert (
+        together == pytest.approx(expected, abs=1e-4)
+        and together == alone
+        and crowded == together * 5
+    )
+    assert max(expected) - min(expected) > 1e-2
+
+
+def test_a_model_without_a_scalar_head_is_refused(models):
+    """From its directory alone."""
+    engine = ScoringEngine("genrm", 1, "http://127.0.0.1:1", "a key")
+    engine._shapes = checkpoint_shapes(models[0])
+    with pytest.raises(ValueError, match="rank 1 serves no scalar reward model: its directory has"):
+        asyncio.run(engine.ready(START_S))
+
+
+# ---- start and end
+
+
+def test_a_taken_port_is_named(tmp_path, models):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port}.*is in use: choose another --port"):
+            launch(models[0], tmp_path / "log", "genrm", port=port)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no"):
+        checkpoint_shapes(tmp_path)
+
+
+OWNER = """
+import asyncio, sys, time
+from tests.test_engine import START_S, launch
+engine = launch(sys.argv[2], sys.argv[3], port=int(sys.argv[1]))
+print(engine._process._process.pid, flush=True)
+if sys.argv[4] == "ready":
+    asyncio.run(engine.ready(START_S))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["ready", "starting"])
+def test_nothing_is_left_when_the_owner_is_killed(models, tmp_path, moment):
+    command = [
+        sys.executable,
+        "-c",
+        OWNER,
+        str(free_port()),
+        models[0],
+        str(tmp_path / "log"),
+        moment,
+    ]
+    owner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    group = int(owner.stdout.readline())
+    assert owner.stdout.readline() == "up\n"
+    if moment == "starting":  # the children are being spawned, and still importing
+        deadline = time.monotonic() + 120
+        while len(group_members(group)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert len(group_members(group)) >= 3
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + 60  # a child that still imports notices at its end
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert group_members(group) == []
+
+
+def test_a_killed_server_is_found_out(engine, run):
+    """Its scheduler dies by kill -9: the stream breaks off, and the owner hears. Nothing is left of it.
+
+    The fixture starts it again for a test that comes later.
+    """
+    request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
+    server_process = psutil.Process(engine._process._process.pid)
+    note = json.loads(engine._process._pid_file.read_text())
+    assert (note["pid"], note["born"]) == (server_process.pid, server_process.create_time())
+    assert note["owner"] == os.getpid()
+
+    async def strike():
+        down, parts = asyncio.create_task(engine.until_down()), []
+        with pytest.raises(EngineLost, match="didn't answer /generate"):
+            async for part in engine.generate([request]):
+                for process in server_process.children(recursive=True) * (not parts):
+                    if "scheduler" in " ".join(process.cmdline()):
+                        process.kill()
+                parts.append(part)
+        return await down
+
+    assert run(strike()).startswith("died (")
+    run(engine.kill())
+    assert group_members(server_process.pid) == []
+    assert not engine._process._pid_file.exists() and engine.exit_status() == "killed"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_started_again_answers_alike(engine, run):
+    [before] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    run(engine.kill())
+    run(engine.restart(START_S))
+    [after] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    assert (after.tokens, after.logprobs) == (before.tokens, before.logprobs)
+    assert after.versions == before.versions and engine._process._pid_file.exists()
+
+
+@pytest.mark.slow
+def test_answers_that_move_are_as_if_they_had_stayed(engine, run, models, tmp_path):
+    """256 answers to 16 prompts, cut off again and again and continued on the other of two servers.
+
+    Some at the very token that ends them: one in about sixty does.
+    """
+    other = launch(models[0], tmp_path / "engine.log", rank=1)
+    pool, rng, sampling = pool_of(engine, other), random.Random(0), Sampling(1.0, 120)
+    prompts = [[2 + (5 * i + j) % 60 for j in range(4 + 5 * i)] for i in range(16)]
+    seeds = [[1000 * i + k for k in range(16)] for i in range(16)]
+    written = {
+        seed: ([], [], []) for row in seeds for seed in row
+    }  # tokens, log-probabilities, ranks
+    finish = {}
+
+    async def write(prompt, row):
+        """As rollout.ask does it."""
+        while unfinished := [seed for seed in row if finish.get(seed) not in ("stop", "length")]:
+            begun = [prompt + written[seed][0] for seed in unfinished]
+            limits = [120 - len(written[seed][0]) for seed in unfinished]
+            async for answer in pool.generate(requests_of(begun, sampling, limits, unfinished)):
+                parts = (answer.tokens, answer.logprobs, [answer.rank] * bool(answer.tokens))
+                finish[unfinished[answer.index]] = answer.finish
+                for column, part in zip(written[unfinished[answer.index]], parts, strict=True):
+                    column += part
+
+    async def move(tasks):
+        """In turns, everything to one of the servers, each time after some answers have begun there."""
+        while not all(task.done() for task in tasks):
+            leaving, other_rank = (engine, 1) if 0 in pool.awake else (other, 0)
+            events = leaving._events
+            while leaving._events < events + 16 and not all(task.done() for task in tasks):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(rng.uniform(0.1, 0.5))
+            pool.awake = (other_rank,)
+            await leaving.abort()
+
+    async def write_all():
+        tasks = [asyncio.create_task(write(*each)) for each in zip(prompts, seeds, strict=True)]
+        await asyncio.gather(move(tasks), *tasks)
+
+    try:
+        run(other.ready(START_S))
+        run(other.load_weights(hf_model(models[0]).named_parameters(), 0))
+        groups = zip(prompts, seeds, strict=True)
+        stayed = [run(ask(engine, [prompt] * 16, sampling, seeds=row)) for prompt, row in groups]
+        run(write_all())
+        assert any(len(set(ranks)) > 1 for _, _, ranks in written.values())
+        for row, answers in zip(seeds, stayed, strict=True):
+            for answer in answers:
+                tokens, logprobs, _ = written[row[answer.index]]
+                assert answer.tokens == tokens and answer.logprobs == logprobs
+                assert answer.finish == finish[row[answer.index]]
+    finally:
+        run(other.close())

@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import random
-import socket
 from base64 import b64encode
 from contextlib import AsyncExitStack
 from functools import partial
@@ -22,6 +21,7 @@ from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
 from images.reader import ImageReader
 from images.tokens import Image, expand
+from launched import free_port
 from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
@@ -81,12 +81,6 @@ def seeing_of(home, family):
     models = [CLASSES[family][1].from_pretrained(directory).eval() for directory in directories]
     reader = ImageReader(directories[0])
     return SimpleNamespace(engine=engine, reader=reader, models=models, directories=directories)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -165,6 +159,7 @@ def picture(mode, kind="PNG", rotated=False):
 ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
@@ -192,6 +187,7 @@ def test_logprobs_are_transformers(run, seeing, data):
         assert answer.finish == ("stop" if ended else "length")
 
 
+@pytest.mark.slow
 def test_other_pixels_are_another_answer(run, seeing):
     """So that agreement isn't vacuous: the picture decides."""
     request, answer = longest(run, seeing, [ONE])
@@ -199,28 +195,7 @@ def test_other_pixels_are_another_answer(run, seeing):
     assert error_of(seeing, swapped, answer) > 1e-3
 
 
-def test_prompts_with_and_without_images_in_one_request(run, seeing):
-    requests = [request_of(seeing, data, 5) for data in ([], [ONE], [OTHER, ONE], [])]
-    answers = run(ask(seeing.engine, *requests))
-    for request, answer in zip(requests, answers, strict=True):
-        assert error_of(seeing, request, answer) < 1e-5
-        assert run(ask(seeing.engine, request))[0].logprobs == answer.logprobs
-
-
-@pytest.mark.parametrize("cache", ["kept", "flushed"])
-def test_a_continued_answer_is_as_if_it_was_never_cut(run, seeing, cache):
-    request, whole = longest(run, seeing, [ONE, OTHER])
-    assert len(whole.tokens) > 6
-    [begun] = run(ask(seeing.engine, request._replace(limit=5)))
-    if cache == "flushed":
-        run(flush(seeing.engine))
-    [rest] = run(ask(seeing.engine, request.after(begun.tokens)))
-    assert begun.tokens + rest.tokens == whole.tokens
-    assert begun.logprobs + rest.logprobs == whole.logprobs
-    assert error_of(seeing, request, whole) < 1e-5
-    assert (rest.cached_tokens > len(request.prompt)) == (cache == "kept")
-
-
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     """Alone, in a group, among eight images of more than 192 patches, which share a prefill."""
     side = 2 * seeing.reader._processor.patch_size
@@ -239,6 +214,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     assert run(ask_anew(*reversed(requests)))[::-1] == alone
 
 
+@pytest.mark.slow
 def test_the_same_image_after_a_push_of_another_tower(run, seeing):
     """And after sleep. All weights go back in the end."""
     engine, errors = seeing.engine, []

@@ -96,7 +96,7 @@ def test_ranks_of_several_machines_cannot_meet_on_loopback(ranks):
     ],
 )
 def test_what_keeps_rank_0_from_its_store_is_said(ranks, monkeypatch, first, message):
-    """Others would look for it elsewhere; the port can't be had. (tests/test_machines.py has a store.)"""
+    """Others would look for it elsewhere; the port can't be had. (test_machines.py has a store.)"""
     ranks(2, 1, first)
     monkeypatch.setattr(rendezvous, "interface_of", lambda host: "lo")
     with pytest.raises(ValueError, match=message):

@@ -2,14 +2,9 @@
 
 import asyncio
 import json
-import os
-import signal
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 import checkpoint
@@ -20,7 +15,6 @@ from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 
-ROOT = Path(__file__).parent.parent
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
 SETTINGS = vars(CONFIG)
 FILES = {"common.json", "megatron/__0_0.distcp"}
@@ -299,68 +293,3 @@ def test_a_setting_that_came_later_has_not_changed(tmp_path):
     out = make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, {name: value for name, value in SETTINGS.items() if name != "keep"})
     assert prepared(out, keep=7)[1] == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
-
-
-# ---------------------------------------------------------------- a real run
-
-
-class Launched:
-    """torchrun in a session of its own, so that its whole tree can be killed at once."""
-
-    def __init__(self, out: Path, *arguments: str, port: int):
-        command = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2"]
-        command += ["--master-port", port + 9, "run.py", "--out", out, "--port", port]
-        command += ["--eval-every", "100", "--prompts-per-step", "4", *arguments]
-        self.log = out.with_suffix(f".{port}.log")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as log:
-            how = dict(cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
-            self.process = psutil.Popen([*map(str, command)], **how)
-
-    def wait(self) -> str:
-        """Its output, once it has ended well."""
-        assert self.process.wait(400) == 0, self.log.read_text()[-4000:]
-        return self.log.read_text()
-
-    def kill_all(self) -> None:
-        """kill -9, every process of the run at one moment."""
-        tree = [self.process, *self.process.children(recursive=True)]
-        for process in tree:
-            process.send_signal(signal.SIGSTOP)
-        for process in tree:
-            process.kill()
-        psutil.wait_procs(tree, 10)
-
-
-def rows_of(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").open()]
-
-
-def test_a_killed_run_goes_on_by_itself(tmp_path):
-    """Real servers: kill -9 of everything after some saves, then the same command again.
-
-    Every step has one row, the clock goes on. A run that has done its steps is moved away, and with more
-    steps it goes on.
-    """
-    out, saves = tmp_path / "run", ("--steps", "4", "--save-every", "1", "--save-hf-every", "4")
-    run = Launched(out, *saves, port=22000)
-    try:
-        deadline = time.monotonic() + 300
-        while not (out / "checkpoints" / "step_2").is_dir():
-            assert time.monotonic() < deadline and run.process.is_running(), run.log.read_text()
-            time.sleep(0.05)
-    finally:
-        run.kill_all()
-    output = Launched(out, *saves, port=22020).wait()
-    assert f"goes on from {out}/checkpoints/step_" in output and "4/4" in output
-    rows = rows_of(out)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert all(0 < row["time/save_s"] < row["time/step_s"] for row in rows[:4])
-    serving = [span for span in timeline.read(out / "spans").spans if span.name == "serve"]
-    starts = [min(span.start for span in serving if span.step == step) for step in range(4)]
-    assert starts == sorted(starts)
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_3", "step_4"]
-    assert (out / "checkpoints" / "step_4" / "hf" / "model.safetensors").is_file()
-    output = Launched(out, "--steps", "5", "--save-every", "1", port=22040).wait()
-    assert "step_4, after 4 steps" in output and "--steps 5 (was 4)" in output
-    assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3, 4, 5]

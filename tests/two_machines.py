@@ -1,37 +1,30 @@
 """Two machines on one: namespaces joined by a virtual cable, and runs of the demo over both of them.
 
-    python tests/two_machines.py [--steps 10] [--only killed]     lines for each run; exit 1 if one differs
-
 Needs root. A machine here has an address, a hostname, process ids and shared memory of its own; of the disk
-they share all but TMPDIR. They end with this process, whatever ends it. Runs of one seed: on one machine; on
-two; on two, where all ranks of one are killed in the middle and --max-restarts goes on, or a whole machine,
-and another takes its place. Their numbers must be equal to the last digit, but for the columns of time and
-of who served what.
+they share all but TMPDIR. They end with this process, whatever ends it.
 """
 
-import argparse
 import contextlib
 import ctypes
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import psutil
 
-from chaos import difference, fingerprint, kill_all, rows_of
-from test_demo import train
+from launched import ROOT, Run
 
-ROOT = Path(__file__).parent.parent
 CLONE_NEWNET = 0x40000000
-PORT, MEETING_PORT = 26000, 26400  # --port of the run; where torchruns meet
-DEADLINE_S = 900.0
+PORT, MEETING_PORT = (
+    26000,
+    26400,
+)  # --port of the run; where torchruns meet; each machine has its own
+DEADLINE_S = 1800.0
 
 
 # ---------------------------------------------------------------- machines
@@ -184,20 +177,15 @@ def settings(steps):
     return ["--steps", str(steps), "--save-every", "1", "--save-hf-every", str(steps)]
 
 
-def on_one(out, steps):
-    """On this machine: what the run came to."""
-    train(out, *settings(steps), port=PORT + 100)
-    return fingerprint(out, steps)
-
-
 def on_two(machines, out, steps, strike=None, meeting=()):
-    """One rank on each: what the run came to, and what was seen of it.
+    """One rank on each: the run, and what was seen of it.
 
     In the middle, `strike(machines)` kills what it returns. A machine that it put in the place of another
     gets the same command.
     """
     meeting = meeting or ("--rdzv-endpoint", f"{machines[0].address}:{MEETING_PORT}")
     runs, seen, deadline = {}, Seen(), time.monotonic() + DEADLINE_S
+    found = Run(out.parent, out=out)
     try:
         while not runs or any(run.poll() is None for run in runs.values()):
             assert time.monotonic() < deadline, (
@@ -207,7 +195,7 @@ def on_two(machines, out, steps, strike=None, meeting=()):
                 if machine not in runs:
                     runs[machine] = start(machine, out, steps, meeting, restarts=2 * bool(strike))
             seen.look(machines)
-            if strike and not seen.killed and len(rows_of(out)) > steps // 2:
+            if strike and not seen.killed and len(found.rows()) > steps // 2:
                 seen.killed = len(strike(machines))
             time.sleep(0.2)
     finally:
@@ -215,13 +203,14 @@ def on_two(machines, out, steps, strike=None, meeting=()):
             run.kill()
             run.wait()
     assert [runs[machine].returncode for machine in machines] == [0, 0], said(machines)
-    return fingerprint(out, steps), seen
+    return found, seen
 
 
 def kill_ranks(number, machines):
     """All of one machine; its torchrun lives."""
     ranks = [process for process, command in machines[number].family() if is_rank(process, command)]
-    kill_all(ranks)
+    for rank in ranks:
+        rank.kill()
     return ranks
 
 
@@ -263,42 +252,3 @@ def said(machines):
     return "".join(
         f"\n--- {machine.name}:\n{machine.log.read_text()[-3000:]}" for machine in machines
     )
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument(
-        "--only", default="", help="runs over two machines whose name has this word"
-    )
-    given, differ = parser.parse_args(), False
-    steps = given.steps
-    with tempfile.TemporaryDirectory(prefix="two-machines-") as folder:
-        place = Path(folder)
-        expected = on_one(place / "one", steps)
-        no_port = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(place / "meeting"))
-        runs = {
-            "nothing happens": {},
-            "they meet in a file": {"meeting": no_port},
-            "all ranks of the second are killed": {"strike": partial(kill_ranks, 1)},
-            "all ranks of the first are killed": {"strike": partial(kill_ranks, 0)},
-            "the second is replaced": {"strike": replace_second},
-        }
-        for name, how in [row for row in runs.items() if given.only in row[0]]:
-            began = time.monotonic()
-            with two_machines(Path(tempfile.mkdtemp(dir=place))) as machines:
-                found, seen = on_two(machines, place / name.replace(" ", "-"), steps, **how)
-            unlike = difference(found, expected)
-            differ |= bool(unlike)
-            result = (
-                f"DIFFERS: {unlike}"
-                if unlike
-                else f"{len(found['rows'])} rows and the weights equal"
-            )
-            print(f"{name}: {result} ({time.monotonic() - began:.0f} s, {seen.killed} killed)")
-            print(f"  listening: {sorted(seen.listening)}\n  statuses: {seen.statuses}", flush=True)
-    sys.exit(differ)
-
-
-if __name__ == "__main__":
-    main()

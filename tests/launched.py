@@ -1,0 +1,204 @@
+"""Whole runs of the command: torchrun under guard.py, to which all that a run starts belongs."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.columns import timing_free
+
+ROOT = Path(__file__).parent.parent
+LONGEST_S = 900.0  # for a hang to be found: no run takes as long, however busy the machine is
+TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # lines that it logs
+IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # in a traceback
+PORTS = 20  # of a run, from --port on; the last is torchrun's own
+BASES = itertools.count(20_000 + os.getpid() % 300 * PORTS, PORTS)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_ports() -> int:
+    """The first of PORTS in a row, below those that the system gives to connections."""
+    return next(base for base in BASES if not any(map(is_taken, range(base, base + PORTS))))
+
+
+class Run:
+    """One `torchrun run.py` on a few ranks. `again` is the same command, started once more."""
+
+    def __init__(
+        self, folder: Path, *arguments, ranks: int = 2, launch=(), program="run.py", out=None
+    ):
+        self.folder, self.ranks, self.out = folder, ranks, out or folder / "out"
+        self.port = free_ports()
+        self._arguments = [str(each) for each in arguments]
+        self._launch, self._program, self._seen = launch, program, set()
+        self.status: int | None = None
+        self.left: list[str] = []  # command lines of what outlived it
+        self.bystander_spared = False  # whether it killed nobody else's process
+
+    def start(self) -> "Run":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
+        command += [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", self.ranks]
+        command += ["--master-port", self.port + PORTS - 1, *self._launch, self._program]
+        command += ["--out", self.out, "--port", self.port, *self._arguments]
+        # seconds for a save after a signal, as the Makefile says
+        settings = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+        with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
+            how = dict(cwd=ROOT, env=os.environ | settings, start_new_session=True)
+            self.guard = psutil.Popen([*map(str, command)], stdout=out, stderr=err, **how)
+        return self
+
+    def again(self) -> "Run":
+        """The same command, whose output goes to a folder of its own."""
+        how = dict(ranks=self.ranks, launch=self._launch, program=self._program, out=self.out)
+        return Run(self.folder / "again", *self._arguments, **how).start()
+
+    def finish(self, timeout_s: float = LONGEST_S) -> "Run":
+        """Wait for the end. Leaves no process, whatever happens."""
+        try:
+            self.guard.wait(timeout_s)
+            if (result := self.folder / "result.json").is_file():
+                vars(self).update(json.loads(result.read_text()))
+        finally:
+            for process in (*self.family(), self.guard):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        return self
+
+    def wait_for(self, condition: Callable[["Run"], bool]) -> "Run":
+        deadline = time.monotonic() + LONGEST_S
+        while True:
+            is_over = time.monotonic() > deadline or not self.is_running()
+            if condition(self):
+                return self
+            assert not is_over, f"never came so far: {self.stderr}{self.stdout}"
+            time.sleep(0.02)
+
+    # ---- its processes
+
+    def is_running(self) -> bool:
+        return self.guard.is_running() and self.guard.status() != psutil.STATUS_ZOMBIE
+
+    def family(self) -> set[psutil.Process]:
+        """All that it has ever started and that somebody saw."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._seen.update(self.guard.children(recursive=True))
+        return self._seen
+
+    def processes(self) -> Iterator[tuple[psutil.Process, str]]:
+        """What runs now, with its command line."""
+        for process in list(self.family()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield process, " ".join(process.cmdline())
+
+    def launcher(self) -> psutil.Process:
+        [found] = [p for p, command in self.processes() if "bin/torchrun" in command]
+        return found
+
+    def rank_processes(self) -> list[psutil.Process]:
+        """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
+        children = self.launcher().children()
+        return [process for process in children if self._program in " ".join(process.cmdline())]
+
+    def engine(self, role: str, rank: int, name: str) -> psutil.Process:
+        """The process called `name` of a role's server on a rank."""
+        everything = list(self.processes())
+        port = f"--port {self.port + 2 * rank + (role == 'genrm')} "
+        [server] = [p for p, command in everything if "cpu.sglang" in command and port in command]
+        near = [(p, command) for p, command in everything if server.pid in (p.pid, p.ppid())]
+        [found] = [p for p, command in near if name in command]
+        return found
+
+    def press_ctrl_c(self) -> None:
+        """As a terminal does: SIGINT to the foreground process group."""
+        self.family()
+        os.killpg(self.guard.pid, signal.SIGINT)
+
+    def kill_all(self) -> None:
+        """kill -9 of every process at one moment."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process, _ in self.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+    # ---- what it said and left
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def rows(self, name: str = "metrics.jsonl") -> list[dict]:
+        """The whole rows of a file so far."""
+        path = self.out / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def numbers(self) -> list[dict]:
+        """Of every step the metrics that don't depend on timing, on the mode, or on faults."""
+        return [timing_free(row) for row in self.rows()]
+
+    def saved(self, step: int) -> bool:
+        """Whether the checkpoint after so many steps is there."""
+        return (self.out / "checkpoints" / f"step_{step}").is_dir()
+
+    # ---- what is asserted of every run
+
+    def check_as(self, other: "Run") -> None:
+        """It ended well and trained on the same samples, to the last digit."""
+        assert self.status == 0, self.stderr + self.stdout
+        self.check_nothing_is_left()
+        assert self.numbers() == other.numbers()
+        assert self.rows("samples.jsonl") == other.rows("samples.jsonl")
+
+    def check_nothing_is_left(self) -> None:
+        """No process and no port; and nothing that belongs to others was touched."""
+        assert self.bystander_spared, "it ended processes that aren't its own"
+        assert not self.left, self.left
+        taken = [port for port in range(self.port, self.port + PORTS) if is_taken(port)]
+        assert not taken
+
+    @property
+    def ours(self) -> list[str]:
+        """Lines on stderr that aren't torchrun's: it logs some, its own traceback and report come last."""
+        before = self.stderr.partition("Traceback (most recent call last):")[0]
+        return [line for line in before.splitlines() if not TORCHRUN_S_OWN.match(line)]
+
+    def check_no_traceback_of_ours(self) -> None:
+        assert "Traceback" not in self.stdout and not IN_OUR_CODE.search(self.stderr), self.stderr
+
+    def check_one_line(self, *needles: str) -> None:
+        """Said once, in one line; ranks leave with status 2, and torchrun, which quotes the line, with 1."""
+        assert self.status == 1 and len(self.ours) == 1, self.stderr
+        for needle in ("error: ", *needles):
+            assert needle in self.ours[0], f"{needle!r} not in: {self.stderr}"
+        assert "exitcode  : 2 " in self.stderr, self.stderr
+        assert f"traceback : {self.ours[0]}" in self.stderr, self.stderr
+        self.check_no_traceback_of_ours()
+
+
+def rows_done(count: int) -> Callable[[Run], bool]:
+    """A condition for wait_for: so many steps are done."""
+    return lambda run: len(run.rows()) >= count
