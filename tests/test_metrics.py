@@ -295,16 +295,6 @@ def test_local_facts_on_a_hand_worked_step():
     )
 
 
-def test_a_wrong_answer_that_the_judge_accepts():
-    """Odd answers are wrong: of two, one is accepted. A cut answer is counted, a cost gathered."""
-    group = group_of(4, 0.0, 1.0, 1.0, 0.0, cost=0.5)
-    group[3].finish = "length"
-    found = local_facts(controller_of(), batch_of([group]), [], tl.Records())
-    assert found.means["genrm/false_positive_frac"] == [True, False]
-    assert found.means["rollout/truncated_frac"] == [False, False, False, True]
-    assert found.means["cost/unfiltered_mean"] == [0.5] * 4 and found.work == {1: 0}
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_failed_judgements_are_counted(kept):
     """A sample without a verdict is dropped AND counted, in kept groups and in filtered ones."""
