@@ -36,7 +36,6 @@ from algorithms import (
     clipped_loss,
     gae,
     gspo_loss,
-    kl_penalties,
     moments,
     reward_to_go,
     set_advantages,
@@ -366,16 +365,6 @@ def test_remax_takes_the_greedy_answer_s_reward_off():
     assert group[0].baseline == 0.0
 
 
-@pytest.mark.parametrize(
-    "parts", [[[1.0, 2.0], [3.0]], [[], [1.0, 2.0, 3.0], []], [[2.0], [1.0], [3.0]]]
-)
-def test_whitening_by_hand(parts):
-    """Mean 2, population std sqrt(2/3), however the tokens are shared out."""
-    sample = answer(0, 0, 0.0, 3, advantages=[1.0, 2.0, 3.0])
-    whiten([sample], [moments(part) for part in parts])
-    assert sample.advantages == pytest.approx([-math.sqrt(1.5), 0.0, math.sqrt(1.5)])
-
-
 # ----------------------------------------------------------------------------------------------------- losses
 
 
@@ -687,18 +676,6 @@ def test_what_is_no_number_is_no_agreement_with_the_engine():
             else pytest.raises(ValueError, match="differ from the engine's by")
         ):
             Actor._check_engine(SimpleNamespace(config=Config()), stats)
-
-
-def test_the_kl_in_the_reward_is_nothing_at_equal_weights():
-    """Whatever the engine's numbers are, per answer; and k1 by default."""
-    algorithm = algorithm_of(
-        Config(algorithm=("rloo", "kl_coef=0.1", "kl_in=reward"), dtype="bfloat16")
-    )
-    assert algorithm.kl_estimator == "k1"
-    own = [-0.5, -2.0, -9.0] * 700
-    sample = Sample(0, 0, [1], response=[2] * len(own), logprobs=[x + 0.04 for x in own])
-    sample.policy_logprobs = sample.reference_logprobs = own
-    assert math.fsum(kl_penalties(sample, algorithm)) == 0.0
 
 
 @given(

@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import placement
 from config import (
     AT_LEAST_1,
     COMMANDS,
-    LIMITS,
     PRESETS,
     Config,
     as_text,
@@ -107,21 +104,6 @@ def test_the_judges_of_a_run(arguments, models):
     assert len(made.judge_models) == len(models)
 
 
-def test_what_takes_several_values_comes_back_as_the_command_line_takes_it():
-    """as_text is the way back; one value is that value."""
-    config = parse_config(
-        [*PATHS, "k", "--reward-weights", "0.7", "0.3", "--algorithm", "ppo", "gae_lambda=0.9"]
-    )
-    assert (as_text(config.judge), as_text(config.reward_weights), as_text(config.steps)) == (
-        "j k",
-        "0.7 0.3",
-        "40",
-    )
-    assert (as_text(()), as_text(config.algorithm)) == ("", "ppo gae_lambda=0.9")
-    described = describe(config, check_settings(config, 4), 4)
-    assert "--judge j k " in described and "--reward-weights 0.7 0.3" in described
-
-
 def test_the_command_line_beats_the_preset_which_beats_the_defaults():
     for name, changes in PRESETS.items():
         config = dataclasses.asdict(parse_config(["--preset", name]))
@@ -143,70 +125,12 @@ def test_presets_name_settings_and_work(name):
     check_settings(parse_config(["--preset", name]), 2)
 
 
-VALUES = {
-    "int": st.integers(1, 9999),
-    "float": st.floats(0.01, 0.99),
-    "str": st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8).map(
-        lambda text: "a" + text
-    ),
-    "bool": st.booleans(),
-}
-# these are checked against others
-CHECKED = {
-    "judgements",
-    "max_model_len",
-    "max_new_tokens",
-    "judge_max_new_tokens",
-    "max_tokens_per_micro_batch",
-}
-CHECKED |= {
-    "replay",
-    "critic",
-    "model",
-    "data",
-    "dtype",
-    "device",
-    "judge",
-    "cost_judge",
-    "reward_weights",
-}
-CHECKED |= {
-    name for name, field in FIELDS.items() if field.type == "bool" or field.type.startswith("tuple")
-}
 OF_RL = {
     field.name
     for name, row in documented_settings().items()
     if name in COMMANDS["rl"].groups
     for field, _ in row
 }
-FREE = sorted(OF_RL - {"preset"} - CHECKED)
-
-
-def within_limits(name):
-    """Values of the setting's type that LIMITS allows."""
-    low, high = LIMITS.get(name, (0, 10**9))
-    if FIELDS[name].type == "int":
-        return st.integers(int(low), int(min(high, 10**9)))
-    return (
-        st.floats(low, min(high, 1e9))
-        if FIELDS[name].type == "float"
-        else VALUES[FIELDS[name].type]
-    )
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_every_setting_comes_back_as_it_was_given(data):
-    """Whatever its type, in any order; what isn't given keeps its default."""
-    names = data.draw(st.lists(st.sampled_from(FREE), unique=True, max_size=6))
-    given_values = {name: data.draw(within_limits(name)) for name in names}
-    arguments = [
-        text for name, value in given_values.items() for text in (f"--{dashed(name)}", str(value))
-    ]
-    config = dataclasses.asdict(parse_config(["--preset", "base", *arguments]))
-    for name, field in FIELDS.items():
-        if name not in RESOLVED or name in given_values:
-            assert config[name] == given_values.get(name, field.default)
 
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])

@@ -114,51 +114,6 @@ def test_experience_says_what_will_be_filtered(generated, finished, wave):
 
 
 @pytest.mark.parametrize(
-    "rewards,groups_per_kept,ends",
-    [
-        (
-            "TTFT",
-            1.0,
-            [4, 6, 8, 10],
-        ),  # one is missing, 1.2 of it; as far as is known, it is missing still
-        ("TTFTFTTT", 1.0, [4, 6]),  # what was drawn beyond that plays no part
-        ("TFFTFTFTF", 1.0, [4, 7, 9]),  # two are missing: 2.4; one is missing: 1.2
-        (
-            "F?TT",
-            1.0,
-            [4, 7, 10, 13],
-        ),  # the second counts as filtered: more than will be drawn if it isn't
-    ],
-)
-def test_wave_ends(rewards, groups_per_kept, ends):
-    """By hand, four wanted; `?` hasn't finished."""
-    finished = {prompt_id: flag == "T" for prompt_id, flag in enumerate(rewards) if flag != "?"}
-    waves = [list(range(len(rewards)))]
-    assert (
-        sampler_of(OrderedSampler, 4, waves, finished, groups_per_kept=groups_per_kept).wave_ends()
-        == ends
-    )
-
-
-@given(st.integers(1, 60), st.integers(0, 80), st.integers(0, 60), st.floats(1, 10))
-def test_a_wave_is_as_large_as_what_is_missing(target, in_flight, informative, groups_per_kept):
-    """At least 1.2 times that, in groups that experience says it takes, and less than one more."""
-    sampler = DynamicSampler(target, groups_per_kept)
-    sampler.add(list(range(in_flight + informative)), 0)
-    sampler.record(dict.fromkeys(range(informative), True))
-    sampler.num_generated = in_flight + informative
-    missing = target - informative - in_flight / groups_per_kept
-    wave = sampler.next_wave()
-    if not in_flight + informative:
-        assert wave == (0, target)
-    elif missing > 0:
-        needed = 1.2 * missing * groups_per_kept
-        assert needed - 1e-6 <= wave.size < needed + 1 + 1e-6
-    else:
-        assert wave is None
-
-
-@pytest.mark.parametrize(
     "finished,kept,expected", [(10, 5, 1.1), (8, 8, 1.0), (40, 0, 1.9), (400, 1, 1.9), (0, 0, 0.9)]
 )
 def test_groups_per_kept_is_a_moving_average(finished, kept, expected):

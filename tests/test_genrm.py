@@ -222,20 +222,6 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     )
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
-def test_as_many_requests_as_pairs(pairs):
-    """And every sample gets its own pair's verdict."""
-    listed = make_rewards()
-    engine = Engine(
-        lambda prompt, _: ("Y" if prompt[0] == prompt.split(">")[1][0] else "N", -0.1, "stop")
-    )
-    samples = [sample(f">{answer}", str(question)) for question, answer in pairs]
-    score_all(listed, Pool(engine), samples)
-    assert sorted(engine.asked) == sorted(f"{q}>{a}?" for q, a in set(pairs))
-    assert [s.reward for s in samples] == [float(q == a) for q, a in pairs]
-
-
 @pytest.mark.parametrize(
     "text,logprob,reward",
     [("Y", -0.35, 1.0), ("Y", -0.37, 0.0), ("N", -0.35, 0.0), ("N", -5.0, 0.0)],
@@ -378,13 +364,6 @@ def test_a_cost_judge_says_what_an_answer_costs():
     assert (judged.reward, judged.cost, judged.verdict) == (1.0, 2.0, True)
     assert "Request:\n57+68=\n" in engines[1].asked[0]
     assert engines[1].asked[0].endswith("Response:\nIt is >125")
-
-
-def test_a_sample_whose_cost_is_not_known_is_dropped():
-    listed, judged = make_rewards("addition", "harm", costs=1), sample(">125")
-    score_all(listed, Pool(Engine(accept), Engine(always("no verdict"))), [judged])
-    assert (judged.reward, judged.cost, judged.verdict) == (None, None, None)
-    assert listed.counts() == ([0, 1], [1, 0])
 
 
 def test_an_answer_that_was_cut_off_costs_what_its_text_does():

@@ -14,6 +14,7 @@ from controller import State
 from images.tokens import Image
 from reporting import timeline as tl
 from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
+from reporting.progress import Progress
 from rollout import RolloutBatch
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
@@ -315,6 +316,20 @@ def test_an_answer_that_nobody_judged_yet_is_no_failure():
 
 
 # ---------------------------------------------------------------- what rank 0 writes
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_line_a_step(capsys, is_main):
+    """Steps count from 1 for people; other ranks than 0 are silent."""
+    names = ("rollout/response_len_mean", "rollout/waves", "perf/tokens_per_s")
+    times = ("time/step_s", "time/serve_s", "time/train_s")
+    metrics = dict(zip(names, (20.4, 2, 90.0), strict=True)) | dict.fromkeys(times, 1.5)
+    progress = Progress(40, is_main)
+    progress.step(6, metrics | {"reward/unfiltered_mean": 0.25, "train/loss": -0.5})
+    progress.close()
+    line = "step   7/40  reward 0.250  loss -0.5000  length 20  waves 2  90 tokens/s  "
+    expected = f"{line}step 1.5 s (serve 1.5, train 1.5)\n"
+    assert capsys.readouterr().out == expected * is_main
 
 
 def test_a_writer_of_metrics(tmp_path):
