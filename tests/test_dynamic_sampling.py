@@ -46,18 +46,13 @@ def sampler_of(kind, target, waves, finished, **settings):
 @pytest.mark.parametrize(
     "kind,finished,chosen,again,complete",
     [
-        (OrderedSampler, {}, [], [10, 11, 12, 13], False),
-        (OrderedSampler, {11: True, 12: True}, [], [10, 11, 12, 13], False),  # 10 is waited for
-        # 13 wasn't needed: it comes again, finished or not, for it is after the batch's last
         (OrderedSampler, {10: False, 11: True, 12: True}, [11, 12], [13], True),
         (OrderedSampler, {10: False, 11: True, 12: True, 13: False}, [11, 12], [13], True),
         (OrderedSampler, {10: True, 11: False, 12: False, 13: True}, [10, 13], [], True),
         (OrderedSampler, {10: True, 11: False, 12: False, 13: False}, [10], [], False),  # short
-        (DynamicSampler, {}, [], [10, 11, 12, 13], False),
         (DynamicSampler, {11: True, 12: True}, [11, 12], [10, 13], True),  # 10 is cut off
         # a filtered one never comes again; one informative too many does
         (DynamicSampler, {10: False, 12: True, 13: True}, [12, 13], [11], True),
-        (DynamicSampler, {10: True, 12: True, 13: True}, [10, 12], [11, 13], True),
         (DynamicSampler, {10: False, 12: True, 13: False}, [12], [11], False),
     ],
 )
@@ -76,7 +71,6 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     "waves,finished,limit,wave",
     [
         ([], {}, 0, (0, 4)),  # the first wave is no refill
-        ([[0, 1, 2, 3]], {}, 3, None),  # nothing is known
         ([[0, 1, 2, 3]], {0: True}, 3, None),  # nothing is missing: three are still in flight
         (
             [[0, 1, 2, 3]],
@@ -85,8 +79,6 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
             (1, 2),
         ),  # one is missing: 1.2 of it, while three are in flight
         ([[0, 1, 2, 3]], {0: False}, 0, None),  # no refills are allowed
-        ([[0, 1, 2, 3, 4]], {0: False}, 3, None),  # the surplus fills in
-        # one is missing, and its place is in the second wave still, as 0's was
         ([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1, (1, 2)),
     ],
 )
@@ -96,14 +88,6 @@ def test_next_wave(kind, waves, finished, limit, wave):
     A replacement belongs to the wave after the one that it replaces.
     """
     assert sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave() == wave
-
-
-@pytest.mark.parametrize("kind,size", [(DynamicSampler, 3), (OrderedSampler, 2)])
-def test_in_order_no_more_is_drawn_than_may_be_needed(kind, size):
-    """Two of four were filtered: a second wave has 2.4, so 3. One of them was drawn before, and filtered."""
-    finished = {0: False, 1: False, 2: True, 3: True, 4: False}
-    sampler = sampler_of(kind, 4, [[0, 1, 2, 3], [4]], finished, max_refills=1)
-    assert sampler.next_wave() == (1, size)
 
 
 @pytest.mark.parametrize(
@@ -127,85 +111,6 @@ def test_experience_says_what_will_be_filtered(generated, finished, wave):
     sampler.num_generated = generated
     sampler.record(finished)
     assert sampler.next_wave() == wave
-
-
-def test_a_replacement_is_drawn_once():
-    """What was filtered before a wave was drawn is replaced by it; what is filtered after is not."""
-    sampler = sampler_of(DynamicSampler, 3, [[0, 1, 2]], {0: False}, max_refills=2)
-    assert sampler.next_wave() == (1, 2)
-    sampler.add([3], 1)
-    assert sampler.next_wave() is None
-    sampler.record({1: False, 3: False})
-    assert sampler.next_wave() == (1, 3)  # 1 is of the first wave
-    sampler.add([4, 5], 1)
-    sampler.record({4: False})
-    assert sampler.next_wave() == (2, 2)
-    sampler.max_refills = 1
-    assert sampler.next_wave() is None
-
-
-@pytest.mark.parametrize(
-    "rewards,groups_per_kept,ends",
-    [
-        ("TTTT", 1.0, [4]),
-        (
-            "TTFT",
-            1.0,
-            [4, 6, 8, 10],
-        ),  # one is missing, 1.2 of it; as far as is known, it is missing still
-        ("TTFTFT", 1.0, [4, 6]),
-        ("TTFTFTTT", 1.0, [4, 6]),  # what was drawn beyond that plays no part
-        ("TTFTFF", 1.0, [4, 6, 8, 10]),
-        ("TFFTFTFTF", 1.0, [4, 7, 9]),  # two are missing: 2.4; one is missing: 1.2
-        (
-            "F?TT",
-            1.0,
-            [4, 7, 10, 13],
-        ),  # the second counts as filtered: more than will be drawn if it isn't
-        ("FTTT", 2.0, [4, 7, 10, 13]),  # one is missing: 2.4
-    ],
-)
-def test_wave_ends(rewards, groups_per_kept, ends):
-    """By hand, four wanted; `?` hasn't finished."""
-    finished = {prompt_id: flag == "T" for prompt_id, flag in enumerate(rewards) if flag != "?"}
-    waves = [list(range(len(rewards)))]
-    assert (
-        sampler_of(OrderedSampler, 4, waves, finished, groups_per_kept=groups_per_kept).wave_ends()
-        == ends
-    )
-
-
-def test_what_was_drawn_too_early_comes_again():
-    """One wanted and one refill, of two prompts, but four were drawn: the batch stays empty.
-
-    The last of the four would have done.
-    """
-    finished = {0: False, 1: False, 2: False, 3: True}
-    sampler = sampler_of(OrderedSampler, 1, [[0, 1, 2, 3]], finished, max_refills=1)
-    assert (
-        sampler.is_complete
-        and sampler.chosen() == []
-        and sampler.requeued() == [3]
-        and sampler.waves == 2
-    )
-
-
-@given(st.integers(1, 60), st.integers(0, 80), st.integers(0, 60), st.floats(1, 10))
-def test_a_wave_is_as_large_as_what_is_missing(target, in_flight, informative, groups_per_kept):
-    """At least 1.2 times that, in groups that experience says it takes, and less than one more."""
-    sampler = DynamicSampler(target, groups_per_kept)
-    sampler.add(list(range(in_flight + informative)), 0)
-    sampler.record(dict.fromkeys(range(informative), True))
-    sampler.num_generated = in_flight + informative
-    missing = target - informative - in_flight / groups_per_kept
-    wave = sampler.next_wave()
-    if not in_flight + informative:
-        assert wave == (0, target)
-    elif missing > 0:
-        needed = 1.2 * missing * groups_per_kept
-        assert needed - 1e-6 <= wave.size < needed + 1 + 1e-6
-    else:
-        assert wave is None
 
 
 @pytest.mark.parametrize(
@@ -371,27 +276,6 @@ def test_a_prompt_goes_to_its_owner():
         assert prompts.assign_owners(drawn, 2) == {2: 0, 4: 0, 6: 1, 7: 1, 8: 0, 9: 1}
     assert controllers[0].group(2) is begun
     assert [sample.response for sample in controllers[0].group(6)] == [[], []]
-
-
-def test_without_kept_groups_a_prompt_begins_anew():
-    """Nothing of it is kept, and nobody owns it."""
-    prompts = Prompts(Numbers(), 2)
-    prompts.assign_owners(prompts.draw(3), 2)
-    prompts.requeue([1, 2], [group_of(1, "abort"), group_of(2, "stop")])
-    assert [sample.response for prompt_id in (1, 2) for sample in prompts.group(prompt_id)] == [
-        []
-    ] * 4
-    assert prompts.assign_owners([1, 2], 2) == {1: 0, 2: 1} and prompts.draw(3) == [1, 2, 3]
-
-
-def test_what_waits_longer_comes_after_what_was_requeued_now():
-    """A step that begins with requeued prompts and is cut off puts them back in their order."""
-    prompts = Prompts(Numbers(), 2, keeps_groups=True)
-    prompts.requeue(prompts.draw(4), [])
-    drawn = prompts.draw(2)
-    prompts.requeue(drawn, [])
-    assert (drawn, prompts.requeued, prompts.cursor) == ([0, 1], [0, 1, 2, 3], 4)
-    assert prompts.draw(5) == [0, 1, 2, 3, 4]
 
 
 def test_a_greedy_answer_is_one_more_of_its_group():

@@ -1,8 +1,6 @@
 """The judge: what it is asked, how its text is read, what becomes of a sample, over a small fake pool."""
 
 import asyncio
-import random
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +11,9 @@ import genrm
 import rewards
 from config import Config
 from engines.engine import Answer
-from fakes import VirtualClock, simulate
+from fakes import VirtualClock
 from models import SPECIAL, save_tokenizer
 from sample import Sample
-
-TEXT = st.text(alphabet="0123456789>#{}\\boxed \nx+=;:.YNverdict", max_size=40)
-
 
 # ---------------------------------------------------------------- the chat format
 
@@ -29,16 +24,11 @@ TEXT = st.text(alphabet="0123456789>#{}\\boxed \nx+=;:.YNverdict", max_size=40)
         (r"so \boxed{12}.", "12"),
         (r"\boxed{1} no: \boxed{ 2 } done", "2"),
         (r"\boxed{1}" + "\n#### 3", "1"),
-        ("12 is it\n#### 12", "12"),
         ("#### 1\n#### 2\n", "2"),
         ("first\nlast line\n\n", "last line"),
-        ("  7  ", "7"),
         ("", None),
-        (" \n ", None),
         ("words ####", None),
         ("####\n\n7\n", "7"),
-        (r"\boxed{12", r"\boxed{12"),
-        pytest.param(r"\boxed{1} no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         pytest.param(r"$\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
     ],
 )
@@ -47,41 +37,18 @@ def test_chat_answer(text, answer):
     assert genrm.chat_answer(text) == answer
 
 
-@given(TEXT)
-def test_chat_answer_is_a_part_of_the_text(text):
-    """A part of the text, trimmed; None only where nothing is left to judge; nothing raises."""
-    answer = genrm.chat_answer(text)
-    assert answer is not None or not text.rsplit("####", 1)[-1].strip()
-    assert answer is None or (answer == answer.strip() and answer in text)
-
-
-def test_chat_prompt():
-    """One user turn that holds question, answer and the instruction."""
-    (turn,) = genrm.chat_prompt("What is {x}?", "a {brace}")
-    assert turn["role"] == "user"
-    for part in ("Question:\nWhat is {x}?", "Final answer:\na {brace}", "Verdict: correct"):
-        assert part in turn["content"]
-
-
 @pytest.mark.parametrize(
     "text,verdict",
     [
         ("3+4 is 7.\nVerdict: correct", True),
-        ("3+4 is 7.\nVerdict: incorrect", False),
         ("VERDICT : **Correct**.", True),
         ("**Verdict:** incorrect", False),
-        ("verdict:yes", True),
         ("Verdict: no", False),
-        ("Verdict: correct\nVerdict: correct", True),
         ("The answer says `Verdict: correct`, but 3+4 is 7.\nVerdict: incorrect", False),
         ("It ends in Verdict: incorrect, which is a trick.\n**Verdict:** correct", True),
         ("Verdict: correct\nVerdict: maybe", None),
-        ("It says Verdict: correct. My\nverdict:", None),
         ("Verdict:", None),
         ("Verdict: maybe", None),
-        ("Verdict: not correct", None),
-        ("Verdict: nonsense", None),
-        ("The answer is correct.", None),
         ("", None),
         ("Verdict:\n\ncorrect", True),
         pytest.param("**Verdict**: correct", True),
@@ -255,26 +222,6 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     )
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
-def test_as_many_requests_as_pairs(pairs):
-    """And every sample gets its own pair's verdict."""
-    listed = make_rewards()
-    engine = Engine(
-        lambda prompt, _: ("Y" if prompt[0] == prompt.split(">")[1][0] else "N", -0.1, "stop")
-    )
-    samples = [sample(f">{answer}", str(question)) for question, answer in pairs]
-    score_all(listed, Pool(engine), samples)
-    assert sorted(engine.asked) == sorted(f"{q}>{a}?" for q, a in set(pairs))
-    assert [s.reward for s in samples] == [float(q == a) for q, a in pairs]
-
-
-def test_requests_are_in_flight_together():
-    listed, engine = make_rewards(), Engine(accept, 2.0)
-    assert score_all(listed, Pool(engine), [sample(f">{i}") for i in range(5)]) == 2.0
-    assert engine.most == 5 and listed.latencies == [2.0] * 5
-
-
 @pytest.mark.parametrize(
     "text,logprob,reward",
     [("Y", -0.35, 1.0), ("Y", -0.37, 0.0), ("N", -0.35, 0.0), ("N", -5.0, 0.0)],
@@ -287,14 +234,6 @@ def test_confidence_floor(text, logprob, reward):
         [0],
         [1],
     )
-
-
-def test_the_chat_format_has_no_floor():
-    listed, judged = make_rewards("chat"), sample("It is 125", "57+68?")
-    score_all(
-        listed, Pool(Engine(lambda prompt, number: ("Verdict: correct", -50.0, "stop"))), [judged]
-    )
-    assert judged.reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -335,17 +274,6 @@ def test_a_sampled_verdict_is_asked_for_again(monkeypatch, retries, asked, rewar
 
 
 # ---------------------------------------------------------------- several judgements
-
-
-def test_judgements_come_from_one_request():
-    listed, engine, judged = (
-        make_rewards(judgements=4),
-        Engine(numbered("Y", "N", "Y", "Y")),
-        sample(">125"),
-    )
-    score_all(listed, Pool(engine), [judged])
-    assert (judged.reward, judged.verdict, judged.critique) == (0.75, True, "Y\nN\nY\nY")
-    assert len(engine.asked) == 1 and listed.counts() == ([0], [4]) and len(listed.latencies) == 4
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -397,16 +325,6 @@ def test_an_engine_that_breaks_stops_everyone():
     assert [s.reward for s in samples] == [None, None]
 
 
-def test_verdicts_do_not_depend_on_the_order_of_asking():
-    rng = random.Random(0)
-    samples = [sample(f">{rng.randint(0, 5)}", f"{rng.randint(0, 5)}+0=") for _ in range(40)]
-    score_all(make_rewards(), Pool(Engine(truth)), samples)
-    first = [s.reward for s in samples]
-    backwards = [sample("".join(s.response), s.question) for s in samples][::-1]
-    score_all(make_rewards(), Pool(Engine(truth)), backwards)
-    assert [s.reward for s in backwards][::-1] == first and 0 < sum(first) < 40
-
-
 # ---------------------------------------------------------------- several judges
 
 
@@ -414,11 +332,8 @@ def test_verdicts_do_not_depend_on_the_order_of_asking():
     "weights,replies,reward,verdict",
     [
         ((0.7, 0.3), (accept, reject), 0.7, False),
-        ((0.7, 0.3), (reject, accept), 0.3, False),
         ((7.0, 3.0), (accept, reject), 0.7, False),
-        ((0.1, 0.2), (accept, accept), 1.0, True),
         ((), (accept, reject), 0.5, False),
-        ((1.0, 0.0), (accept, reject), 1.0, False),
         ((1.0, 1.0, 2.0), (accept, accept, reject), 0.5, True),
     ],
 )
@@ -438,31 +353,6 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
     assert listed.counts() == ([0] * len(replies), [1] * len(replies))
 
 
-def test_several_judgements_of_several_judges():
-    """Each judge's verdicts are combined first: means of 3/4 and 1/4."""
-    listed = make_rewards("addition", "addition", judgements=4, reward_weights=(0.6, 0.4))
-    judged, engines = sample(">125"), (Engine(numbered(*"YYNY")), Engine(numbered(*"NYNN")))
-    score_all(listed, Pool(*engines), [judged])
-    assert judged.reward == pytest.approx(0.6 * 0.75 + 0.4 * 0.25) and listed.counts() == (
-        [0, 0],
-        [4, 4],
-    )
-
-
-def test_each_judge_reads_the_answer_by_its_own_format():
-    """`It is >125`: the first judge is asked about `125`, the second about the whole line.
-
-    The first's is the one that is reported.
-    """
-    listed, judged = make_rewards("addition", "chat"), sample("It is >125")
-    engines = [Engine(accept), Engine(always("Verdict: incorrect"))]
-    score_all(listed, Pool(*engines), [judged])
-    assert (
-        engines[0].asked == ["57+68=>125?"] and "Final answer:\nIt is >125" in engines[1].asked[0]
-    )
-    assert judged.reward == 0.5 and listed.final_answer(judged) == "125"
-
-
 def test_a_cost_judge_says_what_an_answer_costs():
     """Its accept costs 1, and takes nothing off the reward; the costs of several are added."""
     listed, judged = make_rewards("addition", "harm", "harm", "harm", costs=3), sample("It is >125")
@@ -474,20 +364,6 @@ def test_a_cost_judge_says_what_an_answer_costs():
     assert (judged.reward, judged.cost, judged.verdict) == (1.0, 2.0, True)
     assert "Request:\n57+68=\n" in engines[1].asked[0]
     assert engines[1].asked[0].endswith("Response:\nIt is >125")
-
-
-def test_a_judge_of_costs_alone_says_nothing_of_the_verdict():
-    listed, judged = make_rewards("harm", costs=1), sample("It is 125")
-    judged.answer_key = "It is 125"
-    score_all(listed, Pool(Engine(always("Verdict: yes"))), [judged])
-    assert (judged.reward, judged.cost, judged.verdict) == (1.0, 1.0, None)
-
-
-def test_a_sample_whose_cost_is_not_known_is_dropped():
-    listed, judged = make_rewards("addition", "harm", costs=1), sample(">125")
-    score_all(listed, Pool(Engine(accept), Engine(always("no verdict"))), [judged])
-    assert (judged.reward, judged.cost, judged.verdict) == (None, None, None)
-    assert listed.counts() == ([0, 1], [1, 0])
 
 
 def test_an_answer_that_was_cut_off_costs_what_its_text_does():
@@ -520,31 +396,6 @@ def test_a_scalar_reward_model_scores_the_whole_response():
         None,
         None,
     )
-
-
-def test_no_final_answer_for_one_judge_is_0_from_that_judge():
-    """It isn't asked; the other is, and its part counts. An answer that was cut off is nobody's."""
-    listed = make_rewards("addition", "chat", reward_weights=(0.4, 0.6))
-    engines = [Engine(accept), Engine(always("Verdict: correct"))]
-    unmarked, cut = sample("It is 125"), sample("It is 125", finish="length")
-    score_all(listed, Pool(*engines), [unmarked, cut])
-    assert unmarked.critique == "judge 0:\nno final answer\njudge 1:\nVerdict: correct"
-    assert (unmarked.reward, cut.reward, cut.verdict) == (0.6, 0.0, False)
-    assert (len(engines[0].asked), len(engines[1].asked)) == (0, 1) and listed.counts() == (
-        [0, 0],
-        [0, 1],
-    )
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
-def test_each_judge_is_asked_once_for_a_pair(pairs):
-    listed, engines = make_rewards("addition", "addition"), [Engine(accept), Engine(reject)]
-    samples = [sample(f">{answer}", str(question)) for question, answer in pairs]
-    score_all(listed, Pool(*engines), samples)
-    for engine in engines:
-        assert sorted(engine.asked) == sorted(f"{q}>{a}?" for q, a in set(pairs))
-    assert all(s.reward == 0.5 for s in samples)
 
 
 def test_one_of_two_judges_is_ten_times_slower():
@@ -588,40 +439,6 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
 # ---------------------------------------------------------------- bad judges
 
 
-def garbage(prompt, number):
-    """Every twentieth request."""
-    return ("1:1.?", -0.1, "stop") if number % 20 == 0 else truth(prompt, number)
-
-
-def test_garbage_of_a_greedy_judge_is_dropped_and_counted():
-    """Ten of 200 samples are dropped, none of them scored; the others have the true reward."""
-    listed, engine, samples = make_rewards(), Engine(garbage, 1.0), right_and_wrong(200)
-    score_all(listed, Pool(engine), samples)
-    assert [i for i, s in enumerate(samples) if s.reward is None] == list(range(19, 200, 20))
-    assert all(s.reward in (None, float(i % 2 == 0)) for i, s in enumerate(samples))
-    assert len(engine.asked) == 200 and listed.counts() == ([10], [190])
-
-
-def test_garbage_of_a_sampling_judge_is_asked_for_again():
-    """At once, without a pause: 200 requests and 10 more."""
-    written = Counter()
-
-    def garbage_at_first(prompt, number):
-        """Both of the first critiques of every twentieth pair."""
-        written[prompt] += 1
-        is_garbage = int(prompt.split("+")[0]) % 20 == 0 and written[prompt] <= 2
-        return ("1:1.?", -0.1, "stop") if is_garbage else truth(prompt, number)
-
-    listed, engine, samples = (
-        make_rewards(judgements=2),
-        Engine(garbage_at_first),
-        right_and_wrong(200),
-    )
-    assert score_all(listed, Pool(engine), samples) == 0.0
-    assert [s.reward for s in samples] == [1.0, 0.0] * 100 and len(engine.asked) == 210
-    assert listed.counts() == ([0], [400])
-
-
 @pytest.mark.parametrize(
     "failed,parsed,named",
     [
@@ -636,7 +453,6 @@ def test_garbage_of_a_sampling_judge_is_asked_for_again():
             r"judge B: none of the first 10 .*-format addition harm",
         ),
         ([[0, 5], [0, 5]], [[9, 0], [9, 1]], None),  # another controller had a verdict from it
-        ([[2, 2], [2, 2]], [[0, 0], [0, 0]], None),  # eight in all, but four of each
     ],
 )
 def test_each_judge_must_speak(monkeypatch, failed, parsed, named):
@@ -661,43 +477,12 @@ def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():
     assert once_more.counts() == ([10], [0]) and fresh.counts() == ([0], [0])
 
 
-@pytest.mark.parametrize(
-    "named,formats",
-    [
-        (dict(judge=("A", "B"), judge_format=("chat",)), ["chat", "chat"]),
-        (dict(judge=("A",), cost_judge=("B",), judge_format=("chat", "harm")), ["chat", "harm"]),
-        (
-            dict(rule=("right",), judge_format=("addition",)),
-            ["addition"],
-        ),  # no judge: what a final answer is
-    ],
-)
-def test_the_format_of_each_judge(named, formats):
-    assert genrm.formats_of(Config(model="m", **named)) == tuple(map(genrm.FORMATS.get, formats))
-
-
-def test_the_demo_has_one_judge():
-    assert genrm.formats_of(Config(judge_format=("addition",))) == (genrm.FORMATS["addition"],)
-
-
 @pytest.mark.parametrize("names", [("chat", "talk"), ("chat",) * 3, ("talk",), ()])
 def test_a_format_that_can_t_be_used_is_one_line(names):
     """It names the setting and what there is."""
     config = Config(model="m", judge=("A", "B"), judge_format=names)
     with pytest.raises(ValueError, match=r"^--judge-format .*choose among .*chat, harm, score.*$"):
         genrm.formats_of(config)
-
-
-def test_engines_that_stall_with_a_critique_are_counted():
-    """One of two hardly writes: the other goes on, and no judgement fails."""
-
-    def slow_down(engines):
-        judges = [engine for engine in engines if engine.role == "genrm"]
-        judges[0].server.pace = 1e4
-
-    controllers, _ = simulate("partial", 3, rollout_ranks=1, steps=1, prepare=slow_down)
-    assert all(c.state.history[0].genrm.stalls > 0 for c in controllers)
-    assert all(c.rewards.counts()[0] == [0] for c in controllers)
 
 
 # ---------------------------------------------------------------- judgements that are given up
@@ -732,30 +517,6 @@ def test_cancel_at_any_moment(moment):
         await asyncio.gather(*(listed.score(each, Pool(*engines)) for each in samples))
         assert [s.reward for s in samples] == [1.0, 0.0, 1.0, 0.0] and listed.counts()[0] == [0, 0]
         listed.reset()
-
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        runner.run(together())
-
-
-def test_a_cancelled_judgement_is_asked_for_anew_and_a_finished_one_is_not():
-    listed, engine = make_rewards(), Engine(accept, 1.0, 1e3, 1.0)
-    pool = Pool(engine)
-
-    async def together():
-        done, given_up = sample(">125"), sample(">126")
-        await listed.score(done, pool)
-        waiting = asyncio.create_task(listed.score(given_up, pool))
-        await asyncio.sleep(5)
-        with pytest.raises(AssertionError, match="outlived its step"):
-            listed.reset()
-        await listed.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert given_up.reward is None and listed.counts() == ([0], [1])
-        await asyncio.gather(listed.score(done, pool), listed.score(given_up, pool))
-        assert (
-            engine.asked == ["57+68=>125?", "57+68=>126?", "57+68=>126?"] and given_up.reward == 1.0
-        )
 
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
         runner.run(together())

@@ -14,6 +14,7 @@ from controller import State
 from images.tokens import Image
 from reporting import timeline as tl
 from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
+from reporting.progress import Progress
 from rollout import RolloutBatch
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
@@ -295,16 +296,6 @@ def test_local_facts_on_a_hand_worked_step():
     )
 
 
-def test_a_wrong_answer_that_the_judge_accepts():
-    """Odd answers are wrong: of two, one is accepted. A cut answer is counted, a cost gathered."""
-    group = group_of(4, 0.0, 1.0, 1.0, 0.0, cost=0.5)
-    group[3].finish = "length"
-    found = local_facts(controller_of(), batch_of([group]), [], tl.Records())
-    assert found.means["genrm/false_positive_frac"] == [True, False]
-    assert found.means["rollout/truncated_frac"] == [False, False, False, True]
-    assert found.means["cost/unfiltered_mean"] == [0.5] * 4 and found.work == {1: 0}
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_failed_judgements_are_counted(kept):
     """A sample without a verdict is dropped AND counted, in kept groups and in filtered ones."""
@@ -325,6 +316,20 @@ def test_an_answer_that_nobody_judged_yet_is_no_failure():
 
 
 # ---------------------------------------------------------------- what rank 0 writes
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_line_a_step(capsys, is_main):
+    """Steps count from 1 for people; other ranks than 0 are silent."""
+    names = ("rollout/response_len_mean", "rollout/waves", "perf/tokens_per_s")
+    times = ("time/step_s", "time/serve_s", "time/train_s")
+    metrics = dict(zip(names, (20.4, 2, 90.0), strict=True)) | dict.fromkeys(times, 1.5)
+    progress = Progress(40, is_main)
+    progress.step(6, metrics | {"reward/unfiltered_mean": 0.25, "train/loss": -0.5})
+    progress.close()
+    line = "step   7/40  reward 0.250  loss -0.5000  length 20  waves 2  90 tokens/s  "
+    expected = f"{line}step 1.5 s (serve 1.5, train 1.5)\n"
+    assert capsys.readouterr().out == expected * is_main
 
 
 def test_a_writer_of_metrics(tmp_path):

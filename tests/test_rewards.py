@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import genrm
 import rewards
 from algorithms import (
-    ALGORITHMS,
     algorithm_of,
     lagrange_multiplier,
     lagrangian,
@@ -22,10 +21,9 @@ from algorithms import (
     signals_of,
     update_multiplier,
 )
-from config import Config, parse_config
-from fakes import VirtualClock, simulate, to_text
+from config import Config
+from fakes import simulate, to_text
 from sample import Sample
-from scheduling.dynamic_sampling import is_informative, is_judged
 
 
 def write(tmp_path, text, name="mine.py"):
@@ -112,16 +110,6 @@ def test_the_weighted_mean(rows):
     assert (found[0] == found[1]) == (means[0] == means[1])
 
 
-def test_equal_rewards_in_floats():
-    """0.1 + 0.2 against 0.3, by hand: two judges of those weights accept, or the third does."""
-    weights = [0.1, 0.2, 0.3]
-    assert (
-        rewards.weighted_mean([1.0, 1.0, 0.0], weights)
-        == rewards.weighted_mean([0.0, 0.0, 1.0], weights)
-        == 0.5
-    )
-
-
 NUMBERS = st.floats(-5, 5)
 
 
@@ -149,14 +137,6 @@ def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
     assert sample.verdict == (mean > 0.5) or mean == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.5, 0.75, -2.5, 0.123456789])
-def test_the_reward_of_a_single_judge_is_what_it_says(value):
-    """To the last bit, and its critique is the sample's."""
-    sample = score(answered("5"), [StubJudge(value)])
-    assert (sample.reward, sample.critique, sample.cost) == (value, f"says {value}", None)
-    assert sample.verdict is (value > 0.5)
-
-
 @pytest.mark.parametrize(
     "judges, rules", [([None, 1.0], []), ([None], [1.0]), ([None, None], [2.0, 1.0])]
 )
@@ -169,41 +149,7 @@ def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
     assert "judge 1:\nsays None" in sample.critique
 
 
-def test_the_words_of_all_are_told_apart():
-    sample = score(answered("5"), [StubJudge(1.0), StubJudge(0.0)], [says(0.25), says(2, "cost")])
-    assert (
-        sample.critique
-        == "judge 0:\nsays 1.0\njudge 1:\nsays 0.0\n--reward 0.25: 0.25\n--cost 2: 2.0"
-    )
-    assert score(answered("5"), [], [says(0.25)]).critique == "--reward 0.25: 0.25"
-
-
 # ---------------------------------------------------------------- rules
-
-
-def test_all_are_asked_at_once():
-    """Judges and rules of 2 s each: 2 s."""
-
-    class Slow(StubJudge):
-        async def ask(self, question, answer, pool, images=()):
-            await asyncio.sleep(2.0)
-            return await super().ask(question, answer, pool, images)
-
-    async def slowly(sample):
-        await asyncio.sleep(2.0)
-        return 1.0
-
-    rules = [rewards.Rule(key, slowly, rewards.UserCode(f"--{key}")) for key in ("reward", "cost")]
-    config = Config(model="m", rule=("right",), judge_format=("chat",))
-
-    async def together():
-        await rewards.Rewards(config, [Slow(1.0), Slow(0.5)], rules, to_text).score(
-            answered("5"), None
-        )
-        return asyncio.get_running_loop().time()
-
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        assert runner.run(together()) == 2.0
 
 
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):
@@ -229,7 +175,7 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
     assert all(text.endswith(f">{answer}") for text, answer, *_ in seen)
 
 
-@pytest.mark.parametrize("mode", ["full", "partial", "auto"])
+@pytest.mark.parametrize("mode", ["auto"])
 def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
     """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
     named = dict(
@@ -267,15 +213,8 @@ ERRORS = [
         r"py:4\): ValueError: two lines$",
     ),
     ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
-    (
-        "def reward(sample):\n    raise ConnectionError('down')\n",
-        r"mine\.py:2\): ConnectionError: down$",
-    ),
-    ("async def reward(sample):\n    raise TimeoutError\n", r"mine\.py:2\): TimeoutError: $"),
-    ("def reward(sample):\n    next(iter(()))\n", r"mine\.py:2\): StopIteration: $"),
     ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
     ("def reward(sample):\n    return float('inf')\n", r"returned inf: a finite number is needed$"),
-    ("def reward(sample):\n    return 'high'\n", r"returned 'high': a finite number is needed$"),
     ("import nothing_of_this_name\n", r"mine\.py:1\): ModuleNotFoundError"),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
     ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
@@ -291,12 +230,6 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
-def test_an_error_of_the_user_s_ends_the_run(tmp_path):
-    path = write(tmp_path, "def reward(sample):\n    return 1 / 0\n")
-    with pytest.raises(ValueError, match=r"mine\.py:2\): ZeroDivisionError"):
-        simulate("partial", 2, steps=1, rule=(path,))
-
-
 def test_to_be_interrupted_is_no_error_of_the_user_s(tmp_path):
     """Ctrl-C while a rule computes goes through."""
     path = write(tmp_path, "def reward(sample):\n    raise KeyboardInterrupt\n")
@@ -306,12 +239,7 @@ def test_to_be_interrupted_is_no_error_of_the_user_s(tmp_path):
 
 SPECS = [
     "nothing.py",
-    "nothing",
-    "length",
     "length:0",
-    "length:x",
-    "right:1",
-    "forbidden",
     "forbidden:",
     "a.txt:b",
 ]
@@ -342,119 +270,6 @@ def test_the_rules_that_are_there():
 def test_what_has_no_answer_key_can_t_be_compared():
     with pytest.raises(ValueError, match=r"^--rule right: .*prompt '3\+9=' has no `answer`"):
         score(answered("5", question="3+9="), [], [rewards.load("reward", "right")])
-
-
-def test_a_file_s_default_function_goes_by_the_option(tmp_path):
-    path = write(
-        tmp_path, "def reward(sample):\n    return 1.0\n\ndef cost(sample):\n    return 2.0\n"
-    )
-    assert [rewards.load(key, path).function(None) for key in ("reward", "cost")] == [1.0, 2.0]
-
-
-AGAIN = """
-import asyncio
-calls = {}
-async def reward(sample):
-    await asyncio.sleep(0.2)
-    key = sample.prompt_id, sample.index, sample.text
-    calls[key] = calls.get(key, 0) + 1
-    if sample.index == 1 and calls[key] < 3:
-        return await reward(sample)
-    return float(len(sample.text))
-"""
-
-
-@pytest.mark.parametrize("mode", ["full", "partial"])
-def test_a_rule_may_ask_again_by_itself(tmp_path, mode):
-    """It is asked about each answer once, and waited for."""
-    controllers, _ = simulate(mode, 2, steps=2, rule=(write(tmp_path, AGAIN),))
-    samples = kept(controllers, 2)
-    assert {sample.index for sample in samples} == {0, 1, 2, 3} and not any(
-        each.dropped for each in served(controllers, 2)
-    )
-    assert all(
-        sample.reward == pytest.approx((sample.verdict + len(sample.response)) / 2)
-        for sample in samples
-    )
-    calls = controllers[0].rewards.rules[0].function.__globals__["calls"]
-    assert {index: count for (_, index, _), count in calls.items()} == {0: 1, 1: 3, 2: 1, 3: 1}
-
-
-def test_an_answer_that_is_given_up_while_its_rule_is_asked_keeps_no_half_a_reward(tmp_path):
-    """It comes again with its tokens, and is judged by all sources then."""
-    slow = (
-        "import asyncio\n"
-        "async def reward(sample):\n"
-        "    await asyncio.sleep(sample.prompt_id % 5)\n"
-        "    return 1.0 + sample.index\n"
-    )
-    controllers, _ = simulate(
-        "partial",
-        2,
-        rule=(write(tmp_path, slow),),
-        over_dispatch=2.0,
-        steps=5,
-        answers_per_prompt=3,
-    )
-    carried = [
-        sample for each in served(controllers, 5) for group in each.carried for sample in group
-    ]
-    assert any(sample.finish == "stop" and sample.reward is None for sample in carried), (
-        "none was given up"
-    )
-    assert all(
-        sample.reward == (sample.verdict + 1.0 + sample.index) / 2
-        for sample in kept(controllers, 5)
-    )
-
-
-def test_what_is_given_up_is_ended_and_asked_anew_later():
-    """A rule that hangs is cancelled, which is no failure. What is done isn't asked again."""
-    calls = []
-
-    async def slow(sample):
-        calls.append(sample.index)
-        await asyncio.sleep(1.0 if sample.index == 0 or len(calls) > 2 else 1e3)
-        return 1.0
-
-    rule = rewards.Rule("reward", slow, rewards.UserCode("--rule slow"))
-    listed = rewards.Rewards(
-        Config(model="m", rule=("right",), judge_format=("chat",)), [], [rule], to_text
-    )
-    done, given_up = answered("5"), replace(answered("5"), index=1)
-
-    async def together():
-        waiting = [asyncio.create_task(listed.score(sample, None)) for sample in (done, given_up)]
-        await asyncio.sleep(5)
-        with pytest.raises(AssertionError, match="outlived its step"):
-            listed.reset()
-        await listed.cancel()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert results[0] is None and isinstance(results[1], asyncio.CancelledError)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert (done.reward, given_up.reward) == (1.0, None)
-        await listed.score(given_up, None)
-        listed.reset()
-        assert given_up.reward == 1.0 and calls == [0, 1, 1]
-
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        runner.run(together())
-
-
-def test_what_isn_t_needed_any_more_isn_t_waited_for(tmp_path):
-    """A rule that takes 100 s on some prompts: the others make the batch, and its calls are given up."""
-    slow = (
-        "import asyncio\n"
-        "async def reward(sample):\n"
-        "    await asyncio.sleep(100 * (sample.prompt_id % 4 == 3))\n"
-        "    return 1.0\n"
-    )
-    named = dict(rule=(write(tmp_path, slow),), prompts_per_step=4, over_dispatch=4.0, steps=1)
-    controllers, _ = simulate("partial", 2, **named)
-    assert controllers[0].timeline.now() < 100
-    assert kept(controllers, 1) and all(
-        sample.prompt_id % 4 != 3 for sample in kept(controllers, 1)
-    )
 
 
 # ---------------------------------------------------------------- Safe-RLHF
@@ -513,27 +328,6 @@ def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, r
     assert results[0] == results[1]
 
 
-def test_the_multiplier_settles_where_the_constraint_is_met():
-    """A policy whose cost is 1 / (1 + lambda): at a limit of 0.25, lambda comes to 3 and stays."""
-    algorithm, state, seen = (
-        constraint(cost_limit=0.25, lagrange_lr=0.3),
-        SimpleNamespace(log_multiplier=0.0),
-        [],
-    )
-    for _ in range(200):
-        mean = 1 / (1 + lagrange_multiplier(state, algorithm))
-        seen.append(
-            update_multiplier(state, [{"cost": {0: {0: mean}}}], algorithm)["cost/multiplier"]
-        )
-    assert seen == sorted(seen) and seen[-1] == pytest.approx(3.0, rel=0.02)
-    for limit in (0.25, 1.0):  # where it starts from doesn't matter
-        state.log_multiplier, algorithm = 4.0, replace(algorithm, cost_limit=limit)
-        for _ in range(400):
-            mean = 1 / (1 + lagrange_multiplier(state, algorithm))
-            update_multiplier(state, [{"cost": {0: {0: mean}}}], algorithm)
-        assert lagrange_multiplier(state, algorithm) == pytest.approx(1 / limit - 1, abs=0.1)
-
-
 def test_a_large_multiplier_stops_at_100_and_finds_back():
     """A constraint that can't be met for a while, then a step of slack: lambda falls by e, not to nothing."""
     algorithm, state = (
@@ -547,7 +341,12 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100 / math.e)
 
 
-@pytest.mark.parametrize("mode,size,tp", [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1)])
+@pytest.mark.parametrize(
+    "mode,size,tp",
+    [
+        ("full", 4, 2),
+    ],
+)
 def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
     controllers, _ = simulate(
@@ -590,25 +389,6 @@ def kept_of(controllers, step):
     return list(samples.values())
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
-def test_resume_is_exact(tmp_path, sizes):
-    """Lambda goes on from where it was saved, and so does all that follows from it, also on other ranks."""
-    more = dict(
-        algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5), steps=4, save_every=2, out=tmp_path
-    )
-    whole, _ = simulate("full", sizes[0], **more)
-    again, _ = simulate(
-        "full", sizes[1], resumed=tmp_path / "checkpoints" / "step_2", **more | {"save_every": 0}
-    )
-    assert again[0].state.log_multiplier == whole[0].state.log_multiplier != 0.0
-    after = [
-        {(s.prompt_id, s.index): s.advantages for s in kept_of(controllers, -1)}
-        for controllers in (whole, again)
-    ]
-    assert after[0].keys() == after[1].keys()
-    assert all(after[0][key] == pytest.approx(after[1][key]) for key in after[0])
-
-
 def test_the_kl_comes_off_once_whatever_lambda_is():
     """Off the reward and onto the cost, with l for lambda:
 
@@ -628,59 +408,4 @@ def test_the_kl_comes_off_once_whatever_lambda_is():
 # ---------------------------------------------------------------- what is filtered
 
 
-def test_only_a_group_s_own_baseline_needs_different_rewards():
-    """Rows whose advantages come from the group replace groups of equal rewards; the others train on them."""
-    assert {name for name, row in ALGORITHMS.items() if not row.filters} == {
-        "reinforce++",
-        "ppo",
-        "safe_rlhf",
-    }
-    group = [Sample(0, index, [1], reward=1.0) for index in range(3)]
-    assert not is_informative(group) and is_judged(group)
-    group[0].reward = 0.0
-    assert is_informative(group) and is_judged(group)
-    for sample in group:
-        sample.reward = None
-    assert not is_informative(group) and not is_judged(group)
-
-
 # ---------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    "arguments, wrong",
-    [
-        ("--algorithm safe_rlhf", r"--algorithm safe_rlhf needs a --cost-rule or a --cost-judge"),
-        (
-            "--rule right --reward-weights 1",
-            r"--reward-weights 1.0: one for each --judge, then .*, so 2",
-        ),
-        (
-            "--rule right --reward-weights 1 -1",
-            r"--reward-weights 1.0 -1.0: finite numbers are needed",
-        ),
-        (
-            "--rule right --reward-weights 0 0",
-            r"--reward-weights 0.0 0.0: finite numbers are needed",
-        ),
-        (
-            "--model m --rule right --cost-judge c --reward-weights 1 1",
-            r"--reward-weights 1.0 1.0: .*, so 1",
-        ),
-        ("--cost-judge c", r"--cost-judge needs --model"),
-        (
-            "--algorithm safe_rlhf cost_limit=nan --cost-rule right",
-            r"cost_limit=nan needs cost_limit from",
-        ),
-        ("--algorithm grpo lagrange_lr=-1", r"lagrange_lr=-1 needs lagrange_lr from 0"),
-    ],
-)
-def test_settings_that_can_t_work_are_one_line(arguments, wrong):
-    with pytest.raises(ValueError, match=wrong):
-        algorithm_of(parse_config(arguments.split()))
-
-
-def test_costs_have_no_weight_in_the_reward():
-    """Neither a judge's nor a rule's."""
-    more = "--model m --judge j --rule right --cost-judge c --cost-rule right --reward-weights 1 2"
-    assert parse_config(more.split()).reward_weights == (1.0, 2.0)
