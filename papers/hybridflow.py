@@ -4,8 +4,7 @@
     python papers/hybridflow.py --quick                               points on at most 16 GPUs alone
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9, 11 and 15 are simulated, in full colocation, in sizes that scheduling/mapping.py finds. All else is
-a closed form.
+Figures 9, 11 and 15 are simulated in full colocation, in sizes by scheduling/mapping.py. Else: closed forms.
 """
 
 from __future__ import annotations

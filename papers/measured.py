@@ -4,7 +4,7 @@
     python papers/measured.py --real     measure again, about 20 minutes of an idle machine, then the same
 
 Four ranks serve bench/modes.py's workloads with a pace (a decode step of 20 ms, and 1 ms a sequence). One
-constant was fitted, on the workload `short` alone; the others are predicted, in seconds of serving a step.
+constant was fitted, on the workload `short` alone. Paced engines test scheduling, not hardware.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows_of(name: str, paper: Paper) -> list[Row]:
         ours = serving_s(name, point.setting, set_up_of(paper.constants))
         own.append(paper.row(point, ours)._replace(setting=f"{point.setting}, serving"))
     right, apart = ordered(own)
-    order = f"in their order, of pairs measured more than {PAIR:.0%} apart"
+    order = f"pairs in their order, if {PAIR:.0%} apart"
     return own + [Row(name, order, None, right, f"of {apart}", "predicted")] * bool(apart)
 
 

@@ -1,10 +1,11 @@
 """RLHFuse (arXiv 2409.13221): what its two fusions gain, by the same controllers on a virtual clock.
 
+    python papers/rlhfuse.py [--figure 9] [--quick] [--write]    all in five minutes
+
 Figures 8 and 9 are `--mode fused --tail R` on simulated engines of 8 H100; Base is R = 0, and where the paper
 searches for the best R, so does this. What it calls inference (reference, reward and critic on each answer)
 is one judge, who takes as long over every answer. A fused update gains what the product's own schedule does
-on the instance of table 3 that belongs to the two models. Figure 7 follows from figure 8.
-Layouts and lengths aren't published: what rlhfuse.toml says of them was fitted.
+on the instance of table 3 that belongs to the two models. Layouts and lengths were fitted: rlhfuse.toml.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import UserError
-from papers.tables import ROOT, Constants, Paper, Point, Row, command, fitted_on, values
+from papers.tables import ROOT, Constants, Paper, Point, Row, command, values
 from scheduling import pipeline
 from scheduling.costs import Decode, Device, Model, Passes, decode_of
 from scheduling.fusion import TAILS
@@ -155,16 +155,14 @@ def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
 
 
 def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
-    """Of figures 7 to 9. What figure 7 has of a fitted setting is fitted, too."""
-    rows, fitted = [], " ".join(fitted_on(paper.constants))
+    """Of figures 7 to 9."""
+    rows = []
     for point in chosen(paper, figure):
         ours = steps[setting := fastest(steps, paper, point)]
         if point.metric not in ours:
             raise UserError(f"{point.where}: its metric is none of {', '.join(ours)}")
-        follows = figure == "7" and f":{point.system}:{point.setting}@" in fitted
-        kind, note = "fitted" if follows else "predicted", f"tail {setting.tail:g}"
         stage = f" {point.system} {'training' if 'training' in point.metric else 'serving'}"
-        row = paper.row(point, ours[point.metric], kind, note)
+        row = paper.row(point, ours[point.metric], note=f"tail {setting.tail:g}" * (point.system != "Base"))
         rows.append(row._replace(figure=figure + stage * (figure == "8")))
     missing = NOT_MODELLED.get(figure, {}).items()
     return rows + [Row(figure, name, None, None, "", "not modelled", why) for name, why in missing]
@@ -172,12 +170,8 @@ def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
 
 def table_3(paper: Paper) -> list[Row]:
     """By the product's own search for a schedule, which bounds the memory and doesn't minimise it."""
-    rows = []
-    for point in chosen(paper, "table 3"):
-        start = time.process_time()
-        ours = dict(zip(("speed-up", "memory"), gain(point.setting), strict=True))[point.metric]
-        rows.append(paper.row(point, ours, "form", f"searched for {time.process_time() - start:.1f} s"))
-    return rows
+    metrics = ("speed-up", "memory")
+    return [paper.row(p, gain(p.setting)[metrics.index(p.metric)], "form") for p in chosen(paper, "table 3")]
 
 
 def chosen(paper: Paper, figure: str) -> list[Point]:

@@ -1,8 +1,9 @@
 """What a paper published beside what comes out here: points, constants, rows, their table and their picture.
 
-Published points are in one CSV a figure, a number a row; constants in TOML, each table with the points that
-it was fitted on, or its source. A row is `fitted` if its point was used for that, else `predicted`; `form`:
-by a closed form, without controllers; `measured`: by a run of the program; `not modelled`, with the reason.
+Published points are in one CSV a figure, a number a row; constants in TOML, each table with its source or the
+points that it was fitted on: their rows are `fitted`. Rows that are made of these, or have the value of one,
+are marked as `follows`, others are `predicted`; `form`: by a closed form, without controllers; `measured`: by
+a run of the program; `not modelled`, with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import sys
 import tomllib
 from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from config import UserError
 
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"
-KINDS = ("fitted", "predicted", "form", "measured", "not modelled")
+KINDS = ("fitted", "follows", "predicted", "form", "measured", "not modelled")
 LABELS = ("P", "FIG", "CALC", "2ND", "RUN")  # stated, digitised, worked out, from others, run here
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
 Constants = dict[str, dict[str, Any]]  # by table
@@ -58,10 +59,13 @@ class Paper(NamedTuple):
     quick: bool = False  # fewer points are asked for
 
     def row(self, point: Point, ours: float | None, kind: str = "predicted", note: str = "") -> Row:
-        """Beside a published point; fitted if a constant was chosen by it."""
+        """Beside a published point; `predicted` only if neither it nor its like was fitted."""
         setting = f"{point.system}, {point.setting}, {point.gpus} GPUs, {point.metric}"
-        kind = "fitted" if kind == "predicted" and point.name in fitted_on(self.constants) else kind
-        return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note or point.note)
+        if kind == "predicted" and point.name in fitted_on(self.constants, "follows"):
+            kind = "follows"
+        if kind == "predicted" and point.name in fitted_on(self.constants):
+            kind = "fitted"
+        return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note)
 
     def of(self, figure: str) -> list[Point]:
         return [point for point in self.points if point.figure == figure]
@@ -69,11 +73,12 @@ class Paper(NamedTuple):
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
     """Its constants alone."""
-    return {name: value for name, value in table.items() if name not in ("source", "fitted_on")}
+    return {name: value for name, value in table.items() if name not in ("source", "fitted_on", "follows")}
 
 
-def fitted_on(constants: Constants) -> set[str]:
-    return {name for table in constants.values() for name in table.get("fitted_on", ())}
+def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
+    """The names of points; key: or `follows`."""
+    return {name for table in constants.values() for name in table.get(key, ())}
 
 
 def read_points(path: Path) -> list[Point]:
@@ -106,31 +111,57 @@ def read_constants(path: Path) -> Constants:
     return tables
 
 
-def table_of(rows: Iterable[Row]) -> list[str]:
-    """Markdown."""
-    lines = ["| figure | setting | theirs | ours | error | kind |", "|---|---|--:|--:|--:|---|"]
-    for row in rows:
-        numbers = ["" if v is None else f"{v:{',.0f' if v > 999 else '.4g'}} {row.unit}" for v in row[2:4]]
-        error = "" if row.error is None else f"{row.error:+.1%}"
-        kind = f"{row.kind}: {row.note}" if row.note else row.kind
-        cells = [cell.replace("|", "\\|") for cell in (row.figure, row.setting, *numbers, error, kind)]
-        lines.append(f"| {' | '.join(cells)} |")
+def sections_of(rows: list[Row]) -> list[str]:
+    """Markdown, a table a figure; what isn't modelled is below it."""
+    lines = []
+    for figure in dict.fromkeys(row.figure for row in rows):
+        own = [row for row in rows if row.figure == figure]
+        shown = [row for row in own if row.kind != "not modelled"]
+        lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
+        for row in (row for row in own if row not in shown):
+            lines += [f"Not modelled: {row.setting} {number(row.theirs, row.unit)} ({row.note})", ""]
     return lines
+
+
+def table_of(rows: list[Row]) -> list[str]:
+    """Of a figure. What rows share is said once, above it; a row names its kind and unit if they differ."""
+    parts = [[*row.setting.split(", "), row.note] for row in rows]
+    shared = [part for part in parts[0] if part and len(rows) > 1 and all(part in own for own in parts)]
+    kind, unit = (statistics.mode(column) for column in ([r.kind for r in rows], [r.unit for r in rows]))
+    columns = {
+        "setting": [", ".join(part for part in own[:-1] if part not in shared) for own in parts],
+        "theirs": [number(row.theirs, row.unit, unit) for row in rows],
+        "ours": [number(row.ours, row.unit, unit) for row in rows],
+        "error": ["" if row.error is None else f"{row.error:+.1%}" for row in rows],
+        "kind": ["" if row.kind == kind else row.kind for row in rows],
+        "note": ["" if row.note in shared else row.note for row in rows],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    above = ", ".join([kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit])
+    rules = ["--:" if name in ("theirs", "ours", "error") else "---" for name in columns]
+    table = [[*columns], rules, *zip(*columns.values(), strict=True)]
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table]
+    return [f"{above}. {errors(rows)}".strip(), "", *(f"| {line} |" for line in lines), ""]
+
+
+def number(value: float | None, unit: str, usual: str = "") -> str:
+    own_unit = f" {unit}" * (unit != usual)
+    return "" if value is None else f"{value:{',.0f' if value > 999 else '.4g'}}{own_unit}"
 
 
 def summary_of(rows: list[Row], constants: Constants) -> list[str]:
-    """How many rows of each kind, and how far off the predicted ones are, by figure."""
+    """How far off all predicted rows are, which README quotes; how many rows of each kind there are."""
     kinds = ", ".join(f"{sum(row.kind == kind for row in rows)} {kind}" for kind in KINDS)
-    tables = [table.keys() - {"source"} for table in constants.values() if "fitted_on" in table]
-    chosen, points = sum(len(names) - 1 for names in tables), len(fitted_on(constants))
-    lines, errors = [f"Rows: {kinds}. {chosen} constants were fitted on {points} points."], {}
-    for row in rows:
-        if row.kind == "predicted" and row.error is not None:
-            errors.setdefault(row.figure, []).append(abs(row.error))
-    for figure, own in errors.items():
-        numbers = f"median error {statistics.median(own):.1%}, largest {max(own):.1%}"
-        lines.append(f"- {figure}: {len(own)} predicted, {numbers}")
-    return lines
+    chosen = sum(len(values(table)) for table in constants.values() if "fitted_on" in table)
+    fitted = f"{chosen} constants were fitted on {len(fitted_on(constants))} points."
+    return [errors(rows), "", f"Rows: {kinds}. {fitted}"]
+
+
+def errors(rows: list[Row]) -> str:
+    found = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
+    if not found:
+        return ""
+    return f"{len(found)} predicted rows: median error {statistics.median(found):.1%}, largest {max(found):.1%}."
 
 
 def picture_of(rows: list[Row], path: Path) -> None:
@@ -151,7 +182,7 @@ def picture_of(rows: list[Row], path: Path) -> None:
 
 def command(
     name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str],
-    picture: Callable[[list[Row], Path], None] = picture_of, measure: Callable[[bool], None] | None = None,
+    measure: Callable[[bool], None] | None = None,
 ) -> int:  # fmt: skip
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
@@ -177,11 +208,9 @@ def command(
     except (OSError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(*(lines := [*summary_of(rows, paper.constants), "", *table_of(rows)]), sep="\n")
+    print(*(lines := [*summary_of(rows, paper.constants), "", *sections_of(rows)]), sep="\n")
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
-        picture(rows, DOCS / f"{name}.png")
-        head = [f"# {doc.splitlines()[0]}", "", f"Made by `python papers/{name}.py --write`.", ""]
-        text = "\n".join([*head, *lines, "", f"![Errors]({name}.png)", ""])
-        (DOCS / f"{name}.md").write_text(text, encoding="utf-8")
+        picture_of(rows, DOCS / f"{name}.png")
+        (DOCS / f"{name}.md").write_text("\n".join([f"# {doc}", *lines, f"![Errors]({name}.png)", ""]))
     return 0
