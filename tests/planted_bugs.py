@@ -1,7 +1,7 @@
 """What each test file finds: planted bugs, one after another, in a copy of the project.
 
     python tests/planted_bugs.py                       every bug: does the file find it that should?
-    python tests/planted_bugs.py --all                 every bug: all files of `make test` that find it (hours)
+    python tests/planted_bugs.py --all                 every bug: all files that find it (hours)
     python tests/planted_bugs.py --module scheduling --files test_balance.py test_fusion.py --all
 
 tests/planted/MODULE.toml has the bugs of a root file or a room: each replaces `old`, which stands once in
