@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -64,9 +65,9 @@ def test_how_a_writer_fails():
     cut = BackgroundWriter(
         lambda: bytes(1 << 20)
     )  # more than a pipe holds: it is killed as it sends
-    while (
-        int.from_bytes(fcntl.ioctl(cut._receiver, termios.FIONREAD, bytes(4)), sys.byteorder) < 1000
-    ):
+    sent = bytes(4)  # how many bytes wait in the pipe
+    while int.from_bytes(sent, sys.byteorder) < 1000:
+        sent = fcntl.ioctl(cut._receiver, termios.FIONREAD, sent)
         time.sleep(0.01)
     cut._process.kill()
     assert ended(cut) == (None, "the writing process ended with status -9")
