@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import math
 import os
 import tempfile
@@ -230,17 +229,6 @@ def make_out(config: Config) -> Path:
     except OSError as error:
         raise UserError(f"--out {out} can't be written: {error.strerror}") from None
     return out
-
-
-def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
-    """The config.json of a Hugging Face directory. UserError names the setting and the directory."""
-    path, where = Path(model_dir, "config.json"), f"{setting} {model_dir}".strip()
-    if not path.is_file():
-        raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{where}: config.json is not valid JSON ({error})") from None
 
 
 def dashed(name: str) -> str:

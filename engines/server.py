@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from config import Config, UserError, read_model_config
-from images.reader import sees
+from config import Config, UserError
+from images.reader import read_model_config, sees
 from images.tokens import Image
 from runtime.world import live_process
 

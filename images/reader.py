@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import struct
 import warnings
@@ -13,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import UserError, read_model_config
+from config import UserError
 from images.tokens import Image
 
 if TYPE_CHECKING:
@@ -82,6 +83,17 @@ class ImageReader:
         found = [self._processor([decoded(x.read(), "an image")], return_tensors="pt") for x in images]
         pixels, grids = (torch.cat([x[name] for x in found]) for name in ("pixel_values", "image_grid_thw"))
         return pixels, grids
+
+
+def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
+    """The config.json of a Hugging Face directory. UserError names the setting and the directory."""
+    path, where = Path(model_dir, "config.json"), f"{setting} {model_dir}".strip()
+    if not path.is_file():
+        raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{where}: config.json is not valid JSON ({error})") from None
 
 
 def sees(model_dir: str | Path) -> bool:

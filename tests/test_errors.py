@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import config
+from images import reader
 from runtime import atomic_files
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +51,7 @@ def test_a_models_damaged_config_is_a_users_error(tmp_path, text):
     for setting in ("", "--critic"):
         where = f"{setting} {tmp_path}".strip()
         with pytest.raises(config.UserError, match=f"^{where}: config.json is not valid JSON"):
-            config.read_model_config(tmp_path, setting)
+            reader.read_model_config(tmp_path, setting)
 
 
 def test_a_damaged_record_of_a_run_is_a_users_error(tmp_path):

@@ -219,20 +219,16 @@ def join_pipeline(device: torch.device) -> Pipeline:
     return pipeline
 
 
-def neighbours(ranks: int) -> list[tuple[int, int]]:
-    """The pairs of places in a pipeline that tell each other something, also the last and the first."""
-    return sorted({tuple(sorted((place, (place + 1) % ranks))) for place in range(ranks)})
-
-
 def connect(pipeline: Pipeline, device: torch.device) -> None:
     """Pass one number between all neighbours in both groups, in one order (collective over the pipeline).
 
     At the first message of two ranks in a group NCCL connects them, and both wait for that: in tables, where
     ranks first turn to different neighbours, without end.
     """
-    number = torch.zeros(1, device=device)
+    number, ranks = torch.zeros(1, device=device), len(pipeline.ranks)
+    pairs = {tuple(sorted((place, (place + 1) % ranks))) for place in range(ranks)}  # also the ends
     for group in (pipeline.up, pipeline.down):
-        for low, high in neighbours(len(pipeline.ranks)):
+        for low, high in sorted(pairs):
             if pipeline.rank == low:
                 dist.send(number, pipeline.ranks[high], group)
             if pipeline.rank == high:

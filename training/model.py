@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from config import Config, UserError, read_model_config
-from images.reader import ImageReader
+from config import Config, UserError
+from images.reader import ImageReader, read_model_config
 from scheduling.pipeline import schedule_of
 from training import lm_head
 from training.hf_weights import Family
