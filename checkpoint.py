@@ -31,7 +31,7 @@ from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
-from runtime.world import World
+from runtime.world import World, on_rank_0
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
 
@@ -246,20 +246,6 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
     older = [step for step in steps_in(checkpoints) if step < saving.step]
     for step in reversed(older[keep - 1 :]):  # oldest first
         atomic_files.remove_atomically(checkpoints / f"step_{step}")
-
-
-async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
-    """A function's result on rank 0, or its OSError or UserError, on every rank (collective)."""
-    value = error = None
-    if world.rank == 0:
-        try:
-            value = await world.run(function, *args)
-        except (OSError, UserError) as caught:
-            error = caught
-    value, error = await world.broadcast((value, error))
-    if error:
-        raise error
-    return value
 
 
 class ResumePoint(NamedTuple):

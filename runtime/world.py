@@ -194,3 +194,17 @@ async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
         error = str(caught)
     if error := await world.reduce(error, lambda errors: next(filter(None, errors), "")):
         raise UserError(error)
+
+
+async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
+    """A function's result on rank 0, or its OSError or UserError, on every rank (collective)."""
+    value = error = None
+    if world.rank == 0:
+        try:
+            value = await world.run(function, *args)
+        except (OSError, UserError) as caught:
+            error = caught
+    value, error = await world.broadcast((value, error))
+    if error:
+        raise error
+    return value

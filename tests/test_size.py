@@ -25,7 +25,7 @@ CHECKED = (
     PRODUCT + OUTSIDE + sorted(ROOT.glob("bench/*.py")) + sorted(ROOT.glob("examples/**/*.py"))
 )
 MOST_OUTSIDE = 1_800  # lines around the product in which papers are looked at
-MOST_LINES, MOST_ROOT_LINES, MOST_ROOT_FILES, MOST_COLUMNS = 10_969, 3_480, 13, 110
+MOST_LINES, MOST_ROOT_LINES, MOST_ROOT_FILES, MOST_COLUMNS = 11_018, 3_480, 13, 110
 LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
     {"commands", "simulation"},
