@@ -40,7 +40,6 @@ CLEAR_STOPS = (
     "third failure in a row",
     "didn't start again",
     "doesn't end:",
-    "checkpoints is whole",
 )
 KINDS = {  # by words of the command line, the first that fits
     "sglang::scheduler": "scheduler",
@@ -202,7 +201,7 @@ def trial(number: int, mode: str) -> bool:
             run = Run(folder / f"start-{start}", *arguments, **how, out=folder / "out").start()
             if fault:
                 told.append(fault(run, rng))
-            if ended := end_of(run.finish(DEADLINE_S), mode, bool(fault)):
+            if ended := end_of(run.finish(DEADLINE_S), mode, faults[: start + 1], bool(fault)):
                 break
     finally:
         subprocess.run(["umount", folder / "out" / "checkpoints"], capture_output=True)
@@ -211,7 +210,7 @@ def trial(number: int, mode: str) -> bool:
     return not ended.startswith("BROKEN")
 
 
-def end_of(run: Run, mode: str, is_struck: bool) -> str:
+def end_of(run: Run, mode: str, faults: list, is_struck: bool) -> str:
     """What came of a trial with this start, empty if it has to be started again."""
     if run.left:
         return f"BROKEN: left behind: {run.left}"
@@ -219,7 +218,8 @@ def end_of(run: Run, mode: str, is_struck: bool) -> str:
         differs = difference(run, unbroken(mode))
         return f"BROKEN: {differs}" if differs else "the same numbers"
     errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
-    if clear := [line for line in errors if any(words in line for words in CLEAR_STOPS)]:
+    stops = [*CLEAR_STOPS, *["checkpoints is whole"] * (flip in faults)]
+    if clear := [line for line in errors if any(words in line for words in stops)]:
         return clear[0]
     return "" if is_struck else f"BROKEN: a start without a fault ended with status {run.status}"
 
