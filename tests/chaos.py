@@ -3,10 +3,10 @@
     python tests/chaos.py --trials 30 --first 0 [--mode MODE]    a line a trial; exit 1 if one broke
 
 A trial runs the demo with one or two faults: kill -9 of any process of the run at any moment, SIGSTOP of an
-engine's or a writer's, replies of engines that are lost or late (broken_replies.py), a full disk under the
-checkpoints, a flipped byte in a checkpoint, a signal to stop. It is started again with the same command until
-its steps are done. Then it has the unbroken run's numbers and final weights, to the last bit; or it ended
-with a clear stop of docs/faults.md. No process may be left behind. Needs Linux; the full disk, root.
+engine's, replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a
+flipped byte in one, a signal to stop. It is started again with the same command until its steps are done.
+Then it has the unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of
+docs/faults.md. No process may be left behind. Needs Linux; the full disk, root.
 """
 
 import argparse
@@ -35,40 +35,12 @@ STEPS = 6  # of a trial
 MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4"
 SMALL += " --eval-every 100 --timeout-s 120"
-CLEAR_STOPS = (
-    "engine is left to ask",
-    "third failure in a row",
-    "didn't start again",
-    "doesn't end:",
-)
-KINDS = {  # by words of the command line, the first that fits
-    "sglang::scheduler": "scheduler",
-    "sglang::detokenizer": "detokenizer",
-    "resource_tracker": "other",
-    "cpu.sglang": "server",
-    "bin/torchrun": "launcher",
-    "run.py": "rank",
-    "broken_replies.py": "rank",
-}
-STOPPABLE = {
-    "scheduler",
-    "detokenizer",
-    "server",
-    "writer",
-}  # torchrun waits for the others for ever
-
-
-def by_kind(run: Run) -> dict[str, list[psutil.Process]]:
-    """What runs now: launcher, rank, writer, server, scheduler, detokenizer or other."""
-    found: dict[str, list[psutil.Process]] = {}
-    for process, command in run.processes():
-        kind = next((kind for words, kind in KINDS.items() if words in command), "other")
-        with contextlib.suppress(psutil.NoSuchProcess):
-            above = " ".join(process.parent().cmdline()) if process.parent() else ""
-            if kind == "rank" and "bin/torchrun" not in above:
-                kind = "writer"  # a rank's child, which writes a checkpoint
-            found.setdefault(kind, []).append(process)
-    return found
+FINAL = f"checkpoints/step_{STEPS}"
+# a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
+CLEAR_STOPS = ("is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
+ENGINE = ("sglang::scheduler", "sglang::detokenizer", "cpu.sglang")  # words of command lines
+RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
+ALL = (*ENGINE, "bin/torchrun", RANK)
 
 
 def send(processes: list[psutil.Process], number: int) -> None:
@@ -89,19 +61,7 @@ def unbroken(mode: str) -> Run:
     """A run that nothing happens to."""
     folder = PLACE / f"unbroken-{mode}"
     shutil.rmtree(folder, ignore_errors=True)
-    run = Run(folder, *SMALL.split(), "--mode", mode).start().finish()
-    assert run.status == 0, run.stderr + run.stdout
-    return run
-
-
-def difference(run: Run, expected: Run) -> str:
-    """What differs, empty if nothing does. After a full disk there may be no final weights to compare."""
-    if run.numbers() != expected.numbers():
-        return f"other numbers: {run.out}/metrics.jsonl, {expected.out}/metrics.jsonl"
-    path = f"checkpoints/step_{STEPS}/hf/model.safetensors"
-    found, wanted = run.out / path, expected.out / path
-    same = not found.exists() or found.read_bytes() == wanted.read_bytes()
-    return "" if same else "other final weights"
+    return Run(folder, *SMALL.split(), "--mode", mode).ended()
 
 
 # ---------------------------------------------------------------- faults, each tells what it did
@@ -117,27 +77,26 @@ def moment(run: Run, rng: random.Random) -> str:
     return f"{len(run.rows())} steps done"
 
 
-def signal_one(run: Run, rng: random.Random, number: int, kinds: set[str]) -> str:
+def signal_one(run: Run, rng: random.Random, number: int, kinds: tuple[str, ...]) -> str:
     """Each kind of process is as likely, however many there are of it."""
-    when, found = moment(run, rng), by_kind(run)
-    if not (kinds := sorted(kinds & found.keys())):
-        return f"nothing: the run had ended ({when})"
-    kind = rng.choice(kinds)
-    send([rng.choice(found[kind])], number)
-    return f"{signal.Signals(number).name} of a {kind}, {when}"
+    when, words = moment(run, rng), rng.choice(kinds)
+    found = [process for process, command in run.processes() if words in command]
+    send(rng.sample(found, min(1, len(found))), number)
+    return f"{signal.Signals(number).name} of {words}, {when}"
 
 
 def kill(run: Run, rng: random.Random) -> str:
-    return signal_one(run, rng, signal.SIGKILL, {*KINDS.values(), "writer"})
+    return signal_one(run, rng, signal.SIGKILL, ALL)
 
 
 def stop(run: Run, rng: random.Random) -> str:
-    return signal_one(run, rng, signal.SIGSTOP, STOPPABLE)
+    """Of an engine: nothing but torchrun would wait for a rank, and nothing for torchrun."""
+    return signal_one(run, rng, signal.SIGSTOP, ENGINE)
 
 
 def kill_in_a_save(run: Run, rng: random.Random) -> str:
     step = rng.randrange(1, STEPS)
-    wait(run, lambda: bool(list(run.out.glob(f"checkpoints/step_{step}.partial-*"))))
+    wait(run, lambda: any(run.out.glob(f"checkpoints/step_{step}.partial-*")))
     time.sleep(rng.uniform(0, 0.1))
     run.kill_all()
     return f"kill -9 of all processes in the save of step {step}"
@@ -145,18 +104,21 @@ def kill_in_a_save(run: Run, rng: random.Random) -> str:
 
 def ask_to_end(run: Run, rng: random.Random) -> str:
     """SIGTERM to the ranks, or Ctrl-C."""
-    when = moment(run, rng)
-    number, kind = rng.choice([(signal.SIGTERM, "rank"), (signal.SIGINT, "launcher")])
-    send(by_kind(run).get(kind, []), number)
-    return f"{number.name} to each {kind}, {when}"
+    when, number = moment(run, rng), rng.choice([signal.SIGTERM, signal.SIGINT])
+    if number == signal.SIGINT:
+        run.press_ctrl_c()
+    else:
+        send([process for process, command in run.processes() if RANK in command], number)
+    return f"{number.name}, {when}"
 
 
 def fill_disk(run: Run, rng: random.Random) -> str:
     """A small disk under the checkpoints, before the first is written."""
-    folder = run.out / "checkpoints"
+    folder, whole = run.out / "checkpoints", next(PLACE.glob(f"unbroken-*/out/{FINAL}"))
+    size = sum(path.stat().st_size for path in whole.rglob("*"))
+    size = f"size={int(size * rng.uniform(0.3, 2.5) / 1024)}k"
     wait(run, lambda: (run.out / "logs").exists())
     folder.mkdir(exist_ok=True)
-    size = f"size={rng.randrange(2000, 20_000)}k"
     subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=True)
     return f"a disk of {size} under the checkpoints"
 
@@ -179,7 +141,7 @@ def flip(run: Run, rng: random.Random) -> str:
     return f"kill -9 of all processes and a flipped byte in {path.relative_to(run.out)}, {when}"
 
 
-FAULTS = [kill, kill, kill, kill, stop, stop, stop, kill_in_a_save, kill_in_a_save]
+FAULTS = [kill] * 4 + [stop] * 3 + [kill_in_a_save] * 2
 FAULTS += [ask_to_end, fill_disk, lose_replies, flip]
 
 
@@ -188,9 +150,9 @@ FAULTS += [ask_to_end, fill_disk, lose_replies, flip]
 
 def trial(number: int, mode: str) -> bool:
     """One trial; returns whether all was well."""
-    rng, folder, told, ended = random.Random(f"chaos {number}"), PLACE / f"trial-{number}", [], ""
+    rng, folder, told, end = random.Random(f"chaos {number}"), PLACE / f"trial-{number}", [], ""
     faults = [FAULTS[number % len(FAULTS)], *rng.choices(FAULTS, k=rng.random() < 0.3)]
-    arguments = (*SMALL.split(), "--mode", mode)
+    arguments, expected = (*SMALL.split(), "--mode", mode), unbroken(mode)
     shutil.rmtree(folder, ignore_errors=True)
     os.environ["CHAOS_REPLIES"] = str(number)
     try:
@@ -201,27 +163,28 @@ def trial(number: int, mode: str) -> bool:
             run = Run(folder / f"start-{start}", *arguments, **how, out=folder / "out").start()
             if fault:
                 told.append(fault(run, rng))
-            if ended := end_of(run.finish(DEADLINE_S), mode, faults[: start + 1], bool(fault)):
+            end = end_of(run.finish(DEADLINE_S), expected, faults[: start + 1])
+            if end or not fault:
                 break
     finally:
         subprocess.run(["umount", folder / "out" / "checkpoints"], capture_output=True)
-    ended = ended or "BROKEN: not done"
-    print(f"trial {number} ({mode}): {'; '.join(told)} -> {ended}", flush=True)
-    return not ended.startswith("BROKEN")
+    end = end or f"BROKEN: a start without a fault ended with status {run.status}"
+    print(f"trial {number} ({mode}): {'; '.join(told)} -> {end}", flush=True)
+    return not end.startswith("BROKEN")
 
 
-def end_of(run: Run, mode: str, faults: list, is_struck: bool) -> str:
+def end_of(run: Run, expected: Run, faults: list) -> str:
     """What came of a trial with this start, empty if it has to be started again."""
     if run.left:
         return f"BROKEN: left behind: {run.left}"
     if run.rows() and run.rows()[-1]["step"] == STEPS:
-        differs = difference(run, unbroken(mode))
-        return f"BROKEN: {differs}" if differs else "the same numbers"
+        weights, wanted = (each.out / FINAL / "hf/model.safetensors" for each in (run, expected))
+        same = not weights.exists() or weights.read_bytes() == wanted.read_bytes()  # a full disk
+        same = same and run.numbers() == expected.numbers()
+        return "the same numbers" if same else f"BROKEN: other than {expected.out}: {run.out}"
+    stops = [*CLEAR_STOPS, *["checkpoints is whole"] * (flip in faults)]  # where a person decides
     errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
-    stops = [*CLEAR_STOPS, *["checkpoints is whole"] * (flip in faults)]
-    if clear := [line for line in errors if any(words in line for words in stops)]:
-        return clear[0]
-    return "" if is_struck else f"BROKEN: a start without a fault ended with status {run.status}"
+    return next((line for line in errors if any(words in line for words in stops)), "")
 
 
 def main() -> None:

@@ -30,8 +30,7 @@ def record(folder: Path) -> None:
     for name, arguments in RUNS.items():
         if (folder / name / "done").exists():
             continue
-        run = Run(folder / name, *arguments.split()).start().finish()
-        assert run.status == 0, run.stderr + run.stdout
+        run = Run(folder / name, *arguments.split()).ended()
         (run.folder / "done").touch()
         print(f"recorded {name}", flush=True)
 

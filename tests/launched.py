@@ -80,6 +80,12 @@ class Run:
             self.finish()
         return self
 
+    def ended(self) -> "Run":
+        """From its start to its end, which is a good one."""
+        self.start().finish()
+        assert self.status == 0, self.stderr + self.stdout
+        return self
+
     def finish(self, timeout_s: float = LONGEST_S) -> "Run":
         """Wait for the end. Leaves no process, whatever happens."""
         try:
@@ -179,10 +185,8 @@ class Run:
 
     def check_nothing_is_left(self) -> None:
         """No process and no port; and nothing that belongs to others was touched."""
-        assert self.bystander_spared, "it ended processes that aren't its own"
-        assert not self.left, self.left
-        taken = [port for port in range(self.port, self.port + PORTS) if is_taken(port)]
-        assert not taken
+        assert self.bystander_spared and not self.left, self.left
+        assert not any(map(is_taken, range(self.port, self.port + PORTS)))
 
     @property
     def ours(self) -> list[str]:
