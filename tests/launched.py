@@ -65,9 +65,9 @@ class Run:
         return self
 
     def again(self) -> "Run":
-        """The same command, whose output goes to a folder of its own."""
+        """The same command, from its start to its end; it says what it has to in a folder of its own."""
         how = dict(ranks=self.ranks, launch=self._launch, program=self._program, out=self.out)
-        return Run(self.folder / "again", *self._arguments, **how).start()
+        return Run(self.folder / "again", *self._arguments, **how).start().finish()
 
     def struck(self, *strikes) -> "Run":
         """Start it; once a condition holds strike, pair by pair; wait for its end."""
@@ -167,8 +167,8 @@ class Run:
     def rows(self, name: str = "metrics.jsonl") -> list[dict]:
         """The whole rows of a file so far."""
         path = self.out / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in lines]
 
     def numbers(self) -> list[dict]:
         """Of every step the metrics that don't depend on timing, on the mode, or on faults."""
