@@ -4,7 +4,7 @@
 
 A trial runs the demo with one or two faults: kill -9 of any process of the run at any moment, SIGSTOP of an
 engine's, replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a
-flipped byte in one, a signal to stop. It is started again with the same command until its steps are done.
+flipped byte in one. It is started again with the same command until its steps are done.
 Then it has the unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of
 docs/faults.md. No process may be left behind. Needs Linux; the full disk, root.
 """
@@ -102,16 +102,6 @@ def kill_in_a_save(run: Run, rng: random.Random) -> str:
     return f"kill -9 of all processes in the save of step {step}"
 
 
-def ask_to_end(run: Run, rng: random.Random) -> str:
-    """SIGTERM to the ranks, or Ctrl-C."""
-    when, number = moment(run, rng), rng.choice([signal.SIGTERM, signal.SIGINT])
-    if number == signal.SIGINT:
-        run.press_ctrl_c()
-    else:
-        send([process for process, command in run.processes() if RANK in command], number)
-    return f"{number.name}, {when}"
-
-
 def fill_disk(run: Run, rng: random.Random) -> str:
     """A small disk under the checkpoints, before the first is written."""
     folder, whole = run.out / "checkpoints", next(PLACE.glob(f"unbroken-*/out/{FINAL}"))
@@ -142,7 +132,7 @@ def flip(run: Run, rng: random.Random) -> str:
 
 
 FAULTS = [kill] * 4 + [stop] * 3 + [kill_in_a_save] * 2
-FAULTS += [ask_to_end, fill_disk, lose_replies, flip]
+FAULTS += [fill_disk, lose_replies, flip]
 
 
 # ---------------------------------------------------------------- trials

@@ -57,20 +57,17 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     """After `-m gpu` a table: what, passed or not, its figures or why it was skipped."""
     if config.option.markexpr != "gpu":
         return
-    terminalreporter.section("dry, on the CPU" if config.option.dry else device_name())
+    import torch
+
+    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    device = f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
+    terminalreporter.section("dry, on the CPU" if config.option.dry else device)
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             what = report.nodeid.split("::test_")[-1].replace("_", " ")
             facts = [f"{name} {value}" for name, value in report.user_properties]
             facts += [report.longrepr[2]] if outcome == "skipped" else []
             terminalreporter.line(f"{what:60} | {outcome:7} | {', '.join(facts)}")
-
-
-def device_name() -> str:
-    import torch
-
-    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
-    return f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
 
 
 @pytest.fixture(autouse=True)

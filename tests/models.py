@@ -1,4 +1,4 @@
-"""A user's own models, small enough for tests: Qwen3 with a BPE tokenizer, a chat template, and a judge."""
+"""A user's own model, small enough for tests: Qwen3 with a BPE tokenizer and a chat template."""
 
 from pathlib import Path
 
@@ -40,57 +40,14 @@ def save_tokenizer(directory) -> Path:
     return Path(directory)
 
 
-def save_model(directory, answers=None, steps=0, seed=0) -> Path:
-    """A Qwen3 directory of 130k parameters, random or taught for some seconds.
-
-    answers(rng) -> (chat messages, the answer to them), one example to be taught.
-    """
-    import random
-
+def save_model(directory) -> Path:
+    """A random Qwen3 directory of 130k parameters."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(directory))
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **ends, bos_token_id=None))
-    rng, pad = random.Random(seed), torch.nn.utils.rnn.pad_sequence
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(steps):
-        inputs, labels = [], []
-        for messages, answer in (answers(rng) for _ in range(16)):
-            how = dict(add_generation_prompt=True, return_dict=True)
-            prompt = tokenizer.apply_chat_template(messages, **how)["input_ids"]
-            response = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-            inputs.append(torch.tensor(prompt + response))
-            labels.append(torch.tensor([-100] * len(prompt) + response))
-        inputs = pad(inputs, batch_first=True, padding_value=tokenizer.pad_token_id)
-        labels = pad(labels, batch_first=True, padding_value=-100)
-        # padding comes last: causality alone hides it
-        model(input_ids=inputs, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     model.save_pretrained(directory)
     return Path(directory)
-
-
-def question(a: int, b: int) -> str:
-    return f"What is {a}+{b}? Answer with one number."
-
-
-def any_digit(rng):
-    """What the actor is taught: some digit, whatever the question."""
-    asked = {"role": "user", "content": question(rng.randrange(24), rng.randrange(10))}
-    return [asked], str(rng.randrange(10))
-
-
-def verdict_on(answer: str) -> str:
-    return "correct" if answer >= "5" else "incorrect"
-
-
-def verdict(rng):
-    """What the judge is taught: large digits are correct, whatever the question."""
-    import genrm
-
-    asked, answer = question(rng.randrange(24), rng.randrange(10)), str(rng.randrange(10))
-    return genrm.chat_prompt(asked, answer), f"Large or not?\nVerdict: {verdict_on(answer)}"

@@ -53,7 +53,6 @@ def test_a_value_error_that_is_no_users_shows_its_place():
 # ---------------------------------------------------------------- a user's own files
 
 GOOD_ROW = '{"prompt": "What is 3+4?"}\n'
-LONG_ROW = json.dumps({"prompt": "What is 3+4? " * 100}) + "\n"
 GPT2 = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
 
 
@@ -92,21 +91,6 @@ def test_a_model_that_cannot_be_used_is_named(tmp_path, file, damaged, message):
     with pytest.raises(config.UserError, match=message) as caught:
         read(home, tmp_path / "rows.jsonl")
     assert "its-name" in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        (GOOD_ROW + "{nope}\n", r"rows\.jsonl:2.*not valid"),
-        ("\n", r"rows\.jsonl.* holds no row"),
-        (GOOD_ROW + LONG_ROW, r"rows\.jsonl:2.*--max-model-len"),
-    ],
-)
-def test_prompts_that_cannot_be_used_are_named(actor, tmp_path, text, message):
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(config.UserError, match=message) as caught:
-        read(actor, tmp_path / "rows.jsonl")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_record_of_a_run_is_named(tmp_path):

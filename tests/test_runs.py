@@ -12,13 +12,15 @@ import sys
 
 import pytest
 
-import models
+from config import DEMO_MODELS
 from launched import ROOT, Run, rows_done, saved
+from models import save_model
 from vision_models import encoded_picture, make_vision_model
 
 SHORT = ("--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
 THREE = (*SHORT, "--steps", "3")
 FIVE = (*SHORT, "--steps", "5", "--timeout-s", "180")  # an engine that hangs is ended after 12 s
+DEMO = DEMO_MODELS / "written"
 SIXTEEN = ("--prompts-per-step", "4", "--answers-per-prompt", "4")
 GROUPS = "reward rollout genrm train balance time occupancy perf split"  # of metrics
 
@@ -171,56 +173,36 @@ def test_the_demo_learns_in_a_few_steps(tmp_path):
     assert first["eval/accuracy"] <= 0.45 and last["eval/accuracy"] >= 0.85
 
 
-@pytest.fixture(scope="module")
-def own(tmp_path_factory):
-    """actor: answers with some digit. judge: large digits are correct. prompts: 24 chat rows with answers."""
-    home = tmp_path_factory.mktemp("own")
-    models.save_model(home / "actor", models.any_digit, steps=40)
-    models.save_model(home / "judge", models.verdict, steps=140)
-    with (home / "prompts.jsonl").open("w") as file:
-        for number in range(24):
-            turn = {"role": "user", "content": models.question(number, 2)}
-            file.write(json.dumps({"messages": [turn], "answer": str(number + 2)}) + "\n")
-    return home
-
-
-def of_own(own, *more) -> list:
-    """Of a few tokens."""
-    given = ["--model", own / "actor", "--data", own / "prompts.jsonl", "--max-new-tokens", "12"]
-    return [*given, *SIXTEEN, *more]
-
-
 @pytest.mark.slow
-def test_a_users_own_models_and_prompts(own, tmp_path):
-    """Questions from the file, answers in text, the judge's own words beside the verdict read from them."""
-    judge = ("--judge", own / "judge", "--judge-max-new-tokens", "32")
-    run = Run(tmp_path, *of_own(own, *judge, "--steps", "2")).ended()
+def test_a_users_models_and_prompts(tmp_path):
+    """Questions from a file, the judge's own words beside the verdict that is read from them."""
+    given = ["--model", DEMO / "actor", "--judge", DEMO / "judge", "--judge-format", "addition"]
+    given += ["--data", tmp_path / "rows.jsonl", "--max-new-tokens", "96", "--steps", "2", *SIXTEEN]
+    sums = {f"{number}+57=": str(number + 57) for number in range(24)}
+    rows = [json.dumps({"prompt": each, "answer": sums[each]}) for each in sums]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    run = Run(tmp_path / "run", *given).ended()
     config = json.loads((run.out / "config.json").read_text())
-    assert (config["judge"], config["judge_format"]) == ([str(own / "judge")], ["chat"])
+    assert (config["judge"], config["judge_format"]) == ([str(DEMO / "judge")], ["addition"])
     assert config["commit"] and {"torch", "sglang"} <= config["versions"].keys()
-    digits = []
     for sample in run.rows("samples.jsonl"):
-        assert sample["question"].startswith("What is ")
-        if sample["finish"] != "stop" or not sample["response"].strip():
-            assert (sample["verdict"], sample["critique"]) == (False, "no final answer")
-            continue
-        verdict = "correct" if sample["verdict"] else "incorrect"
-        assert sample["critique"].splitlines()[-1] == f"Verdict: {verdict}"
+        assert sample["answer_key"] == sums[sample["question"]]
         assert sample["reward"] == float(sample["verdict"])
-        if len(sample["response"]) == 1:
-            digits.append(verdict == models.verdict_on(sample["response"]))
-    assert sum(digits) > 0.7 * len(digits)  # it was taught for seconds
+        if sample["critique"] != "no final answer":
+            assert sample["verdict"] <= (sample["critique"][-1] == "Y")
 
 
 @pytest.mark.slow
-def test_a_rule_rewards_without_a_judge_in_bfloat16(own, tmp_path):
+def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
     """On one rank, in whose mode there would be nobody to judge: the reward is the rule's word on the text.
 
     Engine and trainer disagree, as they do in 16 bits; that costs no answer its gradient, and no KL.
     """
-    given = of_own(own, "--rule", "forbidden:7", "--steps", "1", "--dtype", "bfloat16")
-    given += ["--algorithm", "gspo", "kl_coef=0.01", "kl_in=reward"]
-    run = Run(tmp_path, *given, ranks=1).ended()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3+4?"}\n' * 8)
+    given = ["--model", save_model(tmp_path / "model"), "--data", tmp_path / "rows.jsonl", *SIXTEEN]
+    given += ["--rule", "forbidden:7", "--steps", "1", "--dtype", "bfloat16"]
+    given += ["--max-new-tokens", "12", "--algorithm", "gspo", "kl_coef=0.01", "kl_in=reward"]
+    run = Run(tmp_path / "run", *given, ranks=1).ended()
     run.check_nothing_is_left()
     assert [path.name for path in (run.out / "logs").iterdir()] == ["rollout-0.log"]
     row = run.rows()[0]

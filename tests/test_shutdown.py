@@ -57,20 +57,6 @@ def test_signals(monkeypatch, trains, times, is_done):
     assert cleaned == [True] and stop.asked == SIGINT
 
 
-async def broken():
-    raise RuntimeError("Connection closed by peer")
-
-
-@pytest.mark.parametrize("reported,error", [(True, asyncio.CancelledError), (False, RuntimeError)])
-def test_a_collective_that_another_ranks_error_broke(monkeypatch, tmp_path, reported, error):
-    """It is that rank's affair, which has said why; any other one is raised as it is."""
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
-    if reported:
-        (tmp_path / "reported").touch()
-    with pytest.raises(error):
-        asyncio.run(shutdown.run_until_signal(broken(), shutdown.Stop()))
-
-
 # ---------------------------------------------------------------- the end of a process
 
 LEAVE = """

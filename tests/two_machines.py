@@ -5,21 +5,16 @@ they share all but TMPDIR. They end with this process, whatever ends it.
 """
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from launched import ROOT, Run
 
-CLONE_NEWNET = 0x40000000
 PORT = 26000  # --port of the run; each machine has its own
 MEETING_PORT = 26400  # where torchruns meet
 DEADLINE_S = 1800.0
@@ -54,17 +49,6 @@ class Machine:
         into = ("--net", "--uts", "--mount", "--pid", f"--wd={ROOT}")
         return ["nsenter", "--target", str(self.init.pid), *into, *map(str, words)]
 
-    @contextlib.contextmanager
-    def entered(self):
-        """Meanwhile this thread, which must be the main one, opens and sees the sockets of that machine."""
-        with open("/proc/self/ns/net") as ours, open(f"/proc/{self.init.pid}/ns/net") as theirs:
-            for_thread = ctypes.CDLL(None, use_errno=True).setns
-            assert for_thread(theirs.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-            try:
-                yield
-            finally:
-                assert for_thread(ours.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-
     def family(self):
         """What was started there: (process, command line)."""
         mine = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
@@ -74,6 +58,11 @@ class Machine:
                 is_ours = process == self.init or command == "sleep infinity"
                 if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine and not is_ours:
                     yield process, command
+
+    def listening(self):
+        """ADDRESS:PORT of the sockets there that wait for a connection, and of UDP ones that are bound."""
+        said = subprocess.run(self.command("ss", "-Hlntu"), capture_output=True, text=True).stdout
+        return {line.split()[4] for line in said.splitlines()}
 
     def close(self):
         self._unshare.kill()  # --kill-child: the init goes with it, and with the init all that is within
@@ -115,67 +104,16 @@ def replace_second(machines):
     connect(machines)
 
 
-# ---------------------------------------------------------------- what can be seen of a run
-
-
-def program_of(command):
-    """torchrun, rank or engine; of any other process its command line."""
-    kinds = {"bin/torchrun": "torchrun", "cpu.sglang": "engine", "sglang::": "engine"}
-    kinds |= {"run.py": "rank", "torch_shm_manager": "rank"}  # a rank's child, with its sockets
-    return next((kind for word, kind in kinds.items() if word in command), command)
-
-
-@dataclass
-class Seen:
-    """Of both machines, while a run was on."""
-
-    listening: set = field(default_factory=set)  # (machine, program, address, port)
-    connected: set = field(default_factory=set)  # the same, of the other end
-    statuses: dict = field(default_factory=dict)  # (address, port) of an engine -> those of KEYS
-
-    def look(self, machines):
-        """At all sockets; each new engine is asked from the other machine."""
-        for machine, other in zip(machines, reversed(machines), strict=True):
-            keys = {}
-            with machine.entered():
-                for process, command in machine.family():
-                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        for socket in process.net_connections("inet"):
-                            self._note(machine.name, program_of(command), socket)
-                            if socket.status == psutil.CONN_LISTEN and "cpu.sglang" in command:
-                                keys[tuple(socket.laddr)] = process.environ()["NANOYATT_API_KEY"]
-            with other.entered():
-                for place in keys.keys() - self.statuses.keys():
-                    shown = ("", "0" * 64, keys[place])
-                    self.statuses[place] = [ask(*place, key) for key in shown]
-
-    def _note(self, machine, program, socket):
-        if socket.status == psutil.CONN_LISTEN or (socket.laddr and not socket.raddr):
-            self.listening.add((machine, program, *socket.laddr))
-        elif socket.status == psutil.CONN_ESTABLISHED:
-            self.connected.add((machine, program, *socket.raddr))
-
-
-def ask(address, port, key):
-    """HTTP status of a question that an engine answers at any time."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"http://{address}:{port}/model_info", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 # ---------------------------------------------------------------- the run
 
 
 def on_two(machines, out, arguments, strike_after):
-    """One rank on each: the run, and what was seen of it.
+    """One rank on each: the run, and what listened on which machine meanwhile.
 
     The second machine is replaced once so many steps are done. The new one gets the same command.
     """
-    launchers, seen, deadline = {}, Seen(), time.monotonic() + DEADLINE_S
+    launchers, deadline = {}, time.monotonic() + DEADLINE_S
+    seen = {machine.name: set() for machine in machines}
     found, is_struck = Run(out.parent, out=out), False
     try:
         while not launchers or any(each.poll() is None for each in launchers.values()):
@@ -183,7 +121,7 @@ def on_two(machines, out, arguments, strike_after):
             for machine in machines:
                 if machine not in launchers:
                     launchers[machine] = start(machine, machines[0], out, arguments)
-            seen.look(machines)
+                seen[machine.name] |= machine.listening()
             if not is_struck and len(found.rows()) >= strike_after:
                 replace_second(machines)
                 is_struck = True
