@@ -4,9 +4,9 @@
 
 A trial runs the demo with one or two faults: kill -9 of any process of the run at any moment, SIGSTOP of an
 engine's, replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a
-flipped byte in one. It is started again with the same command until its steps are done.
-Then it has the unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of
-docs/faults.md. No process may be left behind. Needs Linux; the full disk, root.
+flipped byte in one. It is started again with the same command until its steps are done. Then it has the
+unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of docs/faults.md.
+No process may be left behind. Needs Linux; the full disk, root.
 """
 
 import argparse
