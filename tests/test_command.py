@@ -135,8 +135,9 @@ def test_what_a_start_refuses(monkeypatch, ranks, arguments, message):
 
 OWN = "--model m --judge j"
 SERVERS = {  # of each rank: role, port after --port, which of the role's models
-    f"{OWN} --mode full": "rollout 0 0, genrm 1 0; rollout 2 0, genrm 3 0",
-    "--model m --judge j k": "rollout 0 0; genrm 3 1; genrm 5 0",
+    f"{OWN} k --mode full --genrm-tp 2": "rollout 0 0, genrm 1 0; rollout 2 0; "
+    "rollout 4 0, genrm 5 1; rollout 6 0",
+    f"{OWN} k": "rollout 0 0; genrm 3 1; genrm 5 0",
     "--rule right --model m": "rollout 0 0; rollout 2 0",
 }
 

@@ -150,7 +150,7 @@ run.main([])
 
 
 @contextlib.contextmanager
-def torchrun(tmp_path, program, ranks=2):
+def torchrun(tmp_path, program, ranks):
     """Ranks that run it between run.py's own beginning and end; nothing of theirs stays behind."""
     (tmp_path / "ranks.py").write_text(RANKS.format(root=str(ROOT), program=program))
     command = [Path(sys.executable).with_name("torchrun"), "--rdzv-backend", "c10d"]
@@ -188,7 +188,7 @@ def test_a_stop_that_was_asked_for(tmp_path):
 
     Also when one of them hasn't yet come out of the meeting in which all became ready for that.
     """
-    with torchrun(tmp_path, "until_a_stop") as run:
+    with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
         ranks = psutil.Process(run.pid).children()
         run.send_signal(signal.SIGINT)
