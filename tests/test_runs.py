@@ -177,6 +177,7 @@ def test_the_demo_learns_in_a_few_steps(tmp_path):
 def test_a_users_models_and_prompts(tmp_path):
     """Questions from a file, the judge's own words beside the verdict that is read from them."""
     given = ["--model", DEMO / "actor", "--judge", DEMO / "judge", "--judge-format", "addition"]
+    given += ["--judge-max-new-tokens", "96"]
     given += ["--data", tmp_path / "rows.jsonl", "--max-new-tokens", "96", "--steps", "2", *SIXTEEN]
     sums = {f"{number}+57=": str(number + 57) for number in range(24)}
     rows = [json.dumps({"prompt": each, "answer": sums[each]}) for each in sums]
