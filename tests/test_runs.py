@@ -190,7 +190,7 @@ def test_a_users_models_and_prompts(tmp_path):
         assert sample["answer_key"] == sums[sample["question"]]
         assert sample["reward"] == float(sample["verdict"])
         if sample["critique"] != "no final answer":
-            assert sample["verdict"] <= (sample["critique"][-1] == "Y")
+            assert sample["verdict"] <= sample["critique"].endswith("Y")
 
 
 @pytest.mark.slow
