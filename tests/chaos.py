@@ -1,20 +1,17 @@
 """Chaos with real processes: seeded faults in real runs of the demo, that must end as the unbroken run.
 
-    python tests/chaos.py --trials 30 --seed 0 [--mode MODE]    a line a trial; exit 1 if one broke
-    python tests/chaos.py --first 17 --trials 1                         trial 17 alone
+    python tests/chaos.py --trials 30 --first 0 [--mode MODE]    a line a trial; exit 1 if one broke
 
-A trial runs the demo with one or two faults: kill -9 or SIGSTOP of any process of the run at any moment (a
-stopped launcher or command goes on after a while, a rank once all is written: only torchrun waits for it),
-replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a flipped
-byte in a checkpoint, a signal to stop. It is started again with the same command until its steps are done.
-Then it has the unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of
-docs/faults.md. No process may be left behind. Needs Linux; the full disk, root.
+A trial runs the demo with one or two faults: kill -9 of any process of the run at any moment, SIGSTOP of an
+engine's, replies of engines that are lost or late (broken_replies.py), a full disk under the checkpoints, a
+flipped byte in one. It is started again with the same command until its steps are done. Then it has the
+unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of docs/faults.md.
+No process may be left behind. Needs Linux; the full disk, root.
 """
 
 import argparse
 import contextlib
 import functools
-import hashlib
 import os
 import random
 import shutil
@@ -23,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -39,59 +35,25 @@ STEPS = 6  # of a trial
 MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4"
 SMALL += " --eval-every 100 --timeout-s 120"
+FINAL = f"checkpoints/step_{STEPS}"
 # a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
-CLEAR_STOPS = (
-    "engine is left to ask",
-    "third failure in a row",
-    "didn't start again",
-    "doesn't end:",
-)
-DAMAGE_STOPS = ("checkpoints is whole",)  # where a person has to decide
-KINDS = {  # by words of the command line, the first that fits
-    "sglang::scheduler": "scheduler",
-    "sglang::detokenizer": "detokenizer",
-    "resource_tracker": "other",
-    "cpu.sglang": "server",
-    "bin/torchrun": "launcher",
-    "run.py": "rank",
-    "broken_replies.py": "rank",
-}
+CLEAR_STOPS = ("is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
+ENGINE = ("sglang::scheduler", "sglang::detokenizer", "cpu.sglang")  # words of command lines
+RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
+ALL = (*ENGINE, "bin/torchrun", RANK)
 
 
-def by_kind(run: Run) -> dict[str, list[psutil.Process]]:
-    """What runs now: launcher, rank, writer, server, scheduler, detokenizer or other."""
-    found: dict[str, list[psutil.Process]] = {}
-    for process, command in run.processes():
-        kind = next((kind for words, kind in KINDS.items() if words in command), "other")
+def send(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            above = " ".join(process.parent().cmdline()) if process.parent() else ""
-            if kind == "rank" and "bin/torchrun" not in above:
-                kind = "writer"  # a rank's child, which writes a checkpoint
-            if kind == "server" and "cpu.sglang" in above:
-                kind = "other"
-            found.setdefault(kind, []).append(process)
-    return found
+            process.send_signal(number)
 
 
-def send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
-
-
-def waited(run: Run, condition: Callable[[], bool]) -> bool:
-    """Whether the condition came true while the run was on, in time."""
+def wait(run: Run, condition: Callable[[], bool]) -> None:
+    """Until the condition holds, the run has ended, or the time is up."""
     deadline = time.monotonic() + DEADLINE_S
-    while run.is_running() and time.monotonic() < deadline:
-        if condition():
-            return True
+    while run.is_running() and time.monotonic() < deadline and not condition():
         time.sleep(0.005)
-    return False
-
-
-def weights(out: Path) -> str:
-    """A hash of the final weights."""
-    path = out / "checkpoints" / f"step_{STEPS}" / "hf" / "model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
 @functools.cache
@@ -99,198 +61,126 @@ def unbroken(mode: str) -> Run:
     """A run that nothing happens to."""
     folder = PLACE / f"unbroken-{mode}"
     shutil.rmtree(folder, ignore_errors=True)
-    run = Run(folder, *SMALL.split(), "--mode", mode).start().finish()
-    assert run.status == 0, run.stderr + run.stdout
-    return run
+    return Run(folder, *SMALL.split(), "--mode", mode).ended()
 
 
-def difference(run: Run, expected: Run) -> str:
-    """The first thing that differs, empty if nothing does. A full disk has no final weights to compare."""
-    rows, others = run.numbers(), expected.numbers()
-    if len(rows) != len(others):
-        return f"{len(rows)} rows instead of {len(others)}"
-    for row, other in zip(rows, others, strict=True):
-        for name in sorted(row.keys() | other.keys()):
-            if row.get(name) != other.get(name):
-                return f"step {row['step']}: {name} {row.get(name)} instead of {other.get(name)}"
-    found = weights(run.out)
-    return "the final weights" if found and found != weights(expected.out) else ""
+# ---------------------------------------------------------------- faults, each tells what it did
 
 
-# ---------------------------------------------------------------- faults
+def moment(run: Run, rng: random.Random) -> str:
+    """A while after a step of the run, or after its start."""
+    rows = rng.choice([-1, 0, 0, 1, 2, 3, 4])
+    seconds = rng.uniform(2, 25) if rows < 0 else rng.uniform(0, 6)
+    wait(run, lambda: len(run.rows()) > rows or (rows == 0 and "eval/accuracy" in run.stdout))
+    until = time.monotonic() + seconds
+    wait(run, lambda: time.monotonic() > until)
+    return f"{len(run.rows())} steps done"
 
 
-@dataclass
-class Fault:
-    """Something that happens once in a run. `strike` waits for its moment, and notes what it did."""
-
-    name: str
-    checkpoint_bytes: int
-    rng: random.Random
-    told: str = ""
-    tolerated: tuple[str, ...] = CLEAR_STOPS
-    later: list = field(default_factory=list)  # (time, process, whether only at the run's end)
-
-    def strike(self, run: Run) -> None:
-        strikes = {
-            "kill": self.signal_one,
-            "stop": self.signal_one,
-            "kill tree": self.kill_in_a_save,
-            "writer": self.strike_writer,
-            "end": self.ask_to_end,
-            "full disk": self.fill_disk,
-            "replies": lambda run: "replies of engines are lost or late",
-            "flip": self.flip,
-        }
-        self.told = strikes[self.name](run)
-
-    def moment(self, run: Run) -> str:
-        """A while after a step of the run, the first included, or after its start."""
-        rows = self.rng.choice([-1, 0, 0, 1, 2, 3, 4])
-        seconds = self.rng.uniform(2, 25) if rows < 0 else self.rng.uniform(0, 6)
-
-        def here() -> bool:
-            first = rows == 0 and "eval/accuracy" in run.stdout
-            return rows < 0 or first or len(run.rows()) > rows
-
-        if waited(run, here):
-            until = time.monotonic() + seconds
-            waited(run, lambda: time.monotonic() > until)
-        return f"{len(run.rows())} steps done"
-
-    def a_save(self, run: Run) -> int:
-        """Waits until a checkpoint is written; returns after which step."""
-        step = self.rng.randrange(1, STEPS)
-        waited(run, lambda: bool(list(run.out.glob(f"checkpoints/step_{step}.partial-*"))))
-        return step
-
-    def signal_one(self, run: Run) -> str:
-        """kill -9 or SIGSTOP of a random process; each kind is as likely, however many there are of it."""
-        when, kinds = self.moment(run), by_kind(run)
-        if not kinds or not run.is_running():  # nobody would end a process that is stopped now
-            return f"nothing: the run had ended ({when})"
-        kind = self.rng.choice(sorted(kinds))
-        process = self.rng.choice(kinds[kind])
-        number = signal.SIGKILL if self.name == "kill" else signal.SIGSTOP
-        send(process, number)
-        if self.name == "stop" and kind in ("launcher", "other", "rank"):
-            self.later.append((time.monotonic() + 20, process, kind == "rank"))
-        return f"{number.name} of a {kind}, {when}"
-
-    def kill_in_a_save(self, run: Run) -> str:
-        step = self.a_save(run)
-        time.sleep(self.rng.uniform(0, 0.1))
-        run.kill_all()
-        return f"kill -9 of all processes in the save of step {step}"
-
-    def strike_writer(self, run: Run) -> str:
-        """kill -9 or SIGSTOP of a process that writes a checkpoint."""
-        step, number = self.a_save(run), self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
-        found, until = [], time.monotonic() + 2
-        while run.is_running() and not found and time.monotonic() < until:
-            found = by_kind(run).get("writer", [])
-        for process in found[:1]:
-            send(process, number)
-        return f"{number.name} of {len(found[:1])} writers in the save of step {step}"
-
-    def ask_to_end(self, run: Run) -> str:
-        """SIGTERM to the ranks, or Ctrl-C."""
-        when, number = self.moment(run), self.rng.choice([signal.SIGTERM, signal.SIGINT])
-        kind = "rank" if number == signal.SIGTERM else "launcher"
-        for process in by_kind(run).get(kind, []):
-            send(process, number)
-        return f"{number.name} to each {kind}, {when}"
-
-    def fill_disk(self, run: Run) -> str:
-        """A small disk under the checkpoints, before the first is written."""
-        folder = run.out / "checkpoints"
-        waited(run, lambda: (run.out / "logs").exists() and not run.rows())
-        folder.mkdir(exist_ok=True)
-        kilobytes = int(self.checkpoint_bytes * self.rng.uniform(0.3, 2.5) / 1024)
-        size = ["-o", f"size={kilobytes}k"]
-        subprocess.run(["mount", "-t", "tmpfs", *size, "tmpfs", folder], check=True)
-        return f"a disk of {kilobytes / 1024:.1f} MB under the checkpoints"
-
-    def flip(self, run: Run) -> str:
-        """kill -9 of everything at a moment, and a byte of what it left is another."""
-        when = self.moment(run)
-        run.kill_all()
-        files = [path for path in run.out.glob("checkpoints/**/*") if path.is_file()]
-        files = sorted(path for path in files if path.stat().st_size)
-        if not files:
-            return f"kill -9 of all processes before the first checkpoint, {when}"
-        path = self.rng.choice(files)
-        content = bytearray(path.read_bytes())
-        content[self.rng.randrange(len(content))] ^= self.rng.randrange(1, 256)
-        path.write_bytes(content)
-        self.tolerated += DAMAGE_STOPS
-        return f"kill -9 of all processes and a flipped byte in {path.relative_to(run.out)}, {when}"
-
-    def go_on(self, run: Run) -> None:
-        for moment, process, at_end in self.later:
-            if time.monotonic() > moment and (not at_end or f"wrote {run.out}" in run.stdout):
-                send(process, signal.SIGCONT)
+def signal_one(run: Run, rng: random.Random, number: int, kinds: tuple[str, ...]) -> str:
+    """Each kind of process is as likely, however many there are of it."""
+    when, words = moment(run, rng), rng.choice(kinds)
+    found = [process for process, command in run.processes() if words in command]
+    send(rng.sample(found, min(1, len(found))), number)
+    return f"{signal.Signals(number).name} of {words}, {when}"
 
 
-NAMES = [*["kill"] * 4, *["stop"] * 3, "kill tree", "writer", "writer"]
-NAMES += ["end", "full disk", "replies", "flip"]
+def kill(run: Run, rng: random.Random) -> str:
+    return signal_one(run, rng, signal.SIGKILL, ALL)
 
 
-def one_start(folder: Path, mode: str, fault: Fault | None, number: int, restarts: int) -> Run:
-    """The command from its start to the end of its last process."""
-    program = "run.py"
-    if fault and fault.name == "replies":
-        program, os.environ["CHAOS_REPLIES"] = "tests/broken_replies.py", str(number)
-    how = dict(launch=("--max-restarts", restarts), program=program, out=folder.parent / "out")
-    run = Run(folder, *SMALL.split(), "--mode", mode, **how).start()
-    if fault:
-        fault.strike(run)
-        deadline = time.monotonic() + DEADLINE_S
-        while run.is_running() and time.monotonic() < deadline:
-            fault.go_on(run)
-            time.sleep(0.1)
-    return run.finish(DEADLINE_S)
+def stop(run: Run, rng: random.Random) -> str:
+    """Of an engine: nothing but torchrun would wait for a rank, and nothing for torchrun."""
+    return signal_one(run, rng, signal.SIGSTOP, ENGINE)
+
+
+def kill_in_a_save(run: Run, rng: random.Random) -> str:
+    step = rng.randrange(1, STEPS)
+    wait(run, lambda: any(run.out.glob(f"checkpoints/step_{step}.partial-*")))
+    time.sleep(rng.uniform(0, 0.1))
+    run.kill_all()
+    return f"kill -9 of all processes in the save of step {step}"
+
+
+def fill_disk(run: Run, rng: random.Random) -> str:
+    """A small disk under the checkpoints, before the first is written."""
+    folder, whole = run.out / "checkpoints", next(PLACE.glob(f"unbroken-*/out/{FINAL}"))
+    size = sum(path.stat().st_size for path in whole.rglob("*"))
+    size = f"size={int(size * rng.uniform(0.3, 2.5) / 1024)}k"
+    wait(run, lambda: (run.out / "logs").exists())
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=True)
+    return f"a disk of {size} under the checkpoints"
+
+
+def lose_replies(run: Run, rng: random.Random) -> str:
+    return "replies of engines are lost or late"  # by broken_replies.py, all the time
+
+
+def flip(run: Run, rng: random.Random) -> str:
+    """kill -9 of everything at a moment, and a byte of what it left is another."""
+    when = moment(run, rng)
+    run.kill_all()
+    files = [path for path in run.out.glob("checkpoints/**/*") if path.is_file()]
+    if not (files := sorted(path for path in files if path.stat().st_size)):
+        return f"kill -9 of all processes before the first checkpoint, {when}"
+    path = rng.choice(files)
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+    path.write_bytes(content)
+    return f"kill -9 of all processes and a flipped byte in {path.relative_to(run.out)}, {when}"
+
+
+FAULTS = [kill] * 4 + [stop] * 3 + [kill_in_a_save] * 2
+FAULTS += [fill_disk, lose_replies, flip]
+
+
+# ---------------------------------------------------------------- trials
 
 
 def trial(number: int, mode: str) -> bool:
     """One trial; returns whether all was well."""
-    rng, expected = random.Random(f"chaos {number}"), unbroken(mode)
-    folder, began, stop, wrong = PLACE / f"trial-{number}", time.monotonic(), "", ""
-    saved = (expected.out / "checkpoints" / f"step_{STEPS}").rglob("*")
-    size = sum(path.stat().st_size for path in saved)
-    names = [NAMES[number % len(NAMES)]] + [rng.choice(NAMES)] * (rng.random() < 0.3)
-    faults = [Fault(name, size, rng) for name in names]
+    rng, folder, told, end = random.Random(f"chaos {number}"), PLACE / f"trial-{number}", [], ""
+    faults = [FAULTS[number % len(FAULTS)], *rng.choices(FAULTS, k=rng.random() < 0.3)]
+    arguments, expected = (*SMALL.split(), "--mode", mode), unbroken(mode)
     shutil.rmtree(folder, ignore_errors=True)
-    runs: list[Run] = []
+    os.environ["CHAOS_REPLIES"] = str(number)
     try:
-        while len(runs) < MOST_STARTS and not stop and not wrong:
-            fault = faults[len(runs)] if len(runs) < len(faults) else None
-            place = folder / f"start-{len(runs)}"
-            runs.append(one_start(place, mode, fault, number, rng.choice([0, 2])))
-            tolerated = {words for fault in faults[: len(runs)] for words in fault.tolerated}
-            errors = [line for line in runs[-1].stderr.splitlines() if line.startswith("error:")]
-            stop = next((line for line in errors if any(words in line for words in tolerated)), "")
-            wrong = f"left behind: {runs[-1].left}" if runs[-1].left else ""
-            if runs[-1].rows() and runs[-1].rows()[-1]["step"] == STEPS:
-                wrong = wrong or difference(runs[-1], expected)
+        for start in range(MOST_STARTS):
+            fault = faults[start] if start < len(faults) else None
+            program = "tests/broken_replies.py" if fault is lose_replies else "run.py"
+            how = dict(launch=("--max-restarts", rng.choice([0, 2])), program=program)
+            run = Run(folder / f"start-{start}", *arguments, **how, out=folder / "out").start()
+            if fault:
+                told.append(fault(run, rng))
+            end = end_of(run.finish(DEADLINE_S), expected, faults[: start + 1])
+            if end or not fault:
                 break
-            if fault is None and not stop:
-                wrong = f"a start without a fault ended with status {runs[-1].status}"
-        else:
-            wrong = wrong or ("" if stop else "not done")
     finally:
         subprocess.run(["umount", folder / "out" / "checkpoints"], capture_output=True)
-    told = "; ".join(fault.told for fault in faults if fault.told)
-    ended = f"BROKEN: {wrong}" if wrong else stop or "the same numbers"
-    took = f"{len(runs)} starts, {time.monotonic() - began:.0f} s"
-    print(f"trial {number} ({mode}): {told} -> {ended} ({took})", flush=True)
-    return not wrong
+    end = end or f"BROKEN: a start without a fault ended with status {run.status}"
+    print(f"trial {number} ({mode}): {'; '.join(told)} -> {end}", flush=True)
+    return not end.startswith("BROKEN")
+
+
+def end_of(run: Run, expected: Run, faults: list) -> str:
+    """What came of a trial with this start, empty if it has to be started again."""
+    if run.left:
+        return f"BROKEN: left behind: {run.left}"
+    if run.rows() and run.rows()[-1]["step"] == STEPS:
+        weights, wanted = (each.out / FINAL / "hf/model.safetensors" for each in (run, expected))
+        same = not weights.exists() or weights.read_bytes() == wanted.read_bytes()  # a full disk
+        same = same and run.numbers() == expected.numbers()
+        return "the same numbers" if same else f"BROKEN: other than {expected.out}: {run.out}"
+    stops = [*CLEAR_STOPS, *["checkpoints is whole"] * (flip in faults)]  # where a person decides
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    return next((line for line in errors if any(words in line for words in stops)), "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--first", "--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--mode", choices=MODES)
     given = parser.parse_args()
     numbers = range(given.first, given.first + given.trials)

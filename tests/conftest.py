@@ -19,12 +19,11 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-WITH_ENGINES = {"test_command", "test_engine", "test_image_engine", "test_machines", "test_runs"}
-WITH_ENGINES |= {"test_security"}
+ENGINES = "test_command test_engine test_image_engine test_machines test_runs test_security"
 
 
 def has_engines(nodeid: str) -> bool:
-    return Path(nodeid.split("::")[0]).stem in WITH_ENGINES
+    return Path(nodeid.split("::")[0]).stem in ENGINES.split()
 
 
 class TwoStreams(LoadScopeScheduling):
@@ -44,9 +43,8 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption(
-        "--dry", action="store_true", help="run the tests of a GPU on the CPU, with small sizes"
-    )
+    what = "run the tests of a GPU on the CPU, with small sizes"
+    parser.addoption("--dry", action="store_true", help=what)
 
 
 def pytest_configure(config) -> None:
@@ -59,25 +57,17 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     """After `-m gpu` a table: what, passed or not, its figures or why it was skipped."""
     if config.option.markexpr != "gpu":
         return
-    rows = []
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            what = report.nodeid.split("::test_")[-1].replace("_", " ")
-            figures = [f"{name} {value}" for name, value in report.user_properties]
-            reason = [report.longrepr[2]] if outcome == "skipped" else []
-            rows.append(
-                (report.location[1], f"{what:60} | {outcome:7} | {', '.join(figures + reason)}")
-            )
-    terminalreporter.section("dry, on the CPU" if config.option.dry else device_name())
-    for _, line in sorted(rows):
-        terminalreporter.line(line)
-
-
-def device_name() -> str:
     import torch
 
     names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
-    return f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
+    device = f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
+    terminalreporter.section("dry, on the CPU" if config.option.dry else device)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            what = report.nodeid.split("::test_")[-1].replace("_", " ")
+            facts = [f"{name} {value}" for name, value in report.user_properties]
+            facts += [report.longrepr[2]] if outcome == "skipped" else []
+            terminalreporter.line(f"{what:60} | {outcome:7} | {', '.join(facts)}")
 
 
 @pytest.fixture(autouse=True)

@@ -43,12 +43,9 @@ def free_ports() -> int:
 class Run:
     """One `torchrun run.py` on a few ranks. `again` is the same command, started once more."""
 
-    def __init__(
-        self, folder: Path, *arguments, ranks: int = 2, launch=(), program="run.py", out=None
-    ):
+    def __init__(self, folder, *arguments, ranks=2, launch=(), program="run.py", out=None):
         self.folder, self.ranks, self.out = folder, ranks, out or folder / "out"
-        self.port = free_ports()
-        self._arguments = [str(each) for each in arguments]
+        self.port, self._arguments = free_ports(), arguments
         self._launch, self._program, self._seen = launch, program, set()
         self.status: int | None = None
         self.left: list[str] = []  # command lines of what outlived it
@@ -58,8 +55,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
         command += [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", self.ranks]
-        command += ["--master-port", self.port + PORTS - 1, *self._launch, self._program]
-        command += ["--out", self.out, "--port", self.port, *self._arguments]
+        command += ["--master-port", self.port + PORTS - 1, *self._launch]
+        command += [self._program, *self._arguments, "--out", self.out, "--port", self.port]
         # seconds for a save after a signal, as the Makefile says
         settings = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
@@ -68,9 +65,26 @@ class Run:
         return self
 
     def again(self) -> "Run":
-        """The same command, whose output goes to a folder of its own."""
+        """The same command, from its start to its end; it says what it has to in a folder of its own."""
         how = dict(ranks=self.ranks, launch=self._launch, program=self._program, out=self.out)
-        return Run(self.folder / "again", *self._arguments, **how).start()
+        return Run(self.folder / "again", *self._arguments, **how).start().finish()
+
+    def struck(self, *strikes) -> "Run":
+        """Start it; once a condition holds strike, pair by pair; wait for its end."""
+        self.start()
+        try:
+            for condition, strike in strikes:
+                self.wait_for(condition)
+                strike(self)
+        finally:
+            self.finish()
+        return self
+
+    def ended(self) -> "Run":
+        """From its start to its end, which is a good one."""
+        self.start().finish()
+        assert self.status == 0, self.stderr + self.stdout
+        return self
 
     def finish(self, timeout_s: float = LONGEST_S) -> "Run":
         """Wait for the end. Leaves no process, whatever happens."""
@@ -84,12 +98,12 @@ class Run:
                     process.kill()
         return self
 
-    def wait_for(self, condition: Callable[["Run"], bool]) -> "Run":
+    def wait_for(self, condition: Callable[["Run"], bool]) -> None:
         deadline = time.monotonic() + LONGEST_S
         while True:
             is_over = time.monotonic() > deadline or not self.is_running()
             if condition(self):
-                return self
+                return
             assert not is_over, f"never came so far: {self.stderr}{self.stdout}"
             time.sleep(0.02)
 
@@ -99,7 +113,7 @@ class Run:
         return self.guard.is_running() and self.guard.status() != psutil.STATUS_ZOMBIE
 
     def family(self) -> set[psutil.Process]:
-        """All that it has ever started and that somebody saw."""
+        """All that it ever started and somebody saw."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._seen.update(self.guard.children(recursive=True))
         return self._seen
@@ -153,16 +167,12 @@ class Run:
     def rows(self, name: str = "metrics.jsonl") -> list[dict]:
         """The whole rows of a file so far."""
         path = self.out / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in lines]
 
     def numbers(self) -> list[dict]:
         """Of every step the metrics that don't depend on timing, on the mode, or on faults."""
         return [timing_free(row) for row in self.rows()]
-
-    def saved(self, step: int) -> bool:
-        """Whether the checkpoint after so many steps is there."""
-        return (self.out / "checkpoints" / f"step_{step}").is_dir()
 
     # ---- what is asserted of every run
 
@@ -175,10 +185,8 @@ class Run:
 
     def check_nothing_is_left(self) -> None:
         """No process and no port; and nothing that belongs to others was touched."""
-        assert self.bystander_spared, "it ended processes that aren't its own"
-        assert not self.left, self.left
-        taken = [port for port in range(self.port, self.port + PORTS) if is_taken(port)]
-        assert not taken
+        assert self.bystander_spared and not self.left, self.left
+        assert not any(map(is_taken, range(self.port, self.port + PORTS)))
 
     @property
     def ours(self) -> list[str]:
@@ -200,5 +208,10 @@ class Run:
 
 
 def rows_done(count: int) -> Callable[[Run], bool]:
-    """A condition for wait_for: so many steps are done."""
+    """A condition: so many steps are done."""
     return lambda run: len(run.rows()) >= count
+
+
+def saved(step: int) -> Callable[[Run], bool]:
+    """A condition: the checkpoint after so many steps is there."""
+    return lambda run: (run.out / "checkpoints" / f"step_{step}").is_dir()

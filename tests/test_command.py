@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import config
 import data
 import models
 import run
-from config import parse_config
 from engines import fleet, server
 from engines.engine import Engine
 from fakes import FakeWorld
 from launched import ROOT, Run
+from runtime import atomic_files
 
 # ---------------------------------------------------------------- as processes
 
@@ -40,10 +41,19 @@ def test_two_ranks_end_with_one_line(tmp_path):
     ended.check_nothing_is_left()
 
 
+def test_a_value_error_that_is_no_users_shows_its_place():
+    """A broken invariant isn't the user's, though zip(strict=True) raises a ValueError, too."""
+    broken = "import run; run.check_settings = lambda *_: list(zip([1], [], strict=True))"
+    command = [sys.executable, "-c", f"{broken}; run.main([])"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode not in (0, 2) and "error: zip()" not in ran.stderr
+    assert "in <lambda>" in ran.stderr and "ValueError: zip() argument 2" in ran.stderr
+
+
 # ---------------------------------------------------------------- a user's own files
 
 GOOD_ROW = '{"prompt": "What is 3+4?"}\n'
-LONG_ROW = json.dumps({"prompt": "What is 3+4? " * 100}) + "\n"
+GPT2 = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
 
 
 @pytest.fixture(scope="module")
@@ -54,132 +64,97 @@ def actor(tmp_path_factory):
 def read(actor: Path, rows: Path) -> dict:
     """All that a rank reads of a model and its prompts before an engine starts; parts of a controller."""
     given = ["--model", str(actor), "--rule", "right", "--data", str(rows)]
-    config = parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
-    run.check_settings(config, 2)
-    server.checkpoint_shapes(config.model)
-    return run.load_inputs(config, print)[-1]
-
-
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def of_another_architecture(path: Path) -> None:
-    path.write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
+    run.check_settings(settings, 2)
+    server.checkpoint_shapes(settings.model)
+    return run.load_inputs(settings, print)[-1]
 
 
 @pytest.mark.parametrize(
-    "file,change,message",
+    "file,damaged,message",
     [
-        ("model.safetensors", cut_short, r"model\.safetensors"),
-        ("model.safetensors", Path.unlink, r"holds no \*\.safetensors"),
-        ("config.json", Path.unlink, "has no config.json"),
-        ("config.json", lambda path: path.write_text("{"), "config.json"),
-        ("config.json", of_another_architecture, "gpt2"),
+        ("model.safetensors", lambda whole: whole[:-1000], r"model\.safetensors"),
+        ("model.safetensors", None, r"holds no \*\.safetensors"),
+        ("config.json", None, "has no config.json"),
+        ("config.json", lambda _: b"{", "config.json is not valid JSON"),
+        ("config.json", lambda _: b'"\xff"', "config.json is not valid JSON"),
+        ("config.json", lambda _: GPT2.encode(), "gpt2"),
     ],
 )
-def test_a_model_that_cannot_be_used_is_named(tmp_path, file, change, message):
+def test_a_model_that_cannot_be_used_is_named(tmp_path, file, damaged, message):
     home = models.save_model(tmp_path / "its-name")
     (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 4)
-    change(home / file)
-    with pytest.raises(ValueError, match=message) as caught:
+    whole = (home / file).read_bytes()
+    (home / file).unlink()
+    if damaged:
+        (home / file).write_bytes(damaged(whole))
+    with pytest.raises(config.UserError, match=message) as caught:
         read(home, tmp_path / "rows.jsonl")
     assert "its-name" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        (GOOD_ROW + "{nope}\n", r"rows\.jsonl:2.*not valid"),
-        ("\n", r"rows\.jsonl.* holds no row"),
-        (GOOD_ROW + LONG_ROW, r"rows\.jsonl:2.*--max-model-len"),
-    ],
-)
-def test_prompts_that_cannot_be_used_are_named(actor, tmp_path, text, message):
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=message) as caught:
-        read(actor, tmp_path / "rows.jsonl")
-    assert "\n" not in str(caught.value)
-
-
-def test_how_answers_are_asked_for(actor, tmp_path):
-    """Sampled as the settings say; greedy ones, for an evaluation, in the same way otherwise."""
-    (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 4)
-    inputs = read(actor, tmp_path / "rows.jsonl")
-    assert inputs["greedy"] == replace(inputs["sampling"], temperature=0.0)
-    assert (inputs["sampling"].temperature, inputs["sampling"].max_new_tokens) == (1.0, 12)
+def test_a_damaged_record_of_a_run_is_named(tmp_path):
+    """But for its last line, which may be in the writing."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step" 1}\n{"st')
+    with pytest.raises(config.UserError, match=r"metrics\.jsonl:2: not valid JSON"):
+        list(atomic_files.complete_rows(path))
 
 
 @pytest.mark.parametrize("more,fits", [(0, True), (1, False)])
 def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
-    """Of 512 tokens twelve."""
-    tokenizer, words = data.load_tokenizer(str(actor)), 0
-
-    def tokens(words):
-        return len(data.encode(tokenizer, "7" * words))
-
-    while tokens(words + 1) <= 500:
-        words += 1
-    assert tokens(words) == 500
-    row = json.dumps({"prompt": "7" * (words + more)}) + "\n"
+    """Of 512 tokens twelve. Greedy answers, for an evaluation, are asked for as sampled ones otherwise."""
+    tokenizer = data.load_tokenizer(str(actor))
+    longest = max(n for n in range(501) if len(data.encode(tokenizer, "7" * n)) == 500)
+    row = json.dumps({"prompt": "7" * (longest + more)}) + "\n"
     (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 3 + row)
-    with nullcontext() if fits else pytest.raises(ValueError, match=r"rows\.jsonl:4"):
-        read(actor, tmp_path / "rows.jsonl")
+    with nullcontext() if fits else pytest.raises(config.UserError, match=r"rows\.jsonl:4"):
+        inputs = read(actor, tmp_path / "rows.jsonl")
+        assert inputs["greedy"] == replace(inputs["sampling"], temperature=0.0)
+        assert (inputs["sampling"].temperature, inputs["sampling"].max_new_tokens) == (1.0, 12)
 
 
 @pytest.mark.parametrize(
-    "arguments,message",
+    "ranks,arguments,message",
     [
-        (["eval", "--model", "m"], "needs one engine, not 2 ranks"),
-        (["--map"], "--map belongs to --dry-run"),
+        ("2", ["eval", "--model", "m"], "needs one engine, not 2 ranks"),
+        ("2", ["--map"], "--map belongs to --dry-run"),
+        (None, ["--mode", "full"], "start with: torchrun --nproc-per-node 2"),
     ],
 )
-def test_what_a_start_refuses(monkeypatch, arguments, message):
+def test_what_a_start_refuses(monkeypatch, ranks, arguments, message):
     """What neither the settings nor the number of ranks alone tell."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=message):
-        run.start(arguments, None)
-
-
-def test_ranks_are_needed(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="start with: torchrun --nproc-per-node 2"):
-        run.start(["--mode", "full"], None)
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(config.UserError, match=message):
+        run.start(arguments, None)
 
 
 # ---------------------------------------------------------------- who serves what
 
+OWN = "--model m --judge j"
+SERVERS = {  # of each rank: role, port after --port, which of the role's models
+    f"{OWN} k --mode full --genrm-tp 2": "rollout 0 0, genrm 1 0; rollout 2 0; "
+    "rollout 4 0, genrm 5 1; rollout 6 0",
+    f"{OWN} k": "rollout 0 0; genrm 3 1; genrm 5 0",
+    "--rule right --model m": "rollout 0 0; rollout 2 0",
+}
 
-@pytest.mark.parametrize(
-    "arguments,ranks,expected",
-    [
-        ([], 2, [[("rollout", 0, 0)], [("genrm", 3, 0)]]),
-        (
-            ["--mode", "full"],
-            2,
-            [[("rollout", 0, 0), ("genrm", 1, 0)], [("rollout", 2, 0), ("genrm", 3, 0)]],
-        ),
-        (
-            ["--model", "m", "--judge", "j", "k"],
-            3,
-            [[("rollout", 0, 0)], [("genrm", 3, 1)], [("genrm", 5, 0)]],
-        ),
-        (["--rule", "right", "--model", "m"], 2, [[("rollout", 0, 0)], [("rollout", 2, 0)]]),
-    ],
-)
-def test_the_servers_of_each_rank(arguments, ranks, expected):
-    """Role, port after --port, and which of its role's models; a model for each judge."""
-    config = parse_config(arguments)
-    plans = run.check_settings(config, ranks)
-    if not config.judge and not config.rule:
-        config = parse_config([*arguments, "--model", "m", "--judge", "j"])
-    specs = [run.servers_of(rank, config, plans) for rank in range(ranks)]
-    found = [[(spec.role, spec.port - config.port, spec.model) for spec in row] for row in specs]
-    assert found == expected
-    for row in specs:
-        for spec in row:
-            of_role = config.judge_models if spec.role == "genrm" else [config.model]
-            assert spec.model_dir == of_role[spec.model]
+
+@pytest.mark.parametrize("arguments,expected", SERVERS.items())
+def test_the_servers_of_each_rank(arguments, expected):
+    """A model for each judge."""
+    settings = config.parse_config(arguments.split())
+    size = expected.count(";") + 1
+    plans = run.check_settings(settings, size)
+    specs = [run.servers_of(rank, settings, plans) for rank in range(size)]
+    for row, of_rank in zip(specs, expected.split("; "), strict=True):
+        found = [f"{each.role} {each.port - settings.port} {each.model}" for each in row]
+        assert ", ".join(found) == of_rank
+        for each in row:
+            of_role = settings.judge_models if each.role == "genrm" else [settings.model]
+            assert each.model_dir == of_role[each.model]
 
 
 class FakeEngine(Engine):
@@ -205,15 +180,13 @@ class FakeEngine(Engine):
 def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
     """By role, in the order of ranks, with the one key of the run; its own sleep before it is asked."""
     monkeypatch.setattr(fleet, "Engine", FakeEngine)
-    config = parse_config(
-        ["--mode", "full", "--model", "m", "--judge", "j", "--out", str(tmp_path)]
-    )
-    plans, meetings = run.check_settings(config, 3), {}
+    settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
+    plans, meetings = run.check_settings(settings, 3), {}
 
     async def rank(number):
         world = FakeWorld(number, 3, meetings)
-        async with fleet.Fleet(config, world) as engines:
-            await engines.launch(run.servers_of(number, config, plans))
+        async with fleet.Fleet(settings, world) as engines:
+            await engines.launch(run.servers_of(number, settings, plans))
             await engines.ready()
             return await engines.connect(None)
 
@@ -227,6 +200,6 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
         for offset, role in enumerate(("rollout", "genrm")):
             found = each[role].all_engines
             facts = [(engine.rank, engine.url, engine.capacity) for engine in found]
-            urls = [f"http://127.0.0.1:{config.port + 2 * n + offset}" for n in range(3)]
+            urls = [f"http://127.0.0.1:{settings.port + 2 * n + offset}" for n in range(3)]
             assert facts == [(n, urls[n], 10 + n) for n in range(3)]
             assert found[number].calls == ["ready", "sleep"]

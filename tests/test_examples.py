@@ -33,6 +33,16 @@ def run_example(name, monkeypatch, *arguments):
     return started
 
 
+def kept(controllers, steps):
+    """What they trained on, step by step: prompt, index and reward of each sample, in order."""
+    found = []
+    for step in range(steps):
+        samples = [s for c in controllers for s in c.report.steps[step][1].kept]
+        assert samples
+        found.append(sorted((s.prompt_id, s.index, s.reward) for s in samples))
+    return found
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short(path):
     """At most 25 lines that aren't blank."""
@@ -47,12 +57,8 @@ def test_an_algorithm_of_one_s_own_runs(monkeypatch):
     samples = [sample for c in controllers for sample in c.report.steps[1][2]]
     assert len({sample.advantages[0] for sample in samples}) > 1
     now = torch.tensor([-1.0, -0.5], requires_grad=True)
-    old, advantages, sequence = (
-        torch.tensor([-1.0, -1.0]),
-        torch.tensor([1.0, -1.0]),
-        torch.tensor([0, 0]),
-    )
-    inputs = algorithms.LossInputs(now, old, advantages, sequence, torch.tensor([2.0]))
+    old, advantages = torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0])
+    inputs = algorithms.LossInputs(now, old, advantages, torch.tensor([0, 0]), torch.tensor([2.0]))
     loss, clipped = controllers[0].algorithm.loss(inputs, controllers[0].algorithm)
     loss.sum().backward()
     assert loss.shape == clipped.shape == (2,) and now.grad[0] < 0 < now.grad[1]
@@ -64,39 +70,16 @@ def test_a_mode_of_one_s_own_runs(monkeypatch):
     assert run_example("my_mode.py", monkeypatch, *arguments) == [arguments]
     runs = [simulate(mode, 4)[0] for mode in ("by_group", "partial")]
     assert runs[0][0].placement.plan.mode == "by_group"
-    for step in range(3):
-        batches = [
-            sorted(
-                (s.prompt_id, s.index, s.reward)
-                for c in controllers
-                for s in c.report.steps[step][1].kept
-            )
-            for controllers in runs
-        ]
-        assert batches[0] == batches[1] and batches[0]
-
-
-def test_a_mode_of_one_s_own_needs_no_judge(monkeypatch):
-    """Its own loop runs, with rules alone."""
-    run_example("my_mode.py", monkeypatch)
-    loop, turns = rollout.MODES["by_group"], []
-
-    async def counted(step):
-        turns.append(step)
-        await loop(step)
-
-    monkeypatch.setitem(rollout.MODES, "by_group", counted)
-    controllers, _ = simulate("by_group", 3, model="m", judge=(), rule=("right",), steps=2)
-    assert len(turns) == 6 and controllers[0].placement.plan.rollout == (0, 1, 2)
-    assert all(c.report.steps[1][1].kept for c in controllers)
+    assert kept(runs[0], 3) == kept(runs[1], 3)
+    without_judge, _ = simulate("by_group", 3, model="m", judge=(), rule=("right",), steps=2)
+    assert without_judge[0].placement.plan.rollout == (0, 1, 2) and kept(without_judge, 2)
 
 
 def test_a_reward_of_one_s_own_runs():
     """Alone: 1 for the right answer, a tenth less for every ten tokens over forty."""
     rule = str(EXAMPLES / "my_reward.py")
     controllers, _ = simulate("partial", 2, model="m", judge=(), rule=(rule,), steps=2)
-    samples = [s for c in controllers for step in range(2) for s in c.report.steps[step][1].kept]
-    assert samples and not controllers[0].placement.genrm.all_engines
-    for sample in samples:
+    assert kept(controllers, 2) and not controllers[0].placement.genrm.all_engines
+    for sample in (s for c in controllers for s in c.report.steps[1][1].kept):
         right = to_text(sample.response).rsplit(">", 1)[1] == sample.answer_key
         assert sample.reward == pytest.approx(right - 0.01 * max(0, len(sample.response) - 40))

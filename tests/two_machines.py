@@ -1,29 +1,22 @@
-"""Two machines on one: namespaces joined by a virtual cable, and runs of the demo over both of them.
+"""Two machines on one: namespaces joined by a virtual cable, and a run of the demo over both of them.
 
 Needs root. A machine here has an address, a hostname, process ids and shared memory of its own; of the disk
 they share all but TMPDIR. They end with this process, whatever ends it.
 """
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from launched import ROOT, Run
 
-CLONE_NEWNET = 0x40000000
-PORT, MEETING_PORT = (
-    26000,
-    26400,
-)  # --port of the run; where torchruns meet; each machine has its own
+PORT = 26000  # --port of the run; each machine has its own
+MEETING_PORT = 26400  # where torchruns meet
 DEADLINE_S = 1800.0
 
 
@@ -39,10 +32,9 @@ class Machine:
         self.folder.mkdir(exist_ok=True)
         hosts = self.folder / "hosts"
         hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
-        within = (
-            f"hostname {name} && mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
-        )
-        within += " && ip link set lo up && echo up && { sleep infinity & wait; }"  # reaps orphans
+        within = f"hostname {name} && mount --bind {hosts} /etc/hosts"
+        within += " && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo up"
+        within += " && { sleep infinity & wait; }"  # reaps orphans
         own = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *own, "sh", "-c", within]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -57,17 +49,6 @@ class Machine:
         into = ("--net", "--uts", "--mount", "--pid", f"--wd={ROOT}")
         return ["nsenter", "--target", str(self.init.pid), *into, *map(str, words)]
 
-    @contextlib.contextmanager
-    def entered(self):
-        """Meanwhile this thread, which must be the main one, opens and sees the sockets of that machine."""
-        with open("/proc/self/ns/net") as ours, open(f"/proc/{self.init.pid}/ns/net") as theirs:
-            for_thread = ctypes.CDLL(None, use_errno=True).setns
-            assert for_thread(theirs.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-            try:
-                yield
-            finally:
-                assert for_thread(ours.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-
     def family(self):
         """What was started there: (process, command line)."""
         mine = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
@@ -77,6 +58,11 @@ class Machine:
                 is_ours = process == self.init or command == "sleep infinity"
                 if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine and not is_ours:
                     yield process, command
+
+    def listening(self):
+        """ADDRESS:PORT of the sockets there that wait for a connection, and of UDP ones that are bound."""
+        said = subprocess.run(self.command("ss", "-Hlntu"), capture_output=True, text=True).stdout
+        return {line.split()[4] for line in said.splitlines()}
 
     def close(self):
         self._unshare.kill()  # --kill-child: the init goes with it, and with the init all that is within
@@ -108,130 +94,53 @@ def connect(machines):
             subprocess.run(machine.command("ip", *words.split()), check=True)
 
 
-# ---------------------------------------------------------------- what can be seen of a run
+def replace_second(machines):
+    """It dies as when its power fails: no connection is closed. Another comes with its name and address."""
+    old = machines[1]
+    old.close()
+    # if it isn't gone yet
+    subprocess.run(machines[0].command("ip", "link", "delete", "cable"), check=False)
+    machines[1] = Machine(old.name, old.address, old.folder.parent)
+    connect(machines)
 
 
-def program_of(command):
-    """torchrun, rank or engine; of any other process its command line."""
-    kinds = {
-        "bin/torchrun": "torchrun",
-        "cpu.sglang": "engine",
-        "sglang::": "engine",
-        "run.py": "rank",
-    }
-    kinds["torch_shm_manager"] = "rank"  # its child, which inherits its sockets
-    return next((kind for word, kind in kinds.items() if word in command), command)
+# ---------------------------------------------------------------- the run
 
 
-@dataclass
-class Seen:
-    """Of both machines, while a run was on."""
+def on_two(machines, out, arguments, strike_after):
+    """One rank on each: the run, and what listened on which machine meanwhile.
 
-    listening: set = field(default_factory=set)  # (machine, program, address, port)
-    connected: set = field(
-        default_factory=set
-    )  # (machine, program, address of the other end, its port)
-    statuses: dict = field(
-        default_factory=dict
-    )  # (address, port) of an engine -> HTTP status by key
-    killed: int = 0  # processes
-
-    def look(self, machines):
-        """At all sockets; each new engine is asked from the other machine."""
-        for machine, other in zip(machines, reversed(machines), strict=True):
-            keys = {}
-            with machine.entered():
-                for process, command in machine.family():
-                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        for socket in process.net_connections("inet"):
-                            self._note(machine.name, program_of(command), socket)
-                            if socket.status == psutil.CONN_LISTEN and "cpu.sglang" in command:
-                                keys[tuple(socket.laddr)] = process.environ()["NANOYATT_API_KEY"]
-            with other.entered():
-                for place in keys.keys() - self.statuses.keys():
-                    shown = {"none": "", "wrong": "0" * 64, "right": keys[place]}
-                    self.statuses[place] = {name: ask(*place, key) for name, key in shown.items()}
-
-    def _note(self, machine, program, socket):
-        if socket.status == psutil.CONN_LISTEN or (socket.laddr and not socket.raddr):
-            self.listening.add((machine, program, *socket.laddr))
-        elif socket.status == psutil.CONN_ESTABLISHED:
-            self.connected.add((machine, program, *socket.raddr))
-
-
-def ask(address, port, key):
-    """HTTP status of a question that an engine answers at any time."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"http://{address}:{port}/model_info", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-# ---------------------------------------------------------------- the runs
-
-
-def settings(steps):
-    return ["--steps", str(steps), "--save-every", "1", "--save-hf-every", str(steps)]
-
-
-def on_two(machines, out, steps, strike=None, meeting=()):
-    """One rank on each: the run, and what was seen of it.
-
-    In the middle, `strike(machines)` kills what it returns. A machine that it put in the place of another
-    gets the same command.
+    The second machine is replaced once so many steps are done. The new one gets the same command.
     """
-    meeting = meeting or ("--rdzv-endpoint", f"{machines[0].address}:{MEETING_PORT}")
-    runs, seen, deadline = {}, Seen(), time.monotonic() + DEADLINE_S
-    found = Run(out.parent, out=out)
+    launchers, deadline = {}, time.monotonic() + DEADLINE_S
+    seen = {machine.name: set() for machine in machines}
+    found, is_struck = Run(out.parent, out=out), False
     try:
-        while not runs or any(run.poll() is None for run in runs.values()):
-            assert time.monotonic() < deadline, (
-                f"not done after {DEADLINE_S:.0f} s: {said(machines)}"
-            )
+        while not launchers or any(each.poll() is None for each in launchers.values()):
+            assert time.monotonic() < deadline, f"not done in time: {said(machines)}"
             for machine in machines:
-                if machine not in runs:
-                    runs[machine] = start(machine, out, steps, meeting, restarts=2 * bool(strike))
-            seen.look(machines)
-            if strike and not seen.killed and len(found.rows()) > steps // 2:
-                seen.killed = len(strike(machines))
+                if machine not in launchers:
+                    launchers[machine] = start(machine, machines[0], out, arguments)
+                seen[machine.name] |= machine.listening()
+            if not is_struck and len(found.rows()) >= strike_after:
+                replace_second(machines)
+                is_struck = True
             time.sleep(0.2)
     finally:
-        for run in runs.values():
-            run.kill()
-            run.wait()
-    assert [runs[machine].returncode for machine in machines] == [0, 0], said(machines)
+        for each in launchers.values():
+            each.kill()
+            each.wait()
+    statuses = [launchers[machine].returncode for machine in machines]
+    assert is_struck and statuses == [0, 0], said(machines)
     return found, seen
 
 
-def kill_ranks(number, machines):
-    """All of one machine; its torchrun lives."""
-    ranks = [process for process, command in machines[number].family() if is_rank(process, command)]
-    for rank in ranks:
-        rank.kill()
-    return ranks
-
-
-def replace_second(machines):
-    """It dies as when its power fails: no connection is closed. Another comes with its name and address."""
-    old, there = machines[1], list(machines[1].family())
-    old.close()
-    subprocess.run(
-        machines[0].command("ip", "link", "delete", "cable"), check=False
-    )  # if it isn't gone yet
-    machines[1] = Machine(old.name, old.address, old.folder.parent)
-    connect(machines)
-    return there
-
-
-def start(machine, out, steps, meeting, restarts):
+def start(machine, first, out, arguments):
     """torchrun on one of the machines."""
     command = [Path(sys.executable).with_name("torchrun"), "--nnodes", 2, "--nproc-per-node", 1]
-    command += ["--max-restarts", restarts, "--local-addr", machine.address]
-    command += ["--rdzv-backend", "c10d", *meeting]
-    command += ["run.py", "--host", machine.address, "--port", PORT, "--out", out, *settings(steps)]
+    command += ["--max-restarts", 2, "--local-addr", machine.address, "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"{first.address}:{MEETING_PORT}", "run.py", *arguments]
+    command += ["--host", machine.address, "--port", PORT, "--out", out]
     environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment |= {"TMPDIR": str(machine.folder)}
     with machine.log.open("ab") as log:
@@ -239,16 +148,6 @@ def start(machine, out, steps, meeting, restarts):
         return subprocess.Popen(machine.command(*command), **how)
 
 
-def is_rank(process, command):
-    """Whether torchrun started it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return program_of(command) == "rank" and "bin/torchrun" in " ".join(
-            process.parent().cmdline()
-        )
-    return False
-
-
 def said(machines):
-    return "".join(
-        f"\n--- {machine.name}:\n{machine.log.read_text()[-3000:]}" for machine in machines
-    )
+    logs = [f"\n--- {machine.name}:\n{machine.log.read_text()[-3000:]}" for machine in machines]
+    return "".join(logs)

@@ -10,12 +10,11 @@ HERE = Path(__file__).parent
 
 
 def run_worker(script: str, *arguments: str | Path, timeout_s: float = 300) -> None:
-    """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
     run_command([sys.executable, str(HERE / script), *map(str, arguments)], timeout_s)
 
 
 def run_command(command: list[str], timeout_s: float) -> None:
-    """The same of any command."""
+    """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
     settings = {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     how = dict(start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     process = subprocess.Popen(command, env=os.environ | settings, **how)
