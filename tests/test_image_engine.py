@@ -79,8 +79,8 @@ async def ask(engine, *requests):
     return [answers[index] for index in range(len(requests))]
 
 
-def expected(seeing, request, answer, model=0):
-    """Transformers' log-probabilities of an answer's tokens."""
+def error_of(seeing, request, answer, model=0):
+    """The largest difference to transformers' log-probabilities of an answer's tokens."""
     whole, media = torch.tensor([request.prompt + answer.tokens[:-1]]), {}
     if request.images:
         pixels, grids = seeing.reader.pixels(list(request.images))
@@ -88,13 +88,8 @@ def expected(seeing, request, answer, model=0):
         media["mm_token_type_ids"] = (whole == IMAGE).int()
     with torch.no_grad():
         logits = seeing.models[model](input_ids=whole, **media).logits[0, len(request.prompt) - 1 :]
-    return logits.log_softmax(-1)[range(len(answer.tokens)), answer.tokens].tolist()
-
-
-def error_of(seeing, request, answer, model=0):
-    """The largest difference."""
-    pairs = zip(answer.logprobs, expected(seeing, request, answer, model), strict=True)
-    return max(abs(ours - theirs) for ours, theirs in pairs)
+    expected = logits.log_softmax(-1)[range(len(answer.tokens)), answer.tokens]
+    return (torch.tensor(answer.logprobs) - expected).abs().max().item()
 
 
 def picture(mode, kind="PNG", rotated=False):
@@ -129,15 +124,14 @@ FILES = {
 def test_logprobs_are_transformers(run, seeing, name):
     """Also of files whose pixels could be read in several ways: engine and trainer read them in the same."""
     requests = [request_of(seeing, FILES[name], seed) for seed in range(8)]
-    answers = run(ask(seeing.engine, *requests))
-    assert len({tuple(answer.tokens) for answer in answers}) > 4
-    for request, answer in zip(requests, answers, strict=True):
+    pairs = list(zip(requests, run(ask(seeing.engine, *requests)), strict=True))
+    assert len({tuple(answer.tokens) for _, answer in pairs}) > 4
+    for request, answer in pairs:
         assert error_of(seeing, request, answer) < 1e-5
         ended = answer.tokens[-1] in (*request.sampling.stop_token_ids, 2)
         assert answer.finish == ("stop" if ended else "length")
     if name == "one":  # so that agreement isn't vacuous: the picture decides
         swapped = request_of(seeing, [encoded_picture(64, 64, seed=3)]).images
-        pairs = zip(requests, answers, strict=True)
         assert max(error_of(seeing, r._replace(images=swapped), a) for r, a in pairs) > 1e-3
 
 
@@ -148,30 +142,26 @@ def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     files = [encoded_picture((8 - i % 2) * side, 8 * side, seed=100 + i) for i in range(8)]
     requests = [request_of(seeing, [file], seed) for seed, file in enumerate(files)]
     assert all(4 * image.features > 192 for request in requests for image in request.images)
-    group = [requests[0]._replace(seed=seed) for seed in range(8)]
 
-    async def ask_anew(*those):
-        await seeing.engine._call("POST", "/flush_cache?timeout=30")
-        return [(answer.tokens, answer.logprobs) for answer in await ask(seeing.engine, *those)]
+    def ask_anew(*those):
+        run(seeing.engine._call("POST", "/flush_cache?timeout=30"))
+        return [(answer.tokens, answer.logprobs) for answer in run(ask(seeing.engine, *those))]
 
-    alone = [run(ask_anew(request))[0] for request in requests]
-    assert run(ask_anew(*group))[0] == alone[0]
-    assert run(ask_anew(*requests)) == alone
+    alone = [ask_anew(request)[0] for request in requests]
+    assert ask_anew(*(requests[0]._replace(seed=seed) for seed in range(8)))[0] == alone[0]
+    assert ask_anew(*requests) == alone
 
 
 @pytest.mark.slow
 def test_the_same_image_after_a_push_of_another_tower(run, seeing):
     """And after sleep. All weights go back in the end."""
     engine, request = seeing.engine, request_of(seeing, [ONE, OTHER])
-
-    async def push(directory, version):
-        await engine.sleep()
-        await engine.wake_weights()
-        await engine.load_weights(load_file(Path(directory, "model.safetensors")).items(), version)
-        await engine.wake_kv_cache()
-
     for version, model in enumerate((0, 1, 0), 1):
-        run(push(seeing.directories[model], version))
+        weights = load_file(Path(seeing.directories[model], "model.safetensors"))
+        run(engine.sleep())
+        run(engine.wake_weights())
+        run(engine.load_weights(weights.items(), version))
+        run(engine.wake_kv_cache())
         for _ in range(2):
             [answer] = run(ask(engine, request))
             assert answer.versions == [version] * len(answer.tokens)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import data
 from config import parse_config, printable
 from engines.server import end_stale_servers, server_flags, write_pid_file
-from launched import PORTS, ROOT, Run
+from launched import ROOT, Run
 from models import save_model
 from reporting.progress import Progress
 
@@ -200,7 +200,7 @@ def ask(port, method, path, key):
 
 
 def refusals(port, key):
-    """HTTP statuses without a key and with a wrong one, of every route of a server."""
+    """HTTP statuses without a key and with a wrong one, of all routes of a server but the probes."""
     paths = json.loads(ask(port, "GET", "/openapi.json", key)[1])["paths"]
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     routes = [(method, path.replace("{", "").replace("}", "")) for method, path in routes]
@@ -235,27 +235,14 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_request_without_the_key_is_refused(served):
-    """By both servers, on every path, and with a wrong key too. Only SGLang's own probes are open."""
-    *_, refused = served
+def test_nobody_comes_in_without_the_key(served):
+    """It is in no command line and in no file; every socket, from its first moment, is on loopback."""
+    run, seen, key, refused = served
     assert refused <= {401, 403}
-
-
-@pytest.mark.slow
-def test_the_key_is_nowhere_to_be_read(served):
-    """One key a run, in no command line and in no file that the run left."""
-    run, seen, key, _ = served
     assert len(key) == 64 and not any(key in command for command in seen)
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert len(files) > 8 and not any(key.encode() in path.read_bytes() for path in files)
-
-
-@pytest.mark.slow
-def test_every_socket_is_on_loopback(served):
-    """Of all processes of a run, from their first moment."""
-    run, seen, *_ = served
-    for word in ("cpu.sglang", "bin/torchrun"):
-        assert any(word in command for command in seen)
+    assert any("bin/torchrun" in command for command in seen)
     addresses = {address for found in seen.values() for address in found}
     assert {ip for ip, _ in addresses} == {"127.0.0.1"}, seen
     assert {run.port, run.port + 3} <= {port for _, port in addresses}
@@ -263,21 +250,13 @@ def test_every_socket_is_on_loopback(served):
 
 @pytest.mark.slow
 def test_training_alone_trains_on_what_was_served_alone(served, tmp_path):
-    """No server is started; every token is trained on. By default torchrun's own store is open."""
+    """No server is started; every token is trained on."""
     replay = served[0].out / "replay.jsonl"
-    rows, seen = served[0].rows("replay.jsonl"), {}
-    run = Run(tmp_path, *SMALL, "--train-only", "--replay", replay, "--steps", "3").start()
-    try:
-        run.wait_for(lambda run: look(run, seen) or (run.out / "trace.json").exists())
-    finally:
-        run.finish()
+    run = Run(tmp_path, *SMALL, "--train-only", "--replay", replay, "--steps", "3").start().finish()
     assert run.status == 0, run.stderr + run.stdout
     run.check_nothing_is_left()
-    assert not any("cpu.sglang" in command for command in seen)
-    opened = [(command, *address) for command, found in seen.items() for address in found]
-    opened = [(command, port) for command, ip, port in opened if ip != "127.0.0.1"]
-    assert {port for _, port in opened} == {run.port + PORTS - 1}  # --master-port
-    assert all("bin/torchrun" in command for command, _ in opened)
+    assert not list((run.out / "logs").iterdir())
+    rows = served[0].rows("replay.jsonl")
     for step, row in enumerate(run.rows()[:3]):
         responses = [each["response"] for each in rows if each["step"] == rows[0]["step"] + step]
         assert row["step"] == step and row["train/tokens"] == sum(map(len, responses))
