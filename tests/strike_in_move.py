@@ -15,19 +15,18 @@ import rollout
 import run
 from engines.pool import Pool
 
-MOMENTS = ("before", "during", "after")
-use, struck = Pool.use, []  # steps
+MOMENTS = ["before", "during", "after"]
+use, struck = Pool.use, [0]  # steps
 rollout.MEETING_INTERVAL_S = 0.02
 
 
 async def use_and_strike(self, leads, move=False):
     """The engine that is to go on with the tail dies, the first time that it is chosen in a step."""
-    step = self.timeline.step
-    is_cut = (
-        self.role == "rollout" and 0 < len(leads) < len(self.awake) and step not in [0, *struck]
-    )
-    moment = MOMENTS[len(struck)] if is_cut and len(struck) < len(MOMENTS) else None
-    struck.extend([step] if moment else [])
+    is_cut = self.role == "rollout" and 0 < len(leads) < len(self.awake)
+    if not is_cut or self.timeline.step in struck or not MOMENTS:
+        return await use(self, leads, move)
+    struck.append(self.timeline.step)
+    moment = MOMENTS.pop(0)
 
     def strike():
         if self.world.rank == leads[0]:
