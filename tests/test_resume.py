@@ -75,9 +75,6 @@ def spoil(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
-# ---------------------------------------------------------------- which checkpoint
-
-
 @pytest.mark.parametrize(
     "name", ["spans/rank1.jsonl", "replay.jsonl", "checkpoints/step_1.partial-1"]
 )
@@ -162,9 +159,6 @@ def test_out_that_cannot_be_written_is_one_line(tmp_path, out, reason):
         prepared(tmp_path / out)
 
 
-# ---------------------------------------------------------------- a checkpoint by name
-
-
 def test_an_older_checkpoint_of_this_run_by_name(tmp_path):
     """The newer ones are archived: their steps will be others."""
     out = make_run(tmp_path / "run")
@@ -200,9 +194,6 @@ def test_a_name_that_cannot_be_gone_on_from(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
         prepared(out, resume=str(out / "checkpoints" / name), steps=15)
     assert is_untouched(out)
-
-
-# ---------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(
