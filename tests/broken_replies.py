@@ -20,20 +20,14 @@ from engines.engine import Engine, EngineLost
 LOST, LATE = 0.004, 0.02  # of the events of a stream
 LATE_S = 3.0
 MOST_LOST = 4  # in a rank's life
-CALLS = (
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/update_weights_from_tensor",
-    "/abort_request",
-)
+MOVES = ("memory_occupation", "update_weights_from_tensor", "abort_request")
 rng, lost = random.Random(f"{os.environ['CHAOS_REPLIES']} {os.environ.get('RANK')}"), []
 
 
 def is_lost(chance: float) -> bool:
-    if len(lost) < MOST_LOST and rng.random() < chance:
-        lost.append(True)
-    else:
+    if len(lost) == MOST_LOST or rng.random() >= chance:
         return False
+    lost.append(True)
     print(f"CHAOS: rank {os.environ['RANK']} loses a reply", flush=True)
     return True
 
@@ -51,7 +45,7 @@ async def events_with_faults(response, real=server.server_sent_events):
 async def call_with_faults(self, method, path, real=Engine._call, **body):
     """The server does what it is told, but nobody hears of it."""
     reply = await real(self, method, path, **body)
-    if path in CALLS and is_lost(LOST * 5):
+    if path.endswith(MOVES) and is_lost(LOST * 5):
         raise EngineLost(f"didn't answer {path}: lost on its way")
     return reply
 

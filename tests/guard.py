@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,11 +24,9 @@ def family(but: int) -> dict[int, str]:
     """Living descendants: process id -> command line."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             if process.pid != but and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid] = " ".join(process.cmdline())
-        except psutil.NoSuchProcess:
-            continue
     return found
 
 
@@ -40,13 +39,11 @@ def main() -> None:
     deadline = time.monotonic() + 30
     while (left := family(bystander.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    spared = bystander.poll() is None
+    result = {"status": status, "left": list(left.values())}
+    result["bystander_spared"] = bystander.poll() is None
     for pid in (*family(bystander.pid), bystander.pid):
-        try:
+        with suppress(psutil.NoSuchProcess):
             psutil.Process(pid).kill()
-        except psutil.NoSuchProcess:
-            continue
-    result = {"status": status, "left": list(left.values()), "bystander_spared": spared}
     Path(sys.argv[1]).write_text(json.dumps(result))
 
 
