@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 import controller
 from fakes import FakeWorld
 from sample import Sample
-from scheduling.balance import (
-    flat,
-    karmarkar_karp,
-    pack,
-    pack_evenly,
-    packed_length,
-    plan_batch,
-)
+from scheduling.balance import flat, karmarkar_karp, pack, pack_evenly, packed_length, plan_batch
 
 
 def cost(tokens: int) -> int:

@@ -198,9 +198,7 @@ GOOD = {"prompt": "good"}
             "21 tokens, but --max-model-len less --max-new-tokens leaves",
         ),
         pytest.param(
-            [GOOD, {"messages": [{"role": "user", "content": None}]}],
-            2,
-            "needs `messages`",
+            [GOOD, {"messages": [{"role": "user", "content": None}]}], 2, "needs `messages`"
         ),
         pytest.param([GOOD, {"prompt": ""}], 2, "prompt"),
     ],

@@ -137,11 +137,7 @@ def test_marks_are_drawn_and_named():
 
 @pytest.mark.parametrize(
     "records",
-    [
-        tl.Records(MIXED),
-        tl.Records(),
-        tl.Records(MIXED, CUT + WHOLE, MARKS),
-    ],
+    [tl.Records(MIXED), tl.Records(), tl.Records(MIXED, CUT + WHOLE, MARKS)],
     ids=["mixed", "none", "all"],
 )
 def test_the_figure_is_a_picture(tmp_path, records):
@@ -156,12 +152,7 @@ def test_the_figure_is_a_picture(tmp_path, records):
 
 @pytest.mark.parametrize(
     "first,last,steps",
-    [
-        (-3, -1, {9, 10, 11}),
-        (2, 4, {2, 3, 4}),
-        (10, 99, {10, 11}),
-        (5, 4, set()),
-    ],
+    [(-3, -1, {9, 10, 11}), (2, 4, {2, 3, 4}), (10, 99, {10, 11}), (5, 4, set())],
 )
 def test_steps_of_a_run(first, last, steps):
     """Of 12 steps; the evaluation after the last belongs to none; what has no colour isn't drawn."""

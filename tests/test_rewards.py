@@ -237,12 +237,7 @@ def test_to_be_interrupted_is_no_error_of_the_user_s(tmp_path):
         score(answered("5"), [], [rewards.load("reward", path)])
 
 
-SPECS = [
-    "nothing.py",
-    "length:0",
-    "forbidden:",
-    "a.txt:b",
-]
+SPECS = ["nothing.py", "length:0", "forbidden:", "a.txt:b"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -341,12 +336,7 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100 / math.e)
 
 
-@pytest.mark.parametrize(
-    "mode,size,tp",
-    [
-        ("full", 4, 2),
-    ],
-)
+@pytest.mark.parametrize("mode,size,tp", [("full", 4, 2)])
 def test_safe_rlhf_in_the_real_loop(mode, size, tp):
     """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
     controllers, _ = simulate(
