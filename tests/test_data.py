@@ -52,9 +52,6 @@ def loaded(state, prompts):
     return other
 
 
-# ---------------------------------------------------------------- the cursor
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1), st.booleans()), max_size=30))
 def test_no_prompt_is_lost_or_repeated(steps):
@@ -84,9 +81,6 @@ def test_a_group_is_one_prompt_with_numbered_answers():
     """Every field of data.py is filled, no other is."""
     expected = [Sample(7, i, [7], "question 7", "key 7") for i in range(4)]
     assert data.Prompts(Numbers(), 4).group(7) == expected
-
-
-# ---------------------------------------------------------------- a user's own file
 
 
 @settings(deadline=None, max_examples=40)
@@ -231,9 +225,6 @@ def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         prompt_file(tmp_path / name)
-
-
-# ---------------------------------------------------------------- tokens
 
 
 @pytest.fixture(scope="module")

@@ -106,14 +106,6 @@ def test_experience_says_what_will_be_filtered(generated, finished, wave):
     assert sampler.next_wave() == wave
 
 
-@pytest.mark.parametrize("finished,kept,expected", [(10, 5, 1.1), (40, 0, 1.9), (0, 0, 0.9)])
-def test_groups_per_kept_is_a_moving_average(finished, kept, expected):
-    """From 1, a step counts a tenth: 0.9 + 0.1 x groups per kept, which is taken for 10 at most."""
-    facts = {prompt_id: prompt_id < kept for prompt_id in range(finished)}
-    sampler = sampler_of(DynamicSampler, 8, [list(range(finished))], facts)
-    assert sampler.updated_groups_per_kept() == pytest.approx(expected)
-
-
 def play(sampler, truth, rng, draw, at_once=3):
     """A step as rollout.collect plays it; groups finish in the order that `rng` gives, some together."""
     while not sampler.is_complete:
@@ -192,9 +184,6 @@ def test_in_order_a_step_is_as_if_it_waited_for_every_wave(
         begin += used
 
 
-# ---------------------------------------------------------------- what is known of a group
-
-
 def judged_group(rewards, greedy=False):
     """The last answer is the greedy one, if there is one."""
     group = [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
@@ -228,9 +217,6 @@ def test_a_group_is_generated_when_all_of_its_answers_are_finished():
     """Stopped or at the limit; one that was aborted may go on."""
     assert is_generated(group_of(0, "stop", "length"))
     assert not is_generated(group_of(0, "stop", "abort")) and not is_generated(group_of(0, "", ""))
-
-
-# ---------------------------------------------------------------- who holds a prompt
 
 
 def test_a_prompt_goes_to_its_owner():

@@ -135,15 +135,20 @@ def sample(response, question="57+68=", finish="stop"):
     return Sample(0, 0, [], question, response=list(response), finish=finish)
 
 
+def run(work):
+    """On a virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        return runner.run(work)
+
+
 def score_all(listed, pool, samples):
-    """On a virtual clock; returns the seconds that it took."""
+    """Returns the seconds that it took."""
 
     async def together():
         await asyncio.gather(*(listed.score(each, pool) for each in samples))
         return asyncio.get_running_loop().time()
 
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        return runner.run(together())
+    return run(together())
 
 
 def accept(prompt, number):
@@ -204,8 +209,7 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
 
 
 @pytest.mark.parametrize(
-    "text,logprob,reward",
-    [("Y", -0.35, 1.0), ("Y", -0.37, 0.0), ("N", -5.0, 0.0)],
+    "text,logprob,reward", [("Y", -0.35, 1.0), ("Y", -0.37, 0), ("N", -5.0, 0)]
 )
 def test_confidence_floor(text, logprob, reward):
     """An accept with one unlikely token counts as a reject; a reject stays one."""
@@ -215,9 +219,7 @@ def test_confidence_floor(text, logprob, reward):
     assert listed.counts() == ([0], [1])
 
 
-@pytest.mark.parametrize(
-    "response,finish", [("125", "stop"), (">125", "length"), (">125", "abort")]
-)
+@pytest.mark.parametrize("response,finish", [("125", "stop"), (">125", "length"), (">1", "abort")])
 def test_no_final_answer_is_0_without_a_request(response, finish):
     """Nothing after a '>', or an answer that was cut off."""
     listed, engine, judged = make_rewards(), Engine(accept), sample(response, finish=finish)
@@ -234,9 +236,6 @@ def test_a_failed_verdict_is_no_reward(text, finish):
     score_all(listed, Pool(engine), samples)
     assert [(s.verdict, s.reward, s.critique) for s in samples] == [(None, None, text)] * 2
     assert len(engine.asked) == 1 and listed.counts() == ([1], [0])
-
-
-# ---------------------------------------------------------------- several judgements
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -309,25 +308,25 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
     assert listed.counts() == ([0] * len(replies), [1] * len(replies))
 
 
-def test_a_cost_judge_says_what_an_answer_costs():
-    """Its accept costs 1, and takes nothing off the reward; the costs of several are added."""
-    listed, judged = make_rewards("addition", "harm", "harm", "harm", costs=3), sample("It is >125")
-    harms = [Engine(always(f"Verdict: {word}")) for word in ("yes", "no", "yes")]
-    engines = [Engine(accept), *harms]
+@pytest.mark.parametrize(
+    "text,finish,reward", [("It is >125", "stop", 1.0), ("It is", "length", 0.0)]
+)
+def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
+    """Its accept costs 1, and takes nothing off the reward; the costs of several are added.
+
+    Also of an answer that was cut off: else never to end would be a way out.
+    """
+    listed, judged = make_rewards("addition", "harm", "harm", costs=2), sample(text, finish=finish)
+    engines = [Engine(accept), Engine(always("Verdict: yes")), Engine(always("Verdict: yes"))]
     score_all(listed, Pool(*engines), [judged])
-    assert (judged.reward, judged.cost, judged.verdict) == (1.0, 2.0, True)
+    assert (judged.reward, judged.cost, judged.verdict) == (reward, 2.0, bool(reward))
     assert "Request:\n57+68=\n" in engines[1].asked[0]
-    assert engines[1].asked[0].endswith("Response:\nIt is >125")
+    assert engines[1].asked[0].endswith(f"Response:\n{text}")
 
 
-def test_an_answer_that_was_cut_off_costs_what_its_text_does():
-    """Else never to end would be a way out. A judge of final answers has no word on one without."""
-    listed, cut = make_rewards("addition", "harm", costs=1), sample("It is", finish="length")
-    engines = [Engine(accept), Engine(always("Verdict: yes"))]
-    score_all(listed, Pool(*engines), [cut])
-    assert (cut.reward, cut.cost) == (0.0, 1.0) and engines[1].asked[0].endswith("Response:\nIt is")
+def test_a_judge_of_final_answers_has_no_word_on_the_cost_of_one_without():
     listed, cut = make_rewards("addition", "chat", costs=1), sample("It is", finish="length")
-    score_all(listed, Pool(*engines), [cut])
+    score_all(listed, Pool(Engine(accept), Engine(always("Verdict: yes"))), [cut])
     assert (cut.reward, cut.cost, cut.verdict) == (None, None, None)
 
 
@@ -345,10 +344,11 @@ def test_a_scalar_reward_model_scores_the_whole_response():
 
 def test_one_of_two_judges_is_ten_times_slower():
     """Both are asked at once: the slower one's time is all that it takes, and the faster isn't held up."""
-    listed, samples = make_rewards("addition", "addition"), right_and_wrong(6)
-    engines = [Engine(truth, 1.0), Engine(truth, 10.0)]
-    assert score_all(listed, Pool(*engines), samples) == pytest.approx(10.0)
-    assert [s.reward for s in samples] == [1.0, 0.0] * 3
+    listed, engines = (
+        make_rewards("addition", "addition"),
+        [Engine(truth, 1.0), Engine(truth, 10.0)],
+    )
+    assert score_all(listed, Pool(*engines), right_and_wrong(6)) == pytest.approx(10.0)
     assert listed.latencies == [1.0] * 6 + [10.0] * 6
 
 
@@ -379,17 +379,11 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)
 
 
-# ---------------------------------------------------------------- bad judges
-
-
-NONE_OF = r"none of the first {} .*-format addition harm"
-
-
 @pytest.mark.parametrize(
     "failed,parsed,named",
     [
-        ([5, 0], [0, 8], "judge A: " + NONE_OF.format(5)),
-        ([0, 10], [18, 0], "judge B: " + NONE_OF.format(10)),
+        ([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm"),
+        ([0, 10], [18, 0], "judge B: none of the first 10 "),
         ([0, 10], [18, 1], None),  # it did once
     ],
 )
@@ -447,8 +441,7 @@ def test_cancel_at_any_moment(moment):
         assert [s.reward for s in samples] == [1.0, 0.0, 1.0, 0.0] and listed.counts()[0] == [0, 0]
         listed.reset()
 
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        runner.run(together())
+    run(together())
 
 
 def test_a_cancelled_sample_leaves_its_verdict_to_others():
@@ -462,6 +455,5 @@ def test_a_cancelled_sample_leaves_its_verdict_to_others():
         await second
         assert first.cancelled() and asyncio.get_running_loop().time() == 10.0
 
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        runner.run(together())
+    run(together())
     assert [s.reward for s in samples] == [None, 1.0] and len(engine.asked) == 1

@@ -22,8 +22,6 @@ from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
 from vision_models import encoded_picture
 
-# ---------------------------------------------------------------- from facts to metrics
-
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
     rollout/trained_len_mean rollout/truncated_frac rollout/wrong_frac genrm/accept_frac
     genrm/false_positive_frac cost/unfiltered_mean"""
@@ -144,9 +142,6 @@ def test_metrics_of_serving_by_hand():
     assert serving_metrics(alone, config)["occupancy/genrm"] == 0  # there is no engine
 
 
-# ---------------------------------------------------------------- one controller's facts
-
-
 def group_of(prompt_id, *rewards, **fields):
     fields |= dict(question="q", answer_key="5", finish="stop")
     group = [
@@ -220,17 +215,6 @@ def test_failed_judgements_are_counted(kept):
     assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
     assert found.means["rollout/response_len_mean"] == [1, 2, 3]
     assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
-
-
-def test_an_answer_that_nobody_judged_yet_is_no_failure():
-    """Its group was cut off, or comes again: only what a judge failed on counts."""
-    batch = batch_of([group_of(4, 1.0, 0.0)], carried=[group_of(5, None, None)])
-    found = local_facts(controller_of(), batch, batch.kept, tl.Records())
-    assert (found.sums["genrm/failed"], found.sums["rollout/carried_groups"]) == (0, 1)
-    assert found.means["rollout/response_len_mean"] == [1, 2]
-
-
-# ---------------------------------------------------------------- what rank 0 writes
 
 
 def board_in(out):

@@ -20,9 +20,6 @@ def spans_of(intervals, name="rollout", rank=0, step=0):
     return [tl.Span(name, rank, start, start + length, step) for start, length in intervals]
 
 
-# ---------------------------------------------------------------- busy, seconds, lanes
-
-
 def test_busy_on_hand_worked_spans():
     """Two overlap for one of three seconds; touching ones are one stretch or two; a gap parts them."""
     assert tl.busy([]) == []
@@ -55,9 +52,6 @@ def test_lanes_against_a_sampler(groups):
         assert sum(end - start for start, end, _ in stretches) * 4 == sum(map(bool, flying))
         work = sum((end - start) * flying for start, end, flying in stretches)
         assert work * 4 == pytest.approx(sum(flying))
-
-
-# ---------------------------------------------------------------- one controller's timeline
 
 
 def test_a_timeline_on_a_clock(tmp_path):
@@ -136,8 +130,6 @@ def events_of(records, folder, phases):
     tl.write_trace(records, path)
     return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] in phases]
 
-
-# ---------------------------------------------------------------- trace
 
 MIXED = [
     *spans_of([(0, 2), (1, 2)], "rollout", 0),
