@@ -139,10 +139,6 @@ def test_parquet(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     check_rows(prompt_file(tmp_path / "rows.parquet"))
-    rows = [{"prompt": "a", "answer": 1}, {"prompt": None, "answer": 2}]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "gap.parquet")
-    with pytest.raises(ValueError, match=r"gap\.parquet:2: needs `messages`"):
-        prompt_file(tmp_path / "gap.parquet")
 
 
 GOOD = {"prompt": "good"}
@@ -185,16 +181,13 @@ def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path):
     assert all(prompt.images() == () for prompt in drawn)
 
 
-@pytest.mark.parametrize("room,left", [(20, 3), (21, 4)])
-def test_long_prompts_are_left_out_if_asked_for(tmp_path, room, left):
+def test_long_prompts_are_left_out_if_asked_for(tmp_path):
     """In one line; the others keep their order, and their lines in errors."""
     texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
-    prompts = data.PromptFile(path, characters, room, skip_long=True, say=said.append)
-    assert [text_of(prompt) for prompt in prompts] == [text for text in texts if len(text) <= room]
-    assert len(prompts) == left
-    line = f"--skip-long: {4 - left} of 4 prompts in {path} have over {room} tokens"
-    assert said == [line] * (left < 4)
+    prompts = data.PromptFile(path, characters, 20, skip_long=True, say=said.append)
+    assert [text_of(prompt) for prompt in prompts] == ["four", "y" * 20, "z" * 6]
+    assert said == [f"--skip-long: 1 of 4 prompts in {path} have over 20 tokens"]
     with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
         data.PromptFile(path, characters, 3, skip_long=True)
 

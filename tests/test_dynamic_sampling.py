@@ -89,7 +89,6 @@ def test_next_wave(kind, waves, finished, limit, wave):
         (0, {}, None),  # all are still being generated
         (1, {}, (1, 5)),  # a quarter is: of four in flight two will be kept, two are missing
         (4, {0: True, 1: True}, (1, 3)),  # one of the two in flight will be kept, one is missing
-        (4, {0: True, 1: True, 2: True, 3: True}, None),  # nothing is missing
         # a filtered group is reason enough: of three in flight 1.5 will be kept, 2.5 are missing
         (0, {0: False}, (1, 6)),
     ],

@@ -78,24 +78,21 @@ def test_a_pipe_that_is_not_for_a_schedule(make, ranks, message):
         make([Pipe(ranks, 4)])
 
 
-def test_ranks_that_wait_for_each_other():
-    """Rank 0 for rank 1's backward pass, which has its forward pass after that."""
-    table = table_from("F00 B00 F01 B01", "F11 B11 F10 B10")
-    with pytest.raises(ValueError, match="ranks wait for each other"):
-        evaluate([Pipe((0, 1), 2)], table)
+OTHERS = "lacks tasks, repeats them or has them on other ranks"
 
 
 @pytest.mark.parametrize(
-    "ranks",
+    "ranks,message",
     [
-        ("F00", "F10 B10"),  # lacks a task
-        ("F00 B00 B00", "F10 B10"),  # repeats one
-        ("F00 B00 F10", "B10"),  # has one on another rank
-        ("F00 B00", "F10 B10", ""),  # has one too many
+        (("F00", "F10 B10"), OTHERS),  # lacks a task
+        (("F00 B00 B00", "F10 B10"), OTHERS),  # repeats one
+        (("F00 B00 F10", "B10"), OTHERS),  # has one on another rank
+        (("F00 B00", "F10 B10", ""), OTHERS),  # has a rank too many
+        (("F00 B00", "B10 F10"), "ranks wait for each other"),
     ],
 )
-def test_a_table_of_other_tasks(ranks):
-    with pytest.raises(ValueError, match="lacks tasks, repeats them or has them on other ranks"):
+def test_a_table_that_cannot_be_run(ranks, message):
+    with pytest.raises(ValueError, match=message):
         evaluate([Pipe((0, 1), 1)], table_from(*ranks))
 
 

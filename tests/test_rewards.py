@@ -23,9 +23,9 @@ from fakes import simulate, to_text
 from sample import Sample
 
 
-def write(tmp_path, text, name="mine.py"):
+def write(tmp_path, text):
     """A user's file."""
-    path = tmp_path / name
+    path = tmp_path / "mine.py"
     path.write_text(text)
     return str(path)
 
@@ -50,18 +50,14 @@ def says(value, signal="reward"):
     return rewards.Rule(signal, lambda sample: value, rewards.UserCode(f"--{signal} {value}"))
 
 
-def score(sample, judges=(), rules=(), weights=()):
-    """Fill the fields of a sample; returns it."""
+def score(judges=(), rules=(), weights=(), **fields):
+    """An answer that is finished, as these judges and rules score it."""
     config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
     config = replace(config, judge_format=("chat",))
     listed = rewards.Rewards(config, list(judges), list(rules), to_text)
+    sample = Sample(0, 0, [1], response=list(b"It is 5"), finish="stop", **fields)
     asyncio.run(listed.score(sample, None))
     return sample
-
-
-def answered(text, **fields):
-    """An answer that is finished, as rollout has it."""
-    return Sample(0, 0, [1], response=[ord(c) for c in text], finish="stop", **fields)
 
 
 def trained(controllers, step):
@@ -109,7 +105,7 @@ def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
     judges += [StubJudge(value, "cost") for value in cost_judges]
     rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]
     weights = tuple(weight for _, weight in judged + ruled)
-    sample = score(answered("It is 5"), judges, rules, weights)
+    sample = score(judges, rules, weights)
     expected = sum(value * weight for value, weight in judged + ruled) / sum(weights)
     assert sample.reward == pytest.approx(expected, abs=1e-8)
     costs = cost_judges + cost_rules
@@ -123,7 +119,7 @@ def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
 def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
     """No part is taken for the whole: neither a reward nor a cost, nor a verdict. The words are kept."""
     judges = [StubJudge(1.0), *(StubJudge(value, key) for value in judges)]
-    sample = score(answered("5"), judges, [says(value, key) for value in rules])
+    sample = score(judges, [says(value, key) for value in rules])
     assert (sample.reward, sample.cost, sample.verdict) == (None, None, None)
     assert "judge 1:\nsays None" in sample.critique
 
@@ -170,17 +166,13 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
 
 
 ERRORS = [
-    (
-        "def reward(sample):\n    return 1 / 0\n",
-        r"mine\.py \(.*py:2\): ZeroDivisionError: .* zero$",
-    ),
+    ("def reward(sample):\n    return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
     (
         "def reward(sample):\n    helper()\ndef helper():\n    raise ValueError('two\\nlines')\n",
         r"py:4\): ValueError: two lines$",
     ),
     ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
     ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
-    ("def reward(sample):\n    return float('inf')\n", r"returned inf: a finite number is needed$"),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
     ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
 ]
@@ -190,7 +182,7 @@ ERRORS = [
 def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wrong):
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=wrong) as caught:
-        score(answered("5"), [], [rewards.load("reward", path)])
+        score([], [rewards.load("reward", path)])
     assert "\n" not in str(caught.value)
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
@@ -213,7 +205,7 @@ def test_the_rules_that_are_there():
 
 def test_what_has_no_answer_key_can_t_be_compared():
     with pytest.raises(ValueError, match=r"^--rule right: .*prompt '3\+9=' has no `answer`"):
-        score(answered("5", question="3+9="), [], [rewards.load("reward", "right")])
+        score([], [rewards.load("reward", "right")], question="3+9=")
 
 
 def safe_rlhf(**settings):
