@@ -60,8 +60,7 @@ def test_with_a_model_the_fields_defaults():
 @pytest.mark.parametrize(
     "arguments,field,value",
     [
-        ("--mode full", "out", "runs/tiny-full"),
-        ("--rollout-only", "out", "runs/tiny-partial-rollout-only"),
+        ("--rollout-only --mode full", "out", "runs/tiny-full-rollout-only"),
         ("--train-only --replay r", "out", "runs/tiny-partial-train-only"),
         ("sft", "out", "runs/sft"),
         ("--train-only --replay r", "continues_answers", True),

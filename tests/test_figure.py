@@ -24,10 +24,7 @@ MIXED = [
 
 def life(prompt_id, *stretches):
     """The stretches (state, start, end, step) of answer 0 to a prompt."""
-    return [
-        tl.SampleSpan(state, prompt_id, 0, 0, start, end, step)
-        for state, start, end, step in stretches
-    ]
+    return [tl.SampleSpan(state, prompt_id, 0, 0, *times) for state, *times in stretches]
 
 
 CUT = life(  # in step 0, and written to its end in step 1
@@ -131,8 +128,7 @@ def test_steps_of_a_run_are_drawn(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "folder,message",
-    [("run", "has no steps 7 to 9"), ("other", "is not what a run left behind")],
+    "folder,message", [("run", "no steps 7 to 9"), ("x", "not what a run left")]
 )
 def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, folder, message):
     write_run(tmp_path / "run", "full", MIXED)

@@ -198,9 +198,7 @@ def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     assert listed.counts() == ([1], [0])
 
 
-@pytest.mark.parametrize(
-    "text,logprob,reward", [("Y", -0.35, 1.0), ("Y", -0.37, 0), ("N", -5.0, 0)]
-)
+@pytest.mark.parametrize("text,logprob,reward", [("Y", -0.35, 1), ("Y", -0.37, 0), ("N", -5, 0)])
 def test_confidence_floor(text, logprob, reward):
     """An accept with one unlikely token counts as a reject; a reject stays one."""
     listed, judged = make_rewards(), sample(">125")
@@ -295,9 +293,7 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
     assert listed.counts() == ([0] * len(replies), [1] * len(replies))
 
 
-@pytest.mark.parametrize(
-    "text,finish,reward", [("It is >125", "stop", 1.0), ("It is", "length", 0.0)]
-)
+@pytest.mark.parametrize("text,finish,reward", [("So >125", "stop", 1.0), ("So", "length", 0.0)])
 def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
     """Its accept costs 1, and takes nothing off the reward; the costs of several are added.
 

@@ -144,9 +144,8 @@ def test_metrics_of_serving_by_hand():
 
 def group_of(prompt_id, *rewards, **fields):
     fields |= dict(question="q", answer_key="5", finish="stop")
-    group = [
-        Sample(prompt_id, i, [1, 2], reward=reward, **fields) for i, reward in enumerate(rewards)
-    ]
+    rows = enumerate(rewards)
+    group = [Sample(prompt_id, i, [1, 2], reward=reward, **fields) for i, reward in rows]
     for sample in group:
         sample.response = [7] * (sample.index + 1)
         sample.verdict = None if sample.reward is None else sample.reward == 1

@@ -97,10 +97,8 @@ WITH_WEIGHTS = st.tuples(NUMBERS, st.floats(0.1, 3))
     cost_judges=st.lists(NUMBERS, max_size=2),
     cost_rules=st.lists(NUMBERS, max_size=3),
 )
-def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
-    judged, ruled, cost_judges, cost_rules
-):
-    """Over judges and rules alike; the verdict is the judges' alone."""
+def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_rules):
+    """By weight, over judges and rules alike; the verdict is the judges' alone."""
     judges = [StubJudge(value) for value, _ in judged]
     judges += [StubJudge(value, "cost") for value in cost_judges]
     rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]
@@ -233,12 +231,10 @@ def test_a_step_of_the_multiplier_by_hand():
     assert update_multiplier(state, [{"reward": {1: {0: 0.0}}}], algorithm) == {}
 
 
-@given(
-    st.lists(st.floats(-3, 3), min_size=1, max_size=12),
-    st.integers(1, 4),
-    st.floats(0, 5),
-    st.floats(-1, 1),
-)
+COSTS = st.lists(st.floats(-3, 3), min_size=1, max_size=12)
+
+
+@given(COSTS, st.integers(1, 4), st.floats(0, 5), st.floats(-1, 1))
 @example([1e16, 1.0, -1e16], 2, 1.0, 0.0)  # added in another order, floats would give another sum
 def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, ranks, init, limit):
     algorithm = constraint(lagrange_init=init, cost_limit=limit)
