@@ -141,7 +141,6 @@ TOGETHER = "--train-only and --replay FILE, which a --rollout-only run wrote, go
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--steps", "argument --steps: expected one argument"),
         ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
-        ("--preset huge", "--preset huge is unknown; choose one of base, tiny, images, cuda"),
         ("--dtype float16", "--dtype float16 is unknown; choose float32 or bfloat16"),
         ("--model m", "--model needs a --judge or a --rule, which say what an answer is worth"),
         ("--judge j", f"--judge {ONLY_ADDITION}"),
@@ -177,7 +176,7 @@ def test_a_bad_setting_is_named(arguments, message):
     "arguments",
     [
         "--algorithm ppp",
-        "--judge-format chat xml",
+        "--preset huge",
         "--judge-format chat chat",  # of one judge
         "--port 0",
         "--lr -1",

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -270,6 +271,11 @@ def test_no_special_token_is_left_in_broken_text(tokenizer, parts):
     broken = data.break_special_tokens(tokenizer, text)
     assert not found(broken) and broken.replace(" ", "") == text.replace(" ", "")
     assert found(text) or broken == text
+
+
+def test_a_break_may_spell_out_another_special_token():
+    tokenizer = SimpleNamespace(added_tokens_decoder={}, all_special_tokens=["<s>", "< s>"])
+    assert data.break_special_tokens(tokenizer, "<s>") == "<  s>"
 
 
 def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):

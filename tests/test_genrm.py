@@ -42,7 +42,6 @@ def test_chat_answer(text, answer):
         ("**Verdict:** incorrect", False),
         ("The answer says `Verdict: correct`, but 3+4 is 7.\nVerdict: no", False),
         ("Verdict: correct\nVerdict: maybe", None),
-        ("", None),
         ("**Verdict**:\n\ncorrect", True),
     ],
 )
