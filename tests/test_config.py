@@ -139,13 +139,10 @@ TOGETHER = "--train-only and --replay FILE, which a --rollout-only run wrote, go
         ("--stepz 3", "unrecognized arguments: --stepz 3; see run.py --help"),
         # a new setting would change what an abbreviation means
         ("--step 3", "unrecognized arguments: --step 3"),
-        ("--steps", "argument --steps: expected one argument"),
         ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
-        ("--dtype float16", "--dtype float16 is unknown; choose float32 or bfloat16"),
         ("--model m", "--model needs a --judge or a --rule, which say what an answer is worth"),
         ("--judge j", f"--judge {ONLY_ADDITION}"),
         ("--data d --rule right", f"--data {ONLY_ADDITION}"),
-        ("--cost-judge c", "--cost-judge needs --model"),
         ("sft --data d", "--data needs --model"),
         ("eval", "run.py eval needs --model DIR"),
         ("--model m --judge j k --reward-weights 1", ONE_EACH),
@@ -178,7 +175,6 @@ def test_a_bad_setting_is_named(arguments, message):
         "--algorithm ppp",
         "--preset huge",
         "--judge-format chat chat",  # of one judge
-        "--port 0",
         "--lr -1",
         "--lr nan",
         "--temperature 0",  # the trainer divides logits by it
