@@ -15,9 +15,6 @@ import rewards
 from algorithms import (
     algorithm_of,
     lagrange_multiplier,
-    lagrangian,
-    set_advantages,
-    set_scores,
     signals_of,
     update_multiplier,
 )
@@ -26,9 +23,9 @@ from fakes import simulate, to_text
 from sample import Sample
 
 
-def write(tmp_path, text, name="mine.py"):
+def write(tmp_path, text):
     """A user's file."""
-    path = tmp_path / name
+    path = tmp_path / "mine.py"
     path.write_text(text)
     return str(path)
 
@@ -53,43 +50,21 @@ def says(value, signal="reward"):
     return rewards.Rule(signal, lambda sample: value, rewards.UserCode(f"--{signal} {value}"))
 
 
-def score(sample, judges=(), rules=(), weights=()):
-    """Fill the fields of a sample; returns it."""
+def score(judges=(), rules=(), weights=(), **fields):
+    """An answer that is finished, as these judges and rules score it."""
     config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
     config = replace(config, judge_format=("chat",))
     listed = rewards.Rewards(config, list(judges), list(rules), to_text)
+    sample = Sample(0, 0, [1], response=list(b"It is 5"), finish="stop", **fields)
     asyncio.run(listed.score(sample, None))
     return sample
 
 
-def answered(text, **fields):
-    """An answer that is finished, as rollout has it."""
-    return Sample(0, 0, [1], response=[ord(c) for c in text], finish="stop", **fields)
+def trained(controllers, step):
+    """What was trained on, as the ranks that train have it."""
+    samples = {sample.key: sample for c in controllers for sample in c.report.steps[step][2]}
+    return list(samples.values())
 
-
-def kept(controllers, steps=3):
-    """Every sample that was trained on, once."""
-    return [
-        s
-        for c in controllers
-        if c.placement.actor.is_head
-        for step in range(steps)
-        for s in c.report.steps[step][1].kept
-    ]
-
-
-def served(controllers, steps=3):
-    return [c.report.steps[step][1] for c in controllers for step in range(steps)]
-
-
-def costly(costs, **fields):
-    """Samples of one prompt."""
-    values = {"reward": [0.0], "cost": [0.0]}
-    fields |= dict(response=[2], logprobs=[-1.0], reward=0.0, values=values)
-    return [Sample(0, i, [1], cost=cost, **fields) for i, cost in enumerate(costs)]
-
-
-# ---------------------------------------------------------------- the list
 
 TENTHS = st.integers(0, 10).map(lambda tenths: Fraction(tenths, 10))
 QUARTERS = st.integers(0, 4).map(lambda quarters: Fraction(quarters, 4))
@@ -99,36 +74,36 @@ WEIGHTED = st.lists(st.tuples(TENTHS, QUARTERS, QUARTERS), min_size=1, max_size=
 @given(WEIGHTED.filter(lambda rows: any(row[0] for row in rows)))
 def test_the_weighted_mean(rows):
     """Against exact fractions; equal exactly where those are, or a group would seem to have variance."""
-    weights, one, other = (list(column) for column in zip(*rows, strict=True))
-    means = [
-        sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
-        for values in (one, other)
-    ]
-    in_floats = [list(map(float, values)) for values in (weights, one, other)]
-    found = [rewards.weighted_mean(values, in_floats[0]) for values in in_floats[1:]]
-    assert found == pytest.approx([float(mean) for mean in means], abs=1e-9)
+    weights, *columns = (list(column) for column in zip(*rows, strict=True))
+    in_floats = list(map(float, weights))
+    means, found = [], []
+    for values in columns:
+        products = [w * x for w, x in zip(weights, values, strict=True)]
+        means.append(sum(products) / sum(weights))
+        found.append(rewards.weighted_mean(list(map(float, values)), in_floats))
+    assert found == pytest.approx(list(map(float, means)), abs=1e-9)
     assert (found[0] == found[1]) == (means[0] == means[1])
 
 
 NUMBERS = st.floats(-5, 5)
 
 
+WITH_WEIGHTS = st.tuples(NUMBERS, st.floats(0.1, 3))
+
+
 @given(
-    st.lists(st.tuples(NUMBERS, st.floats(0.1, 3)), min_size=1, max_size=3),
-    st.lists(st.tuples(NUMBERS, st.floats(0, 3)), max_size=3),
-    st.lists(NUMBERS, max_size=2),
-    st.lists(NUMBERS, max_size=3),
+    judged=st.lists(WITH_WEIGHTS, min_size=1, max_size=3),
+    ruled=st.lists(WITH_WEIGHTS, max_size=3),
+    cost_judges=st.lists(NUMBERS, max_size=2),
+    cost_rules=st.lists(NUMBERS, max_size=3),
 )
-def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
-    judged, ruled, cost_judges, cost_rules
-):
-    """Over judges and rules alike; the verdict is the judges' alone."""
-    judges = [StubJudge(value) for value, _ in judged] + [
-        StubJudge(value, "cost") for value in cost_judges
-    ]
+def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_rules):
+    """By weight, over judges and rules alike; the verdict is the judges' alone."""
+    judges = [StubJudge(value) for value, _ in judged]
+    judges += [StubJudge(value, "cost") for value in cost_judges]
     rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]
     weights = tuple(weight for _, weight in judged + ruled)
-    sample = score(answered("It is 5"), judges, rules, weights)
+    sample = score(judges, rules, weights)
     expected = sum(value * weight for value, weight in judged + ruled) / sum(weights)
     assert sample.reward == pytest.approx(expected, abs=1e-8)
     costs = cost_judges + cost_rules
@@ -137,19 +112,14 @@ def test_the_reward_is_the_weighted_mean_and_the_cost_the_sum(
     assert sample.verdict == (mean > 0.5) or mean == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    "judges, rules", [([None, 1.0], []), ([None], [1.0]), ([None, None], [2.0, 1.0])]
-)
+@pytest.mark.parametrize("judges, rules", [([None, 1.0], []), ([None], [1.0])])
 @pytest.mark.parametrize("key", ["reward", "cost"])
 def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
     """No part is taken for the whole: neither a reward nor a cost, nor a verdict. The words are kept."""
     judges = [StubJudge(1.0), *(StubJudge(value, key) for value in judges)]
-    sample = score(answered("5"), judges, [says(value, key) for value in rules])
+    sample = score(judges, [says(value, key) for value in rules])
     assert (sample.reward, sample.cost, sample.verdict) == (None, None, None)
     assert "judge 1:\nsays None" in sample.critique
-
-
-# ---------------------------------------------------------------- rules
 
 
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):
@@ -163,9 +133,7 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
     )
     named = dict(rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
     controllers, _ = simulate("partial", 2, **named)
-    samples = kept(controllers)
-    assert samples
-    for sample in samples:
+    for sample in trained(controllers, 0):
         right = float(to_text(sample.response).split(">")[1] == sample.answer_key)
         assert sample.reward == pytest.approx((3 * right + len(sample.response) / 100) / 4)
         assert sample.verdict == (right == 1.0), "the verdict is the judges'"
@@ -175,20 +143,12 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
     assert all(text.endswith(f">{answer}") for text, answer, *_ in seen)
 
 
-@pytest.mark.parametrize("mode", ["auto"])
-def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
+def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
     """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
-    named = dict(
-        model="MODEL",
-        rule=("right", "length:100"),
-        cost_rule=("length:50",),
-        reward_weights=(0.9, 0.1),
-    )
-    more = named | dict(steps=4)
-    controllers, _ = simulate(mode, 2, save_every=2, out=tmp_path, **more)
-    samples = kept(controllers, 4)
-    assert len(samples) == 4 * 8 * 4
-    for sample in samples:
+    named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), steps=4)
+    named["reward_weights"] = (0.9, 0.1)
+    controllers, _ = simulate("auto", 2, save_every=2, out=tmp_path, **named)
+    for sample in trained(controllers, 0):
         right = to_text(sample.response).endswith(f">{sample.answer_key}")
         assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
         assert sample.verdict is None and sample.cost == len(sample.response) / 50
@@ -196,26 +156,21 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path, mode):
         assert c.placement.genrm.all_engines == []
         assert [engine.rank for engine in c.placement.rollout.engines] == [0, 1]
         assert "genrm" not in {span.name for *_, spans in c.report.steps for span in spans}
-    again, _ = simulate(mode, 2, resumed=tmp_path / "checkpoints" / "step_2", **more)
+    again, _ = simulate("auto", 2, resumed=tmp_path / "checkpoints" / "step_2", **named)
     for step in (2, 3):
-        runs = ((controllers, step), (again, step - 2))
-        whole, resumed = ({(s.prompt_id, s.index): s.reward for s in kept_of(*run)} for run in runs)
-        assert whole == resumed
+        whole, resumed = trained(controllers, step), trained(again, step - 2)
+        assert {s.key: s.reward for s in whole} == {s.key: s.reward for s in resumed}
+        assert len(whole) == 8 * 4
 
 
 ERRORS = [
-    (
-        "def reward(sample):\n    return 1 / 0\n",
-        r"--rule .*mine\.py \(.*py:2\): ZeroDivisionError: division by zero$",
-    ),
+    ("def reward(sample):\n    return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
     (
         "def reward(sample):\n    helper()\ndef helper():\n    raise ValueError('two\\nlines')\n",
         r"py:4\): ValueError: two lines$",
     ),
     ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
     ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
-    ("def reward(sample):\n    return float('inf')\n", r"returned inf: a finite number is needed$"),
-    ("import nothing_of_this_name\n", r"mine\.py:1\): ModuleNotFoundError"),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
     ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
 ]
@@ -225,61 +180,35 @@ ERRORS = [
 def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wrong):
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=wrong) as caught:
-        score(answered("5"), [], [rewards.load("reward", path)])
+        score([], [rewards.load("reward", path)])
     assert "\n" not in str(caught.value)
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
-def test_to_be_interrupted_is_no_error_of_the_user_s(tmp_path):
-    """Ctrl-C while a rule computes goes through."""
-    path = write(tmp_path, "def reward(sample):\n    raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        score(answered("5"), [], [rewards.load("reward", path)])
-
-
-SPECS = [
-    "nothing.py",
-    "length:0",
-    "forbidden:",
-    "a.txt:b",
-]
-
-
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["nothing.py", "length:0", "forbidden:"])
 def test_a_rule_that_isn_t_there_is_refused(spec):
     with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; say FILE.py, .*length:40"):
         rewards.load("reward", spec)
 
 
 def test_the_rules_that_are_there():
-    sample = rewards.TextSample(
-        0, 0, [1], response=[2] * 10, answer_key="12", text="3+9=12;>12", answer="12"
-    )
-    cut_off = rewards.TextSample(0, 0, [1], question="3+9=", answer_key="12", text=">", answer=None)
+    fields = dict(text="3+9=12;>12", answer="12", answer_key="12")
+    sample = rewards.TextSample(0, 0, [1], response=[2] * 10, **fields)
+    cut_off = rewards.TextSample(0, 0, [1], answer_key="12", text=">", answer=None)
     say = lambda spec, sample: rewards.load("cost", spec).function(sample)  # noqa: E731
     assert say("right", sample) == 1.0 and say("right", cut_off) == 0.0
     assert say("length:40", sample) == 0.25
-    assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>", "\n")] == [
-        1.0,
-        0.0,
-        1.0,
-        0.0,
-    ]
+    assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>")] == [1.0, 0.0, 1.0]
 
 
 def test_what_has_no_answer_key_can_t_be_compared():
     with pytest.raises(ValueError, match=r"^--rule right: .*prompt '3\+9=' has no `answer`"):
-        score(answered("5", question="3+9="), [], [rewards.load("reward", "right")])
+        score([], [rewards.load("reward", "right")], question="3+9=")
 
 
-# ---------------------------------------------------------------- Safe-RLHF
-
-
-def test_the_combined_advantage_by_hand():
-    """lambda 3: (1 - 3 * 0.2) / 4 and (0 + 3 * 0.4) / 4; without a multiplier the reward's alone."""
-    advantages = {"reward": [1.0, 0.0], "cost": [0.2, -0.4]}
-    assert lagrangian(advantages, 3.0) == pytest.approx([0.1, 0.3])
-    assert lagrangian(advantages, 0.0) == advantages["reward"]
+def safe_rlhf(**settings):
+    """As on the command line."""
+    return ("safe_rlhf", *(f"{name}={value}" for name, value in settings.items()))
 
 
 def constraint(**changes):
@@ -288,31 +217,24 @@ def constraint(**changes):
     return algorithm_of(Config(algorithm=safe_rlhf(**settings), cost_rule=("length:50",)))
 
 
-def safe_rlhf(**settings):
-    """As on the command line."""
-    return ("safe_rlhf", *(f"{name}={value}" for name, value in settings.items()))
-
-
 def test_a_step_of_the_multiplier_by_hand():
     """Mean cost 0.6 over two ranks, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4."""
     algorithm, state = constraint(), SimpleNamespace(log_multiplier=0.0)
-    parts = [signals_of(costly([0.4]), algorithm), {"reward": {}, "cost": {1: {0: 0.8, 3: 0.6}}}]
+    parts = [signals_of([Sample(0, 0, [], reward=0.0, cost=0.4)], algorithm)]
+    parts.append({"reward": {}, "cost": {1: {0: 0.8, 3: 0.6}}})
     got = update_multiplier(state, parts, algorithm)
     assert state.log_multiplier == pytest.approx(0.02)
-    assert got == pytest.approx(
-        {"cost/mean": 0.6, "cost/multiplier": 0.5 * math.exp(0.02), "cost/violation": 0.4}
-    )
+    expected = {"cost/mean": 0.6, "cost/violation": 0.4}
+    assert got == pytest.approx(expected | {"cost/multiplier": 0.5 * math.exp(0.02)})
     update_multiplier(state, [{"cost": {1: {0: 0.0}}}], algorithm)
     assert state.log_multiplier == pytest.approx(0.02 - 0.1 * 0.5 * math.exp(0.02) * 0.2)
     assert update_multiplier(state, [{"reward": {1: {0: 0.0}}}], algorithm) == {}
 
 
-@given(
-    st.lists(st.floats(-3, 3), min_size=1, max_size=12),
-    st.integers(1, 4),
-    st.floats(0, 5),
-    st.floats(-1, 1),
-)
+COSTS = st.lists(st.floats(-3, 3), min_size=1, max_size=12)
+
+
+@given(COSTS, st.integers(1, 4), st.floats(0, 5), st.floats(-1, 1))
 @example([1e16, 1.0, -1e16], 2, 1.0, 0.0)  # added in another order, floats would give another sum
 def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, ranks, init, limit):
     algorithm = constraint(lagrange_init=init, cost_limit=limit)
@@ -330,10 +252,8 @@ def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, r
 
 def test_a_large_multiplier_stops_at_100_and_finds_back():
     """A constraint that can't be met for a while, then a step of slack: lambda falls by e, not to nothing."""
-    algorithm, state = (
-        constraint(cost_limit=0.0, lagrange_lr=1.0),
-        SimpleNamespace(log_multiplier=0.0),
-    )
+    algorithm = constraint(cost_limit=0.0, lagrange_lr=1.0)
+    state = SimpleNamespace(log_multiplier=0.0)
     for _ in range(50):
         update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm)
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100)
@@ -341,71 +261,30 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100 / math.e)
 
 
-@pytest.mark.parametrize(
-    "mode,size,tp",
-    [
-        ("full", 4, 2),
-    ],
-)
-def test_safe_rlhf_in_the_real_loop(mode, size, tp):
+def test_safe_rlhf_in_the_real_loop():
     """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
-    controllers, _ = simulate(
-        mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_lr=0.5)
-    )
-    assert len({c.state.log_multiplier for c in controllers}) == 1
-    assert not any(each.filtered for each in served(controllers))
-    log_multiplier = 0.0
+
+    def play(algorithm):
+        return simulate("full", 4, tp=2, algorithm=algorithm)[0]
+
+    controllers, log_multiplier = play(safe_rlhf(cost_limit=0.1, lagrange_lr=0.5)), 0.0
     for step in range(3):
-        samples = kept_of(controllers, step)
-        assert len(samples) == 32 and all(
-            sample.cost == len(sample.response) / 50 for sample in samples
-        )
+        samples = trained(controllers, step)
+        assert len(samples) == 32
         mean = math.fsum(sample.cost for sample in samples) / len(samples)
         log_multiplier += 0.5 * math.exp(log_multiplier) * (mean - 0.1)
         for sample in samples:
-            assert sample.returns["reward"] == pytest.approx([sample.reward] * len(sample.response))
-            assert sample.returns["cost"] == pytest.approx([sample.cost] * len(sample.response))
-    assert (
-        controllers[0].state.log_multiplier == pytest.approx(log_multiplier) and log_multiplier > 0
-    )
+            length = len(sample.response)
+            assert sample.cost == length / 50
+            assert sample.returns["reward"] == pytest.approx([sample.reward] * length)
+            assert sample.returns["cost"] == pytest.approx([sample.cost] * length)
+    assert log_multiplier > 0
     for c in controllers:
-        assert [critic.name for critic in c.placement.critics] == ["reward", "cost"] and all(
-            critic.version == 3 for critic in c.placement.critics
-        )
-    easy, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=5.0))
-    assert easy[0].state.log_multiplier < 0
-    off, _ = simulate(mode, size, tp=tp, algorithm=safe_rlhf(cost_limit=0.1, lagrange_init=0.0))
-    ppo, _ = simulate(mode, size, tp=tp, algorithm=("ppo",))
-    advantages = [
-        {(s.prompt_id, s.index): s.advantages for s in kept_of(run, 2)} for run in (off, ppo)
-    ]
-    assert advantages[0] == advantages[1], "with lambda 0 it is PPO"
-    assert lagrange_multiplier(off[0].state, off[0].algorithm) == 0
-
-
-def kept_of(controllers, step):
-    """What was trained on, as the ranks that train have it."""
-    samples = {(s.prompt_id, s.index): s for c in controllers for s in c.report.steps[step][2]}
-    return list(samples.values())
-
-
-def test_the_kl_comes_off_once_whatever_lambda_is():
-    """Off the reward and onto the cost, with l for lambda:
-
-    (r - kl - l (c + kl)) / (1 + l) = (r - l c) / (1 + l) - kl.
-    """
-    algorithm = constraint(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-    for multiplier in (0.0, 1.0, 9.0):
-        (sample,) = costly([0.5], policy_logprobs=[-1.0], reference_logprobs=[-3.0])
-        set_scores([sample], [signals_of([sample], algorithm)], algorithm)
-        set_advantages([sample], algorithm, multiplier)
-        assert sample.advantages == pytest.approx(
-            [-multiplier * 0.5 / (1 + multiplier) - 0.1 * 2.0]
-        )
-        assert sample.returns == {"reward": pytest.approx([-0.2]), "cost": pytest.approx([0.7])}
-
-
-# ---------------------------------------------------------------- what is filtered
-
-
-# ---------------------------------------------------------------- settings
+        assert c.state.log_multiplier == controllers[0].state.log_multiplier
+        assert c.state.log_multiplier == pytest.approx(log_multiplier)
+        assert not any(c.report.steps[step][1].filtered for step in range(3))
+        assert [critic.name for critic in c.placement.critics] == ["reward", "cost"]
+        assert all(critic.version == 3 for critic in c.placement.critics)
+    off, ppo = play(safe_rlhf(cost_limit=0.1, lagrange_init=0.0)), play(("ppo",))
+    first, second = ({s.key: s.advantages for s in trained(run, 2)} for run in (off, ppo))
+    assert first == second, "with lambda 0 it is PPO"
