@@ -5,9 +5,11 @@ are told to, and look at what they are asked and when.
 """
 
 import asyncio
+import copy
 import pickle
 import random
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,20 +94,15 @@ class FakeServer:
 
     version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
     swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many more times it can be started.
-    drops: replies that will be lost on their way.
+    drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
     """
 
     def __init__(self, device, role, rank):
-        self.device, self.role, self.rank, self.version, self.awake = (
-            device,
-            role,
-            rank,
-            None,
-            False,
-        )
+        self.device, self.role, self.rank = device, role, rank
+        self.version, self.awake, self.runs, self.hangs = None, False, True, False
         self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
-        self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
-        self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
+        self.requests, self.asked, self.aborts = [], [], []
+        self.starts, self.drops = 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
     def die(self):
@@ -136,23 +133,15 @@ class FakeServer:
 class FakeEngine:
     """A handle; `server` is what all handles on one engine share."""
 
-    def __init__(self, role, rank, device, write, capacity=128, model=0):
-        self.role, self.rank, self.capacity, self.awake, self.model = (
-            role,
-            rank,
-            capacity,
-            False,
-            model,
-        )
+    capacity = 128
+
+    def __init__(self, role, rank, device, write, model=0):
+        self.role, self.rank, self.model, self.awake = role, rank, model, False
         self.server = FakeServer(device, role, rank)
-        self._write, self.name = write, f"{role} engine of rank {rank}"
+        self.name, self._write = f"{role} engine of rank {rank}", write
 
     def handle(self):
-        other = type(self)(
-            self.role, self.rank, self.server.device, self._write, self.capacity, self.model
-        )
-        other.server = self.server
-        return other
+        return copy.copy(self)
 
     async def generate(self, requests):
         """Each answer in parts of `server.part` tokens, `server.pace` seconds a token, or as far as it is
@@ -164,30 +153,14 @@ class FakeEngine:
         if not server.runs:
             raise EngineLost("refused the connection")
         assert server.awake, f"a request came to the {self.name} while it slept"
-        assert self.role == "genrm" or server.version is not None, (
-            "asked before it was pushed weights"
-        )
-        start, version, aborted = (
-            clock(),
-            server.version,
-            asyncio.get_running_loop().create_future(),
-        )
         if self.role == "rollout":
-            shown = [[image.digest for image in request.images] for request in requests]
-            asked = [to_text(request.prompt).split("+")[0].encode() for request in requests]
-            assert shown == [[number] for number in asked], "not its image"
-            for request in requests:
-                begun = to_text(request.prompt).split("=")[1]
-                room = request.sampling.max_new_tokens - len(begun)
-                assert request.limit == room, "asked for more than there is room for"
-        server.requests += 1
+            self._check(requests)
+        start, version = clock(), server.version
+        aborted = asyncio.get_running_loop().create_future()
+        server.requests.append(requests)
         server.asked.append((start, version))
-        server.seeds += [request.seed for request in requests]
         server.aborts.append(aborted)
-        answers, came = (
-            [self._answer_to(request, index) for index, request in enumerate(requests)],
-            {},
-        )
+        answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
         parts = [(end, a.index) for a in answers for end in part_ends(len(a.tokens), server.part)]
         try:
             for end, index in sorted(parts):
@@ -207,6 +180,13 @@ class FakeEngine:
                 yield Answer(index, tokens, logprobs, finish, [version] * len(tokens), **times)
         finally:
             server.aborts.remove(aborted)
+
+    def _check(self, requests):
+        assert self.server.version is not None, "asked before it was pushed weights"
+        for request in requests:
+            check_image(request.prompt, request.images)
+            room = request.sampling.max_new_tokens - len(to_text(request.prompt).split("=")[1])
+            assert request.limit == room, "asked for more than there is room for"
 
     def _answer_to(self, request, index):
         number = number_of(request.prompt, request.seed, index)
@@ -308,21 +288,21 @@ def within(answer, room):
     assert room > 0, "asked for no token at all"
     if len(answer.tokens) <= room:
         return answer
-    return Answer(answer.index, answer.tokens[:room], answer.logprobs[:room], "length", [])
+    cut_off = dict(tokens=answer.tokens[:room], logprobs=answer.logprobs[:room])
+    return replace(answer, finish="length", **cut_off)
+
+
+def check_image(prompt, images):
+    number = to_text(prompt).split("+")[0].encode()
+    assert [image.digest for image in images] == [number], "not its image"
 
 
 class FakeTrainer:
     """What actor and critic have in common. Its weights are its version."""
 
     def __init__(self, title, rank, size, device, tp):
-        self.title, self.device, self.version, self.awake, self.batches = (
-            title,
-            device,
-            0,
-            False,
-            [],
-        )
-        self.phases, self.gathering = [], SimpleNamespace(received=0)
+        self.title, self.device, self.version, self.awake = title, device, 0, False
+        self.batches, self.phases, self.gathering = [], [], SimpleNamespace(received=0)
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
 
     def wake(self):
@@ -380,15 +360,12 @@ class FakeActor(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, (
-                "a token without its facts"
-            )
-            assert (
-                sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version
-            ), "written by weights to come"
-            assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
-            number = to_text(sample.prompt).split("+")[0].encode()
-            assert [image.digest for image in sample.media] == [number], "not its image"
+            versions, facts = sample.versions, (sample.logprobs, sample.versions)
+            assert {len(sample.response)} == {*map(len, facts)} != {0}, "a token without its facts"
+            assert versions == sorted(versions), "written by older weights than before"
+            assert versions[-1] <= self.version, "written by weights to come"
+            assert self.takes_stale or {*versions} == {self.version}, "off-policy sample"
+            check_image(sample.prompt, sample.media)
         await asyncio.sleep(0.5)
         self.batches.append(samples)
         self.version += 1
@@ -413,11 +390,8 @@ class FakeCritic(FakeTrainer):
         samples = flat(mini_batches)
         assert self.awake, "trained while asleep"
         for sample in samples:
-            assert (
-                len(sample.values[self.name])
-                == len(sample.returns[self.name])
-                == len(sample.response)
-            ), "a token without its facts"
+            facts = (sample.values[self.name], sample.returns[self.name])
+            assert {len(sample.response)} == {*map(len, facts)}, "a token without its facts"
         self.log.append("update")
         self.batches.append(samples)
         self.version += 1
@@ -455,10 +429,8 @@ class FakeCheckpoints:
 
     async def save_now(self, c):
         await c.world.barrier()
-        placement = c.placement
-        assert not placement.rollout.awake and not placement.genrm.awake, (
-            "saved while an engine was awake"
-        )
+        awake = c.placement.rollout.awake + c.placement.genrm.awake
+        assert not awake, "saved while an engine was awake"
         self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
 
 
@@ -510,12 +482,9 @@ class FakeReport:
         self.accuracies[step] = value
 
     async def step(self, c, step, batch, samples, stats):
-        held = [sample for group in batch.carried for sample in group]
-        facts = {
-            (s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions))
-            for s in held
-        }
-        self.carried.append(facts)
+        held = chain.from_iterable(batch.carried)
+        facts = {(s.prompt_id, s.index): (s.response, s.logprobs, s.versions) for s in held}
+        self.carried.append(copy.deepcopy(facts))
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
@@ -525,10 +494,8 @@ class FakeReport:
 
 def requests_of(prompts, sampling, limits=(), seeds=()):
     """A request of each prompt; by default of sampling's limit, without a seed."""
-    limits, seeds = (
-        limits or [sampling.max_new_tokens] * len(prompts),
-        seeds or [None] * len(prompts),
-    )
+    limits = limits or [sampling.max_new_tokens] * len(prompts)
+    seeds = seeds or [None] * len(prompts)
     return [Request(p, sampling, *each) for p, *each in zip(prompts, limits, seeds, strict=True)]
 
 
@@ -555,47 +522,71 @@ class FakeSource:
         return Prompt([ord(c) for c in text], text, str(draw), lambda: (picture,))
 
 
-def write_answer(prompt, index, sampling):
-    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is
-    to be continued.
-    """
-    question, begun = "".join(map(chr, prompt)).split("=")
-    rng = random.Random(question)
-    skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {begun or index}")
-    right = int(question.split("+")[0])
-    if ">" in begun:
-        return Answer(index, [ord(" ")], [-0.5], "stop", [])
-    text = " " * rng.randint(1, 60) + ">" + str(right if rng.random() < skill else right + 1)
-    return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-
-def write_verdict(prompt, index, sampling):
-    """A perfect judge: `7+0=>7?` -> Y."""
-    question, answer = "".join(map(chr, prompt)).rstrip("?").split(">")
-    text = "0:0." * 5 + ("Y" if question.split("+")[0] == answer else "N")
-    return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
+def text_answer(text, index=0, begun=""):
+    """What is left of a text; each log-probability tells its place."""
+    places = range(len(begun), len(text))
+    return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
 
 
 def write_on(prompt, index, sampling):
     """An answer that follows from the question and its number in the group alone, wherever it goes on."""
     question, begun = to_text(prompt).split("=")
-    number, skill = (
-        int(question.split("+")[0]),
-        random.Random(question).choice([0.0, 0.3, 0.6, 1.0]),
-    )
+    number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
     rng = random.Random(f"{question} {index}")
     text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
-    places = range(len(begun), len(text))
-    return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
+    return text_answer(text, index, begun)
+
+
+def always_right(prompt, index, sampling):
+    """Every group teaches nothing."""
+    question, begun = to_text(prompt).split("=")
+    length = random.Random(question).randint(0, 60)
+    return text_answer(f"{' ' * length}>{number_in(prompt)}", index, begun)
 
 
 def judge_on(prompt, index, sampling):
-    """The verdict of a perfect judge, wherever it goes on."""
+    """The verdict of a perfect judge, wherever it goes on: `7+0=>7?` -> Y."""
     asked, begun = to_text(prompt).split("?")
-    verdict = write_verdict([ord(c) for c in asked], index, sampling)
-    return replace(
-        verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :]
-    )
+    is_right = asked.split(">")[1] == str(number_in(prompt))
+    return text_answer("0:0." * 5 + ("Y" if is_right else "N"), begun=begun)
+
+
+def number_in(prompt):
+    """Of a question: its answer."""
+    return int(to_text(prompt).split("+")[0])
+
+
+def at_random_paces(seed):
+    """Engines that differ up to tenfold in speed."""
+    rng = random.Random(seed)
+
+    def prepare(engines):
+        for engine in engines:
+            engine.server.pace = 0.005 * 10 ** rng.random()
+
+    return prepare
+
+
+def batches_of(controllers, step):
+    """What a step came to on every rank."""
+    return [c.report.steps[step][1] for c in controllers]
+
+
+def samples_of(batches):
+    """All samples of these batches, whatever became of them."""
+    groups = [group for b in batches for group in (b.kept, b.dropped, *b.filtered, *b.carried)]
+    return list(chain.from_iterable(groups))
+
+
+def trained(controllers, step):
+    """What a step trained on, by prompt_id and index: once, and all of a model-parallel group the same."""
+    samples = {}
+    for c in controllers:
+        for sample in c.report.steps[step][2]:
+            key = (sample.prompt_id, sample.index)
+            assert (key not in samples) == c.placement.actor.is_head
+            assert samples.setdefault(key, sample).advantages == sample.advantages
+    return samples
 
 
 class FakeTokenizer:
@@ -613,13 +604,9 @@ class FakeTokenizer:
 
 def fake_config(mode="partial", **settings):
     """The settings of a simulated run."""
-    defaults = dict(
-        mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, save_every=0
-    )
-    defaults |= dict(
-        max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100, timeout_s=100.0
-    )
-    defaults |= dict(judge_format=("addition",))
+    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2)
+    defaults |= dict(save_every=0, timeout_s=100.0, judge_format=("addition",))
+    defaults |= dict(max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100)
     if "model" not in settings:
         defaults["judge"] = ("JUDGE",)
     name, *_ = settings.get("algorithm", ("grpo",))
@@ -633,9 +620,8 @@ def simulate(
     size,
     *,
     tp=1,
-    write=write_answer,
-    verdict=write_verdict,
-    world_class=FakeWorld,
+    write=write_on,
+    verdict=judge_on,
     prepare=None,
     prepare_controller=None,
     controllers=None,
@@ -645,7 +631,6 @@ def simulate(
     events=(),
     writer=LateWriter,
     look=lambda servers, controllers: None,
-    engine_class=FakeEngine,
     **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
@@ -658,14 +643,14 @@ def simulate(
     config = fake_config(mode, out=str(out), **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
-    engines = fake_engines(engine_class, config, plans, devices, write, verdict)
+    engines = fake_engines(config, plans, devices, write, verdict)
     if prepare:
         prepare(engines)
     controllers = [] if controllers is None else controllers
     servers = [engine.server for engine in engines]
     clock = VirtualClock(look=lambda: look(servers, controllers))
     for rank in range(size):
-        world = world_class(rank, size, meetings)
+        world = FakeWorld(rank, size, meetings)
         handles = [engine if engine.rank == rank else engine.handle() for engine in engines]
         c = fake_controller(config, plans, world, handles, devices[rank], clock, out, writer, tp)
         controllers.append(c)
@@ -689,52 +674,35 @@ def simulate(
     return controllers, log
 
 
-def fake_engines(engine_class, config, plans, devices, write, verdict):
+def fake_engines(config, plans, devices, write, verdict):
     """One for each role and lead of any plan."""
-    hosts = sorted(
-        {
-            (role, lead)
-            for plan in plans
-            for role in ("rollout", "genrm")
-            for lead in plan.leads(role)
-        }
-    )
-    engines = []
-    for role, rank in hosts:
-        judges = max(1, len(config.judge_models))
-        model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
-        engines.append(
-            engine_class(
-                role, rank, devices[rank], write if role == "rollout" else verdict, model=model
-            )
-        )
+    engines, judges = [], max(1, len(config.judge_models))
+    for role, writes in (("genrm", verdict), ("rollout", write)):
+        for rank in sorted({lead for plan in plans for lead in plan.leads(role)}):
+            model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
+            engines.append(FakeEngine(role, rank, devices[rank], writes, model))
     return engines
 
 
 def fake_controller(config, plans, world, handles, device, clock, out, writer, tp):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    of = {
-        role: [handle for handle in handles if handle.role == role] for role in ("rollout", "genrm")
+    pools = {
+        role: Pool([h for h in handles if h.role == role], world, timeline, config)
+        for role in ("rollout", "genrm")
     }
-    pools = {role: Pool(engines, world, timeline, config) for role, engines in of.items()}
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
-    tokenizers = [FakeTokenizer()] * len(config.judge_models)
-    sampling, kept = (
-        Sampling(1.0, config.max_new_tokens),
-        (config.continues_answers, algorithm.greedy),
-    )
-    saving = config.save_every > 0
-    checkpoints = (
-        Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
-    )
+    sampling = Sampling(1.0, config.max_new_tokens)
+    kept, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
+    if config.save_every:
+        checkpoints = Checkpoints(config, world, out, start_writer=writer)
     return controller.Controller(
         config=config,
         algorithm=algorithm,
         world=world,
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
-        rewards=rewards.build(config, tokenizers, to_text),
+        rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *kept, has_images=True),
         sampling=sampling,
         greedy=replace(sampling, temperature=0.0),
