@@ -49,28 +49,21 @@ class FakeWorld(SimulatedWorld):
         return pickle.loads(await self._meet(value, pickled_total))
 
     async def exchange(self, outgoing, senders):
-        sent = {
-            rank: pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != self.rank
-        }
+        others = outgoing.keys() - {self.rank}
+        sent = {rank: pickle.dumps(outgoing[rank]) for rank in others}
         return await super().exchange(outgoing | sent, senders)
 
     def _received(self, parcel):
         return pickle.loads(parcel)
 
 
-MAY_SHARE = (
-    {"rollout weights", "actor"},
-    {"rollout weights", "rollout cache"},
-    {"genrm weights", "genrm cache"},
-)
+MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
+MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
 TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
 
 
 class Device:
-    """One rank's memory: who holds it.
-
-    Allowed beside the actor: rollout weights, for the push.
-    """
+    """One rank's memory: who holds it."""
 
     def __init__(self, rank, log, fuses=False):
         self.rank, self.log, self.fuses, self.holders = rank, log, fuses, set()
@@ -79,9 +72,9 @@ class Device:
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            assert {holder, other} in MAY_SHARE or (self.fuses and {holder, other} <= TRAINERS), (
-                f"rank {self.rank}: {holder} came while {other} held the device"
-            )
+            may_share = {holder, other} in MAY_SHARE
+            may_share = may_share or (self.fuses and {holder, other} <= TRAINERS)
+            assert may_share, f"rank {self.rank}: {holder} came while {other} held the device"
 
     def give(self, *holders):
         for holder in holders:
@@ -136,7 +129,7 @@ class FakeEngine:
     capacity = 128
 
     def __init__(self, role, rank, device, write, model=0):
-        self.role, self.rank, self.model, self.awake = role, rank, model, False
+        self.role, self.rank, self.model = role, rank, model
         self.server = FakeServer(device, role, rank)
         self.name, self._write = f"{role} engine of rank {rank}", write
 
@@ -144,8 +137,7 @@ class FakeEngine:
         return copy.copy(self)
 
     async def generate(self, requests):
-        """Each answer in parts of `server.part` tokens, `server.pace` seconds a token, or as far as it is
-        when it is aborted.
+        """Each answer in parts of `server.part` tokens, or as far as it is when it is aborted.
 
         A prompt that ends in the beginning of its answer is continued.
         """
@@ -161,9 +153,10 @@ class FakeEngine:
         server.asked.append((start, version))
         server.aborts.append(aborted)
         answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
-        parts = [(end, a.index) for a in answers for end in part_ends(len(a.tokens), server.part)]
+        lengths = [len(answer.tokens) for answer in answers]
+        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, server.part)]
         try:
-            for end, index in sorted(parts):
+            for end, index in sorted(ends):
                 await self._until(start + server.pace * end, aborted)
                 answer, begin = answers[index], came.get(index, 0)
                 if begin == "aborted":
@@ -171,13 +164,13 @@ class FakeEngine:
                 if server.drops:
                     server.drops -= 1
                     raise EngineLost("broke the connection")
-                finish = answer.finish if end == len(answer.tokens) else ""
+                finish = answer.finish if end == lengths[index] else ""
                 if aborted.done() and (so_far := int((clock() - start) / server.pace)) < end:
                     end, finish = max(begin, so_far), "abort"
                 came[index] = "aborted" if finish == "abort" else end
-                tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
                 times = dict(sent=start, first_token=start, end=clock(), rank=self.rank)
-                yield Answer(index, tokens, logprobs, finish, [version] * len(tokens), **times)
+                part = replace(part_of(answer, begin, end, finish), index=index, **times)
+                yield replace(part, versions=[version] * len(part.tokens))
         finally:
             server.aborts.remove(aborted)
 
@@ -191,13 +184,12 @@ class FakeEngine:
     def _answer_to(self, request, index):
         number = number_of(request.prompt, request.seed, index)
         answer = self._write(request.prompt, number, request.sampling)
-        return replace(within(answer, request.limit), index=index)
+        assert request.limit > 0, "asked for no token at all"
+        is_cut_off = len(answer.tokens) > request.limit
+        return part_of(answer, 0, request.limit, "length") if is_cut_off else answer
 
     async def _until(self, due, aborted):
-        """Wait until an answer is due, or aborted.
-
-        Nothing comes of a server that hangs; one that dies breaks off.
-        """
+        """Nothing comes of a server that hangs; one that dies breaks off."""
         clock, server = asyncio.get_running_loop().time, self.server
         while True:
             changed = asyncio.ensure_future(server.changed.wait())
@@ -205,7 +197,7 @@ class FakeEngine:
             timeout = None if server.hangs else max(0.0, due - clock())
             try:
                 done, _ = await asyncio.wait(
-                    waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                    waiting, timeout=timeout, return_when="FIRST_COMPLETED"
                 )
             finally:
                 changed.cancel()
@@ -229,14 +221,14 @@ class FakeEngine:
         await asyncio.sleep(self.server.swap_s)
         await self.server.answer()
         self.server.device.take(f"{self.role} cache")
-        self.awake = self.server.awake = True
+        self.server.awake = True
 
     async def sleep(self):
         await self.server.answer()
         assert not self.server.aborts, "put to sleep while answers were in flight"
         await asyncio.sleep(self.server.swap_s)
         await self.server.answer()
-        self.awake = self.server.awake = False
+        self.server.awake = False
         self.server.device.give(f"{self.role} weights", f"{self.role} cache")
 
     async def load_weights(self, named_weights, version):
@@ -264,11 +256,10 @@ class FakeEngine:
             raise UserError("its log")
         self.server.device.take(f"{self.role} weights")
         self.server.device.take(f"{self.role} cache")
-        self.server.runs = self.server.awake = self.awake = True
+        self.server.runs = self.server.awake = True
         self.server.version = None
 
     async def kill(self):
-        self.awake = False
         self.server.die()
 
 
@@ -283,13 +274,10 @@ def number_of(prompt, seed, index):
     return next((number for number in range(8) if seed == seed_of(0, prompt_id, number)), index)
 
 
-def within(answer, room):
-    """The answer, cut off where there is no more room."""
-    assert room > 0, "asked for no token at all"
-    if len(answer.tokens) <= room:
-        return answer
-    cut_off = dict(tokens=answer.tokens[:room], logprobs=answer.logprobs[:room])
-    return replace(answer, finish="length", **cut_off)
+def part_of(answer, begin, end, finish):
+    """Some of its tokens."""
+    tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
+    return replace(answer, tokens=tokens, logprobs=logprobs, finish=finish)
 
 
 def check_image(prompt, images):
@@ -302,7 +290,8 @@ class FakeTrainer:
 
     def __init__(self, title, rank, size, device, tp):
         self.title, self.device, self.version, self.awake = title, device, 0, False
-        self.batches, self.phases, self.gathering = [], [], SimpleNamespace(received=0)
+        self.batches, self.log, self.phases = [], [], []
+        self.gathering = SimpleNamespace(received=0)
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
 
     def wake(self):
@@ -319,8 +308,17 @@ class FakeTrainer:
         metrics = [await trainer.learn(mini_batches) for trainer in (self, *beside)]
         return {name: value for each in metrics for name, value in each.items()}
 
+    async def learn(self, mini_batches):
+        assert self.awake, "trained while asleep"
+        for sample in flat(mini_batches):
+            self.check(sample)
+        await asyncio.sleep(self.update_s)
+        self.log.append("update")
+        self.batches.append(flat(mini_batches))
+        self.version += 1
+        return {"train/loss": 0.0, "train/not_finite": 0.0} if self.title == "actor" else {}
+
     def snapshot(self, folder):
-        """The weights are their version."""
         assert self.awake, "saved while asleep"
         rank, version = self.device.rank, self.version
 
@@ -343,6 +341,8 @@ class FakeTrainer:
 
 
 class FakeActor(FakeTrainer):
+    update_s = 0.5
+
     def __init__(self, rank, size, device, tp=1, takes_stale=False):
         self.takes_stale = takes_stale
         super().__init__("actor", rank, size, device, tp)
@@ -356,27 +356,22 @@ class FakeActor(FakeTrainer):
     def image_cost(self, prompt):
         return 0
 
-    async def learn(self, mini_batches):
-        samples = flat(mini_batches)
-        assert self.awake, "trained while asleep"
-        for sample in samples:
-            versions, facts = sample.versions, (sample.logprobs, sample.versions)
-            assert {len(sample.response)} == {*map(len, facts)} != {0}, "a token without its facts"
-            assert versions == sorted(versions), "written by older weights than before"
-            assert versions[-1] <= self.version, "written by weights to come"
-            assert self.takes_stale or {*versions} == {self.version}, "off-policy sample"
-            check_image(sample.prompt, sample.media)
-        await asyncio.sleep(0.5)
-        self.batches.append(samples)
-        self.version += 1
-        return {"train/loss": 0.0, "train/not_finite": 0.0}
+    def check(self, sample):
+        versions, facts = sample.versions, (sample.logprobs, sample.versions)
+        assert {len(sample.response)} == {*map(len, facts)} != {0}, "a token without its facts"
+        assert versions == sorted(versions), "written by older weights than before"
+        assert versions[-1] <= self.version, "written by weights to come"
+        assert self.takes_stale or {*versions} == {self.version}, "off-policy sample"
+        check_image(sample.prompt, sample.media)
 
 
 class FakeCritic(FakeTrainer):
     """Its value of a token follows from the token alone. `log`: what it was asked."""
 
+    update_s = 0.0
+
     def __init__(self, name, *place):
-        self.name, self.log = name, []
+        self.name = name
         super().__init__(f"{name} critic", *place)
 
     async def compute_values(self, mini_batches):
@@ -386,16 +381,9 @@ class FakeCritic(FakeTrainer):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.values[self.name] = [token / 200 for token in sample.response]
 
-    async def learn(self, mini_batches):
-        samples = flat(mini_batches)
-        assert self.awake, "trained while asleep"
-        for sample in samples:
-            facts = (sample.values[self.name], sample.returns[self.name])
-            assert {len(sample.response)} == {*map(len, facts)}, "a token without its facts"
-        self.log.append("update")
-        self.batches.append(samples)
-        self.version += 1
-        return {"critic/value_loss": 0.0}
+    def check(self, sample):
+        facts = (sample.values[self.name], sample.returns[self.name])
+        assert {len(sample.response)} == {*map(len, facts)}, "a token without its facts"
 
 
 class FakeReference:
@@ -435,9 +423,7 @@ class FakeCheckpoints:
 
 
 class LateWriter:
-    """Runs the work at once, as a forked process would see it, and has a result when it was asked
-    `self.patience` times.
-    """
+    """Runs the work at once, as a forked process would see it; tells when it was asked often enough."""
 
     patience = 3
 
@@ -453,10 +439,7 @@ class LateWriter:
 
 
 class AwaitedWriter(BackgroundWriter):
-    """A real process.
-
-    The virtual clock stands still while it writes, or a busy machine's would be late by hours.
-    """
+    """A real process, for which the virtual clock stands still: a busy machine's would be late by hours."""
 
     def result(self):
         if self._result is None:
@@ -510,9 +493,7 @@ class Picture(Image):
 
 
 class FakeSource:
-    """Prompt k is the text of k and its picture; how often its answers are right depends on k, so that some
-    groups are all right or all wrong.
-    """
+    """Prompt k is the text of k and its picture."""
 
     def __init__(self):
         self.held_out = tuple(map(self.training, range(10)))
@@ -529,7 +510,10 @@ def text_answer(text, index=0, begun=""):
 
 
 def write_on(prompt, index, sampling):
-    """An answer that follows from the question and its number in the group alone, wherever it goes on."""
+    """An answer that follows from question and number in the group alone, wherever it goes on.
+
+    How often it is right depends on the question: some groups are all right or all wrong.
+    """
     question, begun = to_text(prompt).split("=")
     number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
     rng = random.Random(f"{question} {index}")
@@ -622,8 +606,8 @@ def simulate(
     tp=1,
     write=write_on,
     verdict=judge_on,
-    prepare=None,
-    prepare_controller=None,
+    prepare=lambda servers: None,
+    prepare_controller=lambda c: None,
     controllers=None,
     out=Path(),
     resumed=None,
@@ -644,8 +628,7 @@ def simulate(
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
     engines = fake_engines(config, plans, devices, write, verdict)
-    if prepare:
-        prepare(engines)
+    prepare(engines)
     controllers = [] if controllers is None else controllers
     servers = [engine.server for engine in engines]
     clock = VirtualClock(look=lambda: look(servers, controllers))
@@ -654,8 +637,7 @@ def simulate(
         handles = [engine if engine.rank == rank else engine.handle() for engine in engines]
         c = fake_controller(config, plans, world, handles, devices[rank], clock, out, writer, tp)
         controllers.append(c)
-        if prepare_controller:
-            prepare_controller(c)
+        prepare_controller(c)
     for seconds, event in events:
         clock.call_at(seconds, event, servers, controllers)
 
@@ -664,14 +646,20 @@ def simulate(
             await restore(c, resumed)
         await loop(c)
 
-    async def all_ranks():
-        await asyncio.gather(*(one_rank(c) for c in controllers))
+    run_on(clock, *map(one_rank, controllers))
+    return controllers, log
+
+
+def run_on(clock, *works):
+    """Await all of these on a virtual clock."""
+
+    async def together():
+        return await asyncio.gather(*works)
 
     try:
-        clock.run_until_complete(all_ranks())
+        return clock.run_until_complete(together())
     finally:
         end_all(clock)
-    return controllers, log
 
 
 def fake_engines(config, plans, devices, write, verdict):
@@ -694,7 +682,7 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
     sampling = Sampling(1.0, config.max_new_tokens)
-    kept, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
+    keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
         checkpoints = Checkpoints(config, world, out, start_writer=writer)
     return controller.Controller(
@@ -703,7 +691,7 @@ def fake_controller(config, plans, world, handles, device, clock, out, writer, t
         world=world,
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
-        prompts=Prompts(FakeSource(), config.answers_per_prompt, *kept, has_images=True),
+        prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         sampling=sampling,
         greedy=replace(sampling, temperature=0.0),
         timeline=timeline,

@@ -1,19 +1,16 @@
 """The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in all modes."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-import genrm
 from config import Config
 from controller import State, advance
 from fakes import (
     FakeSource,
     batches_of,
-    samples_of,
+    part_of,
     simulate,
-    text_answer,
     to_text,
     trained,
     write_on,
@@ -104,82 +101,43 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         assert max(map(sum, work)) - min(map(sum, work)) <= max(map(max, work))
 
 
-def test_partial_mode_judges_while_others_are_generated():
-    """Side by side, the first verdict comes before the last answer; in turns, after it."""
-    for mode, overlaps in (("partial", True), ("full", False)):
-        spans = simulate(mode, 2, max_refill_waves=0)[0][0].report.steps[0][3]
-        first_verdict = min(s.start for s in spans if s.name == "genrm")
-        last_answer = max(s.end for s in spans if s.name == "rollout")
-        assert (first_verdict < last_answer) == overlaps
+@pytest.mark.parametrize("mode", ["full", "partial"])
+def test_partial_mode_judges_while_others_are_generated(mode):
+    """Side by side, the first verdict comes before the last answer, and genrm wakes once a step.
 
-
-def test_a_wave_costs_a_swap_in_full_mode_only():
-    """genrm sleeps and wakes once for every wave in full mode, once a step in partial mode."""
-    for mode, once_a_wave in (("full", True), ("partial", False)):
-        controllers, log = simulate(mode, 2)
-        waves = [batch.waves for _, batch, _, _ in controllers[0].report.steps]
-        assert max(waves) > 1
-        wakes = sum(event == (1, "take", "genrm cache") for event in log)
-        assert wakes == (sum(waves) if once_a_wave else len(waves))
-        history = controllers[0].state.history
-        assert [stats.genrm.wakes for stats in history] == (
-            waves if once_a_wave else [1] * len(waves)
-        )
-
-
-def test_a_judge_that_never_parses_stops_every_rank(monkeypatch):
-    """In one line that says how it was read, and no controller is left waiting."""
-    monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
-
-    def gibberish(prompt, index, sampling):
-        return text_answer("?")
-
-    with pytest.raises(ValueError, match=r"none of the first \d+ answers got a verdict"):
-        simulate("partial", 2, verdict=gibberish)
-
-
-def test_identical_answers_are_judged_once():
-    """The judge gets one request for each distinct (question, answer) of a group."""
-    controllers, _ = simulate("partial", 2, steps=1, eval_every=1)
-    (c,) = [c for c in controllers if c.placement.genrm.own]
-    samples = samples_of(batches_of(controllers, 0))
-    distinct = {(s.question, to_text(s.response).split(">")[1]) for s in samples}
-    assert len(c.placement.genrm.own.server.requests) == len(distinct) < len(samples)
+    In turns, it comes after it, and every wave costs a swap.
+    """
+    controllers, log = simulate(mode, 2)
+    waves = [batch.waves for _, batch, _, _ in controllers[0].report.steps]
+    assert max(waves) > 1
+    expected = waves if mode == "full" else [1] * len(waves)
+    assert events_of(log, 1).count(("take", "genrm cache")) == sum(expected)
+    assert [stats.genrm.wakes for stats in controllers[0].state.history] == expected
+    spans = simulate(mode, 2, max_refill_waves=0)[0][0].report.steps[0][3]
+    first_verdict = min(s.start for s in spans if s.name == "genrm")
+    last_answer = max(s.end for s in spans if s.name == "rollout")
+    assert (first_verdict < last_answer) == (mode == "partial")
 
 
 def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
-    """Before step 0, every eval_every steps, and after the last; one greedy answer each."""
-    greedy = []
+    """Before step 0, every eval_every steps, and after the last; one greedy answer each.
+
+    All are aborted, by nobody's wish: they go on where they were.
+    """
+    greedy, held_out = [], FakeSource().held_out
 
     def write(prompt, index, sampling):
-        if sampling.temperature == 0:
-            greedy.append(tuple(prompt))
-        return write_on(prompt, index, sampling)
-
-    controllers, _ = simulate("full", 2, steps=3, eval_every=2, write=write)
-    assert sorted(greedy) == sorted([tuple(prompt.tokens) for prompt in FakeSource().held_out] * 3)
-    answers = [
-        to_text(write_on(held_out.tokens, 0, None).tokens) for held_out in FakeSource().held_out
-    ]
-    right = sum(answer.endswith(f">{number}") for number, answer in enumerate(answers))
-    assert controllers[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
-
-
-def test_a_held_out_answer_that_an_engine_aborts_is_continued():
-    """By nobody's wish, half generated: the accuracies are those of a run in which nothing was aborted."""
-
-    def aborted_once(prompt, index, sampling):
         answer = write_on(prompt, index, sampling)
         if sampling.temperature > 0 or to_text(prompt)[-1] != "=":
             return answer
-        half = len(answer.tokens) // 2
-        cut_off = dict(tokens=answer.tokens[:half], logprobs=answer.logprobs[:half])
-        return replace(answer, finish="abort", **cut_off)
+        greedy.append(prompt)
+        return part_of(answer, 0, len(answer.tokens) // 2, "abort")
 
-    undisturbed, _ = simulate("full", 2)
-    controllers, _ = simulate("full", 2, write=aborted_once)
-    assert controllers[0].report.accuracies == undisturbed[0].report.accuracies
-    assert all(undisturbed[0].report.accuracies.values())
+    controllers, _ = simulate("full", 2, steps=3, eval_every=2, write=write)
+    assert sorted(greedy) == sorted([prompt.tokens for prompt in held_out] * 3)
+    answers = [to_text(write_on(prompt.tokens, 0, None).tokens) for prompt in held_out]
+    right = sum(answer.endswith(f">{number}") for number, answer in enumerate(answers))
+    assert controllers[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
 
 
 def test_empty_steps_count_in_a_row():

@@ -4,10 +4,8 @@ And engines and judges that are slow, silent or wrong.
 """
 
 import asyncio
-import copy
 import random
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,6 +22,7 @@ from fakes import (
     batches_of,
     judge_on,
     number_in,
+    part_of,
     samples_of,
     simulate,
     text_answer,
@@ -220,64 +219,19 @@ def test_the_longest_prompt_is_trained_on_in_the_end(mode, size):
 # ---------------------------------------------------------------- where controllers meet
 
 
-def in_a_meeting(act, strike):
-    """`act(c)` of each of four controllers between two meetings of a run, after `strike(c)`."""
-
-    async def loop(c):
-        await c.placement.begin()
-        await c.placement.genrm.wake()
-        strike(c)
-        await asyncio.sleep(1.0)
-        await act(c)
-
-    return simulate("partial", 4, rollout_ranks=2, loop=loop)[0]
-
-
-def visible_state(c):
-    """What a controller's callers can see of it."""
-    pools = [c.placement.rollout, c.placement.genrm]
-    up = [([engine.rank for engine in pool.up], pool.awake) for pool in pools]
-    engines = [[engine.rank for engine in pool.engines] for pool in pools]
-    state = copy.deepcopy((c.state, c.prompts.state(), c.report.notes))
-    return c.stopping, c.stop.asked, c.placement.plan, engines, up, state
-
-
-def hit(c):
-    """The rollout engine of rank 0 dies, and rank 1 is asked to stop."""
-    if c.world.rank == 0:
-        c.placement.rollout.own.server.die()
-    if c.world.rank == 1:
-        c.stop.asked = 15
-
-
-def test_a_meeting_by_itself_changes_nothing():
-    """It says which engine was lost and that a stop was asked for; whoever doesn't follow it hasn't heard."""
-    seen = []
-
-    async def act(c):
-        before = visible_state(c)
-        meeting = await rollout.sync_controllers(c, f"fact {c.world.rank}", ", ".join)
-        assert visible_state(c) == before and before[0] == 0
-        seen.append(meeting)
-
-    in_a_meeting(act, hit)
-    assert len(seen) == 4 and all(meeting == seen[0] for meeting in seen)
-    assert seen[0].facts == "fact 0, fact 1, fact 2, fact 3" and seen[0].stop == 15
-    assert seen[0].rollout.trouble.keys() == {0} and not seen[0].genrm.trouble
-
-
 def test_a_stop_comes_before_lost_engines():
     """All controllers that follow the meeting know of it; nobody needs an engine to save what there is."""
 
-    async def act(c):
-        rollout.follow(c, await rollout.sync_controllers(c, 0))
-
-    def strike(c):
+    async def loop(c):
+        await c.placement.begin()
         if c.placement.rollout.own:
             c.placement.rollout.own.server.die()
         c.stop.asked = 15 * (c.world.rank == 1)
+        await asyncio.sleep(1.0)
+        rollout.follow(c, await rollout.sync_controllers(c, 0))
 
-    assert [c.stopping for c in in_a_meeting(act, strike)] == [15] * 4
+    controllers, _ = simulate("partial", 4, loop=loop)
+    assert [c.stopping for c in controllers] == [15] * 4
 
 
 def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
@@ -349,9 +303,7 @@ def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
         if key in aborted:
             return answer
         aborted.add(key)
-        written = int(part * len(answer.tokens))
-        cut_off = dict(tokens=answer.tokens[:written], logprobs=answer.logprobs[:written])
-        return replace(answer, finish="abort", **cut_off)
+        return part_of(answer, 0, int(part * len(answer.tokens)), "abort")
 
     controllers, _ = simulate(mode, size, steps=2, eval_every=100, write=abort_once)
     check_prompts(controllers)
@@ -404,26 +356,17 @@ def test_a_judge_that_stalls_costs_time_and_no_sample(mode, size):
 
 
 @pytest.mark.parametrize("mode,size,over_dispatch", [("full", 2, 1.0), ("partial", 4, 2.0)])
-def test_prompts_that_teach_nothing_do_not_hang_the_run(mode, size, over_dispatch):
-    """No group ever has two rewards: waves end, the batch is empty, and the run goes on.
+def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, monkeypatch):
+    """No group ever has two rewards: waves end and the batch is empty, until MAX_EMPTY_STEPS in a row.
 
-    groups_per_kept stays at most 10.
+    Every rank has done as many steps, and groups_per_kept goes a tenth of the way to 10 in each.
     """
-    controllers, _ = simulate(mode, size, write=always_right, over_dispatch=over_dispatch, steps=12)
-    check_prompts(controllers)
+    monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 5)
+    options, controllers = dict(over_dispatch=over_dispatch, steps=12), []
+    with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):
+        simulate(mode, size, write=always_right, controllers=controllers, **options)
     for c in controllers:
-        assert c.placement.actor.version == 12 and c.state.empty_steps == 12
-        assert 5 < c.state.groups_per_kept <= 10
-    for step in range(12):
-        batches = batches_of(controllers, step)
-        assert not any(batch.kept for batch in batches)
-        assert all(batch.missing_groups == 8 and batch.waves == 4 for batch in batches)
-
-
-def test_enough_empty_steps_stop_every_rank(monkeypatch):
-    """After MAX_EMPTY_STEPS in a row; every rank has done as many steps, and the last has its row."""
-    monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 3)
-    controllers = []
-    with pytest.raises(ValueError, match="no prompt of 3 steps in a row"):
-        simulate("partial", 4, write=always_right, steps=12, controllers=controllers)
-    assert [len(c.report.steps) for c in controllers] == [3] * 4
+        assert c.placement.actor.version == len(c.report.steps) == c.state.empty_steps == 5
+        assert c.state.groups_per_kept == pytest.approx(10 - 9 * 0.9**5)
+        for _, batch, _, _ in c.report.steps:
+            assert not batch.kept and batch.missing_groups == 8 and batch.waves == 4
