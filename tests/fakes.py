@@ -82,16 +82,19 @@ class Device:
             self.holders.discard(holder)
 
 
-class FakeServer:
-    """What all handles on one engine share: the server, and those that take its place.
+class FakeEngine:
+    """One for all ranks: a handle, and its server with those that take its place.
 
     version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
     swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many more times it can be started.
     drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
     """
 
-    def __init__(self, device, role, rank):
-        self.device, self.role, self.rank = device, role, rank
+    capacity = 128
+
+    def __init__(self, role, rank, device, write, model=0):
+        self.role, self.rank, self.device, self.model = role, rank, device, model
+        self.name, self._write, self.server = f"{role} engine of rank {rank}", write, self
         self.version, self.awake, self.runs, self.hangs = None, False, True, False
         self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
         self.requests, self.asked, self.aborts = [], [], []
@@ -122,60 +125,46 @@ class FakeServer:
         if not self.runs or self.hangs:
             raise EngineLost("didn't answer")
 
-
-class FakeEngine:
-    """A handle; `server` is what all handles on one engine share."""
-
-    capacity = 128
-
-    def __init__(self, role, rank, device, write, model=0):
-        self.role, self.rank, self.model = role, rank, model
-        self.server = FakeServer(device, role, rank)
-        self.name, self._write = f"{role} engine of rank {rank}", write
-
-    def handle(self):
-        return copy.copy(self)
-
     async def generate(self, requests):
-        """Each answer in parts of `server.part` tokens, or as far as it is when it is aborted.
+        """Each answer in parts of `part` tokens, or as far as it is when it is aborted.
 
         A prompt that ends in the beginning of its answer is continued.
         """
-        server, clock = self.server, asyncio.get_running_loop().time
-        if not server.runs:
+        clock = asyncio.get_running_loop().time
+        if not self.runs:
             raise EngineLost("refused the connection")
-        assert server.awake, f"a request came to the {self.name} while it slept"
+        assert self.awake, f"a request came to the {self.name} while it slept"
         if self.role == "rollout":
             self._check(requests)
-        start, version = clock(), server.version
+        start, version = clock(), self.version
         aborted = asyncio.get_running_loop().create_future()
-        server.requests.append(requests)
-        server.asked.append((start, version))
-        server.aborts.append(aborted)
+        self.requests.append(requests)
+        self.asked.append((start, version))
+        self.aborts.append(aborted)
         answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
         lengths = [len(answer.tokens) for answer in answers]
-        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, server.part)]
+        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, self.part)]
         try:
             for end, index in sorted(ends):
-                await self._until(start + server.pace * end, aborted)
+                await self._until(start + self.pace * end, aborted)
                 answer, begin = answers[index], came.get(index, 0)
                 if begin == "aborted":
                     continue
-                if server.drops:
-                    server.drops -= 1
+                if self.drops:
+                    self.drops -= 1
                     raise EngineLost("broke the connection")
                 finish = answer.finish if end == lengths[index] else ""
-                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < end:
+                if aborted.done() and (so_far := int((clock() - start) / self.pace)) < end:
                     end, finish = max(begin, so_far), "abort"
                 came[index] = "aborted" if finish == "abort" else end
                 times = dict(sent=start, first_token=start, end=clock(), rank=self.rank)
                 part = replace(part_of(answer, begin, end, finish), index=index, **times)
                 yield replace(part, versions=[version] * len(part.tokens))
         finally:
-            server.aborts.remove(aborted)
+            self.aborts.remove(aborted)
 
     def _check(self, requests):
-        assert self.server.version is not None, "asked before it was pushed weights"
+        assert self.version is not None, "asked before it was pushed weights"
         for request in requests:
             check_image(request.prompt, request.images)
             room = request.sampling.max_new_tokens - len(to_text(request.prompt).split("=")[1])
@@ -190,77 +179,77 @@ class FakeEngine:
 
     async def _until(self, due, aborted):
         """Nothing comes of a server that hangs; one that dies breaks off."""
-        clock, server = asyncio.get_running_loop().time, self.server
+        clock = asyncio.get_running_loop().time
         while True:
-            changed = asyncio.ensure_future(server.changed.wait())
-            waiting = [changed] if server.hangs or server.is_deaf else [changed, aborted]
-            timeout = None if server.hangs else max(0.0, due - clock())
+            changed = asyncio.ensure_future(self.changed.wait())
+            waiting = [changed] if self.hangs or self.is_deaf else [changed, aborted]
+            timeout = None if self.hangs else max(0.0, due - clock())
             try:
                 done, _ = await asyncio.wait(
                     waiting, timeout=timeout, return_when="FIRST_COMPLETED"
                 )
             finally:
                 changed.cancel()
-            if not server.runs:
+            if not self.runs:
                 raise EngineLost("broke the connection")
-            if not server.hangs and changed not in done:
+            if not self.hangs and changed not in done:
                 return
 
     async def abort(self):
-        await self.server.answer()
-        assert self.server.awake, "told to abort while it slept"
-        for aborted in () if self.server.is_deaf else self.server.aborts:
+        await self.answer()
+        assert self.awake, "told to abort while it slept"
+        for aborted in () if self.is_deaf else self.aborts:
             if not aborted.done():
                 aborted.set_result(None)
 
     async def wake_weights(self):
-        await self.server.answer()
-        self.server.device.take(f"{self.role} weights")
+        await self.answer()
+        self.device.take(f"{self.role} weights")
 
     async def wake_kv_cache(self):
-        await asyncio.sleep(self.server.swap_s)
-        await self.server.answer()
-        self.server.device.take(f"{self.role} cache")
-        self.server.awake = True
+        await asyncio.sleep(self.swap_s)
+        await self.answer()
+        self.device.take(f"{self.role} cache")
+        self.awake = True
 
     async def sleep(self):
-        await self.server.answer()
-        assert not self.server.aborts, "put to sleep while answers were in flight"
-        await asyncio.sleep(self.server.swap_s)
-        await self.server.answer()
-        self.server.awake = False
-        self.server.device.give(f"{self.role} weights", f"{self.role} cache")
+        await self.answer()
+        assert not self.aborts, "put to sleep while answers were in flight"
+        await asyncio.sleep(self.swap_s)
+        await self.answer()
+        self.awake = False
+        self.device.give(f"{self.role} weights", f"{self.role} cache")
 
     async def load_weights(self, named_weights, version):
-        await self.server.answer()
-        assert f"{self.role} weights" in self.server.device.holders
-        self.server.version = version
+        await self.answer()
+        assert f"{self.role} weights" in self.device.holders
+        self.version = version
 
     async def until_down(self):
-        while self.server.runs:
-            if self.server.hangs:
-                died = asyncio.ensure_future(self.server.changed.wait())
+        while self.runs:
+            if self.hangs:
+                died = asyncio.ensure_future(self.changed.wait())
                 done, _ = await asyncio.wait([died], timeout=PROBE_S)
                 return "died" if done else "gave no sign of life"
-            await self.server.changed.wait()
+            await self.changed.wait()
         return "died"
 
     def exit_status(self):
-        return "" if self.server.runs else "signal 9"
+        return "" if self.runs else "signal 9"
 
     async def restart(self, deadline_s):
-        assert not self.server.runs, "started while it runs"
+        assert not self.runs, "started while it runs"
         await asyncio.sleep(RESTART_S)
-        self.server.starts -= 1
-        if self.server.starts < 0:
+        self.starts -= 1
+        if self.starts < 0:
             raise UserError("its log")
-        self.server.device.take(f"{self.role} weights")
-        self.server.device.take(f"{self.role} cache")
-        self.server.runs = self.server.awake = True
-        self.server.version = None
+        self.device.take(f"{self.role} weights")
+        self.device.take(f"{self.role} cache")
+        self.runs = self.awake = True
+        self.version = None
 
     async def kill(self):
-        self.server.die()
+        self.die()
 
 
 def part_ends(length, part):
@@ -270,8 +259,8 @@ def part_ends(length, part):
 
 def number_of(prompt, seed, index):
     """Which answer of its group a seed stands for: a request may be for what another engine still owed."""
-    prompt_id = int(to_text(prompt).split("+")[0])
-    return next((number for number in range(8) if seed == seed_of(0, prompt_id, number)), index)
+    seeds = [seed_of(0, number_in(prompt), number) for number in range(8)]
+    return seeds.index(seed) if seed in seeds else index
 
 
 def part_of(answer, begin, end, finish):
@@ -281,8 +270,8 @@ def part_of(answer, begin, end, finish):
 
 
 def check_image(prompt, images):
-    number = to_text(prompt).split("+")[0].encode()
-    assert [image.digest for image in images] == [number], "not its image"
+    shown = [int(image.digest) for image in images]
+    assert shown == [number_in(prompt)], "not its image"
 
 
 class FakeTrainer:
@@ -634,8 +623,7 @@ def simulate(
     clock = VirtualClock(look=lambda: look(servers, controllers))
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
-        handles = [engine if engine.rank == rank else engine.handle() for engine in engines]
-        c = fake_controller(config, plans, world, handles, devices[rank], clock, out, writer, tp)
+        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer, tp)
         controllers.append(c)
         prepare_controller(c)
     for seconds, event in events:
@@ -672,11 +660,11 @@ def fake_engines(config, plans, devices, write, verdict):
     return engines
 
 
-def fake_controller(config, plans, world, handles, device, clock, out, writer, tp):
+def fake_controller(config, plans, world, engines, device, clock, out, writer, tp):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
     pools = {
-        role: Pool([h for h in handles if h.role == role], world, timeline, config)
+        role: Pool([e for e in engines if e.role == role], world, timeline, config)
         for role in ("rollout", "genrm")
     }
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)

@@ -108,7 +108,7 @@ def engine_of(rank, ends, model=0, kind=FakeEngine):
         return Answer(0, tokens, [-token / 1000 for token in tokens], "stop", [])
 
     engine = kind("genrm", rank, Device(rank, []), write, model)
-    vars(engine.server).update(pace=1.0, part=10, awake=True)
+    vars(engine).update(pace=1.0, part=10, awake=True)
     return engine
 
 
@@ -145,7 +145,7 @@ def test_its_own_tokens_are_not_counted_twice():
         await long
 
     run_alone([first, second], work)
-    assert len(first.server.asked) == 2 and not second.server.asked
+    assert len(first.asked) == 2 and not second.asked
 
 
 @pytest.mark.parametrize("trouble", ["dies", "hangs"])
@@ -162,13 +162,13 @@ def test_another_engine_goes_on_with_the_tokens_so_far(trouble, parts):
     lengths = [23, 60, 80]  # as far as the prompt and the limit leave room
 
     async def work(pool):
-        at(written + 1, first.server.die if trouble == "dies" else first.server.hang)
+        at(written + 1, first.die if trouble == "dies" else first.hang)
         answers = await ask(pool, prompts, [1, 2, 3], limits=limits)
         assert not pool.status().outstanding
         return answers, pool.pop_stats(), pool.timeline.spans
 
     (answers, stats, spans), _ = run_alone([first, second], work)
-    [(asked_at, _)], [requests] = second.server.asked, second.server.requests
+    [(asked_at, _)], [requests] = second.asked, second.requests
     unfinished = [index for index in range(3) if lengths[index] > written]
     assert [request.seed for request in requests] == [SEEDS[index + 1] for index in unfinished]
     for request, index in zip(requests, unfinished, strict=True):
@@ -200,7 +200,7 @@ class Queue(FakeEngine):
 def test_an_answer_that_queues_is_not_late_while_others_are_written():
     """For 500 s answers of this controller, then for 500 s another's, as the meetings tell."""
     engine = engine_of(0, {1: 500, 2: 30}, kind=Queue)
-    engine.server.part = 100
+    engine.part = 100
 
     async def meet(pool):
         for _ in range(20):
@@ -219,11 +219,11 @@ def test_an_engine_that_brings_nothing_again_and_again_ends_the_run(trouble):
     """In one line that names it and the setting."""
     engines = [engine_of(rank, {1: 900}) for rank in range(MAX_STALLS)]
     for engine in engines:
-        vars(engine.server).update(trouble)
+        vars(engine).update(trouble)
     line = r"^the genrm engine of rank \d .*third.*--timeout-s 600[^\n]*$"
     with pytest.raises(ValueError, match=line):
         run_alone(engines, lambda pool: ask(pool, [PROMPT], [1]))
-    assert [len(engine.server.asked) for engine in engines] == [1] * MAX_STALLS
+    assert [len(engine.asked) for engine in engines] == [1] * MAX_STALLS
 
 
 def test_an_aborted_answer_is_not_asked_again():
@@ -231,7 +231,7 @@ def test_an_aborted_answer_is_not_asked_again():
     first, second = engine_of(0, {1: 100}), engine_of(1, {1: 100})
 
     async def work(pool):
-        at(21, first.server.die)
+        at(21, first.die)
         asked = asyncio.create_task(ask(pool, [PROMPT], [1]))
         await asyncio.sleep(21 + RECONNECT_S + 25.5)
         await second.abort()
@@ -239,7 +239,7 @@ def test_an_aborted_answer_is_not_asked_again():
 
     [answer], _ = run_alone([first, second], work)
     assert (answer.finish, answer.tokens) == ("abort", answer_to(PROMPT, 1, 20 + 25))
-    assert len(first.server.asked) == len(second.server.asked) == 1
+    assert len(first.asked) == len(second.asked) == 1
 
 
 @pytest.mark.parametrize("parts", [0, 2])
@@ -248,7 +248,7 @@ def test_what_waits_for_an_engine_is_given_up_when_all_is_aborted(parts):
     engine = engine_of(1, {1: 100})
 
     async def work(pool):
-        at(10 * parts + 1, engine.server.die)
+        at(10 * parts + 1, engine.die)
         asked = asyncio.create_task(ask(pool, [PROMPT], [1]))
         await asyncio.sleep(10 * parts + 2)
         pool.awake = ()
@@ -260,22 +260,6 @@ def test_what_waits_for_an_engine_is_given_up_when_all_is_aborted(parts):
     answers, seconds = run_alone([engine], work)
     expected = [("abort", answer_to(PROMPT, 1, 10 * parts))] if parts else []
     assert [(answer.finish, answer.tokens) for answer in answers] == expected and seconds < 123
-
-
-def test_requests_wait_while_no_engine_of_the_model_is_up():
-    """Until the next meeting ends the run, or tells that it is up."""
-    engines = [engine_of(0, {1: 30}), engine_of(1, {1: 30}, model=1)]
-
-    async def work(pool):
-        pool.awake = (0,)
-        asked = asyncio.create_task(ask(pool, [PROMPT], [1], model=1))
-        await asyncio.sleep(100)
-        assert not asked.done() and not engines[1].server.asked
-        pool.awake = (0, 1)
-        return await asked
-
-    run_alone(engines, work)
-    assert len(engines[1].server.asked) == 1 and not engines[0].server.asked
 
 
 # ---------------------------------------------------------------- engines that are lost
@@ -308,12 +292,11 @@ def test_a_role_or_judge_without_an_engine_ends_the_run(models, lost, dead):
 def run_ranks(size, work):
     """`work(pool)` on every rank of a fleet of fake engines, awake, on a virtual clock."""
     clock, meetings, pools = VirtualClock(), {}, []
-    own = [
+    engines = [
         FakeEngine("genrm", rank, Device(rank, []), lambda *_: text_answer("7" * 40))
         for rank in range(size)
     ]
     for rank in range(size):
-        engines = [engine if engine.rank == rank else engine.handle() for engine in own]
         world = FakeWorld(rank, size, meetings)
         pools.append(Pool(engines, world, Timeline(rank, clock.time), CONFIG))
 
@@ -363,7 +346,7 @@ def test_a_lost_engine_is_passed_over_and_started_again_once_all_sleep(verb, whe
         return lines
 
     async def work(pool):
-        server, is_struck = pool.own.server, pool.world.rank == 1
+        server, is_struck = pool.own, pool.world.rank == 1
         strike = server.die if verb == "die" else server.hang
         await pool.sleep()
         if is_struck and when == "asleep":
@@ -391,7 +374,7 @@ def test_a_lost_engine_is_passed_over_and_started_again_once_all_sleep(verb, whe
 def slow_judges(engines):
     """genrm takes nearly all of the time: another split may seem better."""
     for engine in engines:
-        engine.server.pace = 0.05 if engine.role == "genrm" else 0.002
+        engine.pace = 0.05 if engine.role == "genrm" else 0.002
 
 
 def test_engines_change_hands_when_the_split_moves():
@@ -421,7 +404,7 @@ def test_judges_take_turns_on_the_genrm_engines():
     """Each judge is asked on engines of its own model, as many times as the other; the reward needs both."""
     controllers, _ = simulate("partial", 4, model="M", judge=("A", "B"), rollout_ranks=2, steps=2)
     engines = controllers[0].placement.genrm.all_engines
-    asked = {e.model: len(e.server.requests) for e in engines if e.server.requests}
+    asked = {e.model: len(e.requests) for e in engines if e.requests}
     assert asked.keys() == {0, 1} and asked[0] == asked[1]
     samples = [s for c in controllers for _, batch, _, _ in c.report.steps for s in batch.kept]
     finished = [s for s in samples if ">" in to_text(s.response)]
