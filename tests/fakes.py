@@ -545,6 +545,10 @@ def batches_of(controllers, step):
     return [c.report.steps[step][1] for c in controllers]
 
 
+def all_batches(controllers):
+    return [batch for c in controllers for _, batch, _, _ in c.report.steps]
+
+
 def samples_of(batches):
     """All samples of these batches, whatever became of them."""
     groups = [group for b in batches for group in (b.kept, b.dropped, *b.filtered, *b.carried)]

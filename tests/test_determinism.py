@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import rollout
 from columns import timing_free
 from engines.engine import seed_of
-from fakes import FakeReport, at_random_paces, batches_of, samples_of, simulate
+from fakes import FakeReport, all_batches, at_random_paces, batches_of, samples_of, simulate
 from reporting import metrics
 from reporting.timeline import Records
 
@@ -42,7 +42,7 @@ def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
     Also when it is cut off and asked for again.
     """
     controllers, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
-    samples = [s for step in range(3) for s in samples_of(batches_of(controllers, step))]
+    samples = samples_of(all_batches(controllers))
     engines = controllers[0].placement.rollout.all_engines
     held_out = {seed_of(5, -1 - i, 0) for i in range(len(controllers[0].prompts.held_out))}
     requests = [each for engine in engines for call in engine.server.requests for each in call]

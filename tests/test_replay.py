@@ -12,16 +12,14 @@ from commands.replay import Replay, read_replay
 from fakes import simulate, trained
 from sample import Sample
 
-LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 3, 1), ("auto", 4, 1)]
+
+def record(c):
+    c.learn = replay.record
 
 
-def rollout_only(out, mode="partial", size=2, **more):
+def rollout_only(out, mode="partial", size=2, prepare_controller=record, **more):
     """Controllers and device log of a run whose replay is in `out`."""
-
-    def keep_samples(c):
-        c.learn = replay.record
-
-    more = dict(rollout_only=True, prepare_controller=keep_samples) | more
+    more |= dict(rollout_only=True, prepare_controller=prepare_controller)
     return simulate(mode, size, out=out, **more)
 
 
@@ -49,7 +47,7 @@ def without_advantages(samples):
 # ---------------------------------------------------------------- serve and judge
 
 
-@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
+@pytest.mark.parametrize("mode,size,tp", [("full", 4, 2), ("partial", 3, 1), ("auto", 4, 1)])
 def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode, size, tp):
     """All controllers' samples of a step, whoever served them; tokens, logprobs and verdicts as they were."""
     controllers, _ = rollout_only(tmp_path, mode, size, tp=tp)
@@ -103,17 +101,17 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
     """
 
     def resumed(c):
+        record(c)
         c.state.step = c.placement.actor.version = 2
 
-    def serve(c):
-        resumed(c)
-        c.learn = replay.record
+    def resumed_to_train(c):
+        c.state.step = c.placement.actor.version = 2
 
-    rollout_only(tmp_path, steps=4, prepare_controller=serve)
+    rollout_only(tmp_path, steps=4, prepare_controller=resumed)
     path = tmp_path / "replay.jsonl"
     written = read_replay(path)
     assert len(written) == 2 and {2} == {v for sample in written[0] for v in sample.versions}
-    (c,) = train_only(path, steps=4, resume=resumed)
+    (c,) = train_only(path, steps=4, resume=resumed_to_train)
     assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written]
     refused = r"--replay .*replay\.jsonl: step 0 is of weights v2, newer than the actor's v0"
     with pytest.raises(ValueError, match=refused):
@@ -135,6 +133,11 @@ def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
 
 # ---------------------------------------------------------------- the file
 
+
+def row(step, sample):
+    return json.dumps({"step": step} | dataclasses.asdict(sample))
+
+
 PLACE = (st.integers(0, 9), st.integers(0, 9), st.just([1]))
 FACTS = dict(question=st.text(), logprobs=st.lists(st.floats(-80, 0), max_size=5))
 SAMPLES = st.builds(Sample, *PLACE, verdict=st.none() | st.booleans(), **FACTS)
@@ -150,15 +153,13 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     """
     path = tmp_path_factory.mktemp("replay") / "replay.jsonl"
     steps = [without_advantages(step) for step in steps]
-    rows = [
-        {"step": n} | dataclasses.asdict(s) for n, step in enumerate(steps) for s in step.values()
-    ]
-    rng.shuffle(rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    placed = [(number, sample) for number, step in enumerate(steps) for sample in step.values()]
+    rng.shuffle(placed)
+    path.write_text("\n".join(map(row, *zip(*placed, strict=True))))
     assert read_replay(path) == [[sample for _, sample in sorted(step.items())] for step in steps]
 
 
-GOOD = json.dumps({"step": 0} | dataclasses.asdict(Sample(0, 0, [1])))
+GOOD = row(0, Sample(0, 0, [1]))
 NO_SAMPLE = "replay.jsonl:1: expected the fields of a Sample"
 
 

@@ -17,6 +17,7 @@ import controller
 import genrm
 import rollout
 from fakes import (
+    all_batches,
     always_right,
     at_random_paces,
     batches_of,
@@ -32,18 +33,6 @@ from fakes import (
 from sample import Sample
 
 
-def groups_of(batch):
-    """The groups of one rank's step by how they ended: {fate: {prompt_id: samples}}."""
-    ended = {"kept": {}, "filtered": {}, "carried": {}}
-    for sample in batch.kept + batch.dropped:
-        ended["kept"].setdefault(sample.prompt_id, []).append(sample)
-    for group in batch.filtered:
-        ended["filtered"][group[0].prompt_id] = group
-    for group in batch.carried:
-        ended["carried"][group[0].prompt_id] = group
-    return ended
-
-
 def tokens_of(groups):
     return sum(len(sample.response) for group in groups for sample in group)
 
@@ -57,9 +46,10 @@ def check_prompts(controllers):
     for step in range(controllers[0].config.steps):
         fates = Counter()
         for batch in batches_of(controllers, step):
-            ended = groups_of(batch)
-            fates += Counter([prompt_id for groups in ended.values() for prompt_id in groups])
-            done += Counter([*ended["kept"], *ended["filtered"]])
+            kept = {s.prompt_id for s in batch.kept + batch.dropped}
+            used_up = [*kept, *(group[0].prompt_id for group in batch.filtered)]
+            fates += Counter(used_up + [group[0].prompt_id for group in batch.carried])
+            done += Counter(used_up)
         assert set(fates.values()) <= {1}, "a prompt was served twice in one step"
         assert len({tuple(c.report.requeued[step]) for c in controllers}) == 1
     prompts = controllers[0].prompts
@@ -68,18 +58,12 @@ def check_prompts(controllers):
 
 def check_tokens(controllers):
     """Tokens generated are trained on, filtered or held, or else thrown away with what comes again."""
-    generated = trained = filtered = thrown = 0
-    for step in range(controllers[0].config.steps):
-        for batch in batches_of(controllers, step):
-            generated += batch.tokens
-            trained += tokens_of([batch.kept])
-            filtered += tokens_of([batch.dropped, *batch.filtered])
-            thrown += tokens_of(batch.carried)
+    batches, continues = all_batches(controllers), controllers[0].config.continues_answers
+    used = sum(tokens_of([batch.kept, batch.dropped, *batch.filtered]) for batch in batches)
+    thrown = sum(tokens_of(batch.carried) for batch in batches)
     held = sum(tokens_of(c.prompts.groups.values()) for c in controllers)
-    if controllers[0].config.continues_answers:
-        assert generated == trained + filtered + held
-    else:
-        assert held == 0 and generated == trained + filtered + thrown
+    assert held == 0 or continues
+    assert sum(batch.tokens for batch in batches) == used + (held if continues else thrown)
 
 
 def check_continued(controllers):
@@ -103,10 +87,9 @@ def check_continued(controllers):
 def check_come_first(controllers):
     """What waited is dealt first in the next step."""
     for step in range(controllers[0].config.steps - 1):
-        batches = batches_of(controllers, step + 1)
-        served = [p for batch in batches for groups in groups_of(batch).values() for p in groups]
+        served = {s.prompt_id for s in samples_of(batches_of(controllers, step + 1))}
         first = controllers[0].report.requeued[step][: controllers[0].config.prompts_per_step]
-        assert set(first) <= set(served)
+        assert served >= {*first}
 
 
 @settings(max_examples=30, deadline=None)
@@ -122,10 +105,8 @@ def check_come_first(controllers):
 def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, seed):
     """No prompt, no token, whatever is cut off. A sleeping engine is never asked (the fakes assert it)."""
     assume(size % tp == 0 and (size > 1 or mode != "partial"))
-    options = dict(
-        over_dispatch=over_dispatch, max_refill_waves=refills, rebalance=mode == "partial"
-    )
-    options |= dict(tp=tp, steps=5, prepare=at_random_paces(seed))
+    options = dict(tp=tp, steps=5, prepare=at_random_paces(seed), rebalance=mode == "partial")
+    options |= dict(over_dispatch=over_dispatch, max_refill_waves=refills)
     with mock.patch.object(rollout, "MEETING_INTERVAL_S", interval_s):
         controllers, _ = simulate(mode, size, **options)
     check_prompts(controllers)
@@ -273,8 +254,8 @@ def test_an_engine_that_stalls_is_passed_over(role, mode, size, rank):
     check_prompts(controllers)
     stalled_s = controllers[0].config.stalled_s
     assert max(serving_seconds(controllers, 0)) < stalled_s + 10
-    samples = [s for step in range(3) for b in batches_of(controllers, step) for s in b.kept]
-    assert samples and all(sample.reward is not None for sample in samples)
+    rewards = [sample.reward for batch in all_batches(controllers) for sample in batch.kept]
+    assert rewards and None not in rewards
     if role == "rollout":
         engines = controllers[0].placement.rollout.all_engines
         [asked] = [engine.asked for engine in engines if engine.rank == rank]
@@ -300,11 +281,9 @@ def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
     controllers, _ = simulate(mode, size, steps=2, eval_every=100, write=abort_once)
     check_prompts(controllers)
     check_tokens(controllers)
-    for step in range(2):
-        batches = batches_of(controllers, step)
-        assert sum(len(batch.kept) for batch in batches) == 8 * 4
-        assert sum(batch.moved for batch in batches)
-        assert all(s.finish == "stop" for batch in batches for s in batch.kept)
+    batches = all_batches(controllers)
+    assert [s.finish for batch in batches for s in batch.kept] == ["stop"] * (2 * 8 * 4)
+    assert sum(batch.moved for batch in batches)
 
 
 # ---------------------------------------------------------------- bad judges
@@ -325,10 +304,9 @@ def test_garbage_of_a_judge_is_dropped(monkeypatch):
     controllers, _ = simulate("partial", 4, write=varied, verdict=garbage, steps=6)
     check_prompts(controllers)
     check_tokens(controllers)
-    batches = [batch for step in range(6) for batch in batches_of(controllers, step)]
-    dropped = [s for batch in batches for s in batch.dropped]
-    assert dropped and all(s.reward is None for s in dropped)
-    assert not any(s.reward is None for batch in batches for s in batch.kept)
+    batches = all_batches(controllers)
+    assert {sample.reward for batch in batches for sample in batch.dropped} == {None}
+    assert {sample.reward for batch in batches for sample in batch.kept} == {0.0, 1.0}
     assert sum(failed for c in controllers for failed in c.rewards.counts()[0]) > 0
 
 
