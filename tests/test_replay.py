@@ -13,25 +13,25 @@ from fakes import simulate, trained
 from sample import Sample
 
 
-def record(c):
-    c.learn = replay.record
+def rollout_only(out, mode="partial", size=2, done=0, **more):
+    """Controllers and device log of a run whose replay is in `out`, after so many steps of another."""
+
+    def record(c):
+        c.learn = replay.record
+        c.state.step = c.placement.actor.version = done
+
+    return simulate(mode, size, out=out, rollout_only=True, prepare_controller=record, **more)
 
 
-def rollout_only(out, mode="partial", size=2, prepare_controller=record, **more):
-    """Controllers and device log of a run whose replay is in `out`."""
-    more |= dict(rollout_only=True, prepare_controller=prepare_controller)
-    return simulate(mode, size, out=out, **more)
-
-
-def train_only(path, mode="full", size=1, steps=3, resume=lambda c: None, **more):
-    """Controllers of a run on a replay."""
+def train_only(path, size=1, steps=3, done=0, **more):
+    """Controllers of a run on a replay, after so many steps of another."""
 
     def serve_from_file(c):
         c.collect = Replay(path).collect
-        resume(c)
+        c.state.step = c.placement.actor.version = done
 
-    more |= dict(train_only=True, replay=str(path), prepare_controller=serve_from_file, steps=steps)
-    return simulate(mode, size, **more)[0]
+    more |= dict(train_only=True, replay=str(path), prepare_controller=serve_from_file)
+    return simulate("full", size, steps=steps, **more)[0]
 
 
 def keys(samples):
@@ -99,19 +99,11 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
 
     With other weights it is refused.
     """
-
-    def resumed(c):
-        record(c)
-        c.state.step = c.placement.actor.version = 2
-
-    def resumed_to_train(c):
-        c.state.step = c.placement.actor.version = 2
-
-    rollout_only(tmp_path, steps=4, prepare_controller=resumed)
+    rollout_only(tmp_path, steps=4, done=2)
     path = tmp_path / "replay.jsonl"
     written = read_replay(path)
     assert len(written) == 2 and {2} == {v for sample in written[0] for v in sample.versions}
-    (c,) = train_only(path, steps=4, resume=resumed_to_train)
+    (c,) = train_only(path, steps=4, done=2)
     assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written]
     refused = r"--replay .*replay\.jsonl: step 0 is of weights v2, newer than the actor's v0"
     with pytest.raises(ValueError, match=refused):
