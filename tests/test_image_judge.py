@@ -57,8 +57,8 @@ def listed_for(model, sees=True):
     return rewards.build(config, [tokenizer], "".join, [reader_of(model) if sees else None])
 
 
-def sample_of(media, prompt_id=0, answer=">5", question="<image>="):
-    return Sample(prompt_id, 0, [], question, media=media, response=list(answer), finish="stop")
+def sample_of(media, prompt_id=0, answer=">5"):
+    return Sample(prompt_id, 0, [], "<image>=", media=media, response=list(answer), finish="stop")
 
 
 @pytest.mark.parametrize("answer", [">5", "><image>"])
