@@ -204,6 +204,7 @@ class FakeEngine:
 
     async def wake_weights(self):
         await self.answer()
+        assert not self.awake, "woken while awake"
         self.device.take(f"{self.role} weights")
 
     async def wake_kv_cache(self):
