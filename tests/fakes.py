@@ -5,9 +5,11 @@ are told to, and look at what they are asked and when.
 """
 
 import asyncio
+import copy
 import pickle
 import random
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,28 +49,21 @@ class FakeWorld(SimulatedWorld):
         return pickle.loads(await self._meet(value, pickled_total))
 
     async def exchange(self, outgoing, senders):
-        sent = {
-            rank: pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != self.rank
-        }
+        others = outgoing.keys() - {self.rank}
+        sent = {rank: pickle.dumps(outgoing[rank]) for rank in others}
         return await super().exchange(outgoing | sent, senders)
 
     def _received(self, parcel):
         return pickle.loads(parcel)
 
 
-MAY_SHARE = (
-    {"rollout weights", "actor"},
-    {"rollout weights", "rollout cache"},
-    {"genrm weights", "genrm cache"},
-)
+MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
+MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
 TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
 
 
 class Device:
-    """One rank's memory: who holds it.
-
-    Allowed beside the actor: rollout weights, for the push.
-    """
+    """One rank's memory: who holds it."""
 
     def __init__(self, rank, log, fuses=False):
         self.rank, self.log, self.fuses, self.holders = rank, log, fuses, set()
@@ -77,9 +72,9 @@ class Device:
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            assert {holder, other} in MAY_SHARE or (self.fuses and {holder, other} <= TRAINERS), (
-                f"rank {self.rank}: {holder} came while {other} held the device"
-            )
+            may_share = {holder, other} in MAY_SHARE
+            may_share = may_share or (self.fuses and {holder, other} <= TRAINERS)
+            assert may_share, f"rank {self.rank}: {holder} came while {other} held the device"
 
     def give(self, *holders):
         for holder in holders:
@@ -87,25 +82,23 @@ class Device:
             self.holders.discard(holder)
 
 
-class FakeServer:
-    """What all handles on one engine share: the server, and those that take its place.
+class FakeEngine:
+    """One for all ranks: a handle, and its server with those that take its place.
 
     version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
     swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many more times it can be started.
-    drops: replies that will be lost on their way.
+    drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
     """
 
-    def __init__(self, device, role, rank):
-        self.device, self.role, self.rank, self.version, self.awake = (
-            device,
-            role,
-            rank,
-            None,
-            False,
-        )
+    capacity = 128
+
+    def __init__(self, role, rank, device, write, model=0):
+        self.role, self.rank, self.device, self.model = role, rank, device, model
+        self.name, self._write, self.server = f"{role} engine of rank {rank}", write, self
+        self.version, self.awake, self.runs, self.hangs = None, False, True, False
         self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
-        self.requests, self.aborts, self.asked, self.seeds = 0, [], [], []
-        self.runs, self.hangs, self.starts, self.drops = True, False, 10**6, 0
+        self.requests, self.asked, self.aborts = [], [], []
+        self.starts, self.drops = 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
     def die(self):
@@ -132,164 +125,132 @@ class FakeServer:
         if not self.runs or self.hangs:
             raise EngineLost("didn't answer")
 
-
-class FakeEngine:
-    """A handle; `server` is what all handles on one engine share."""
-
-    def __init__(self, role, rank, device, write, capacity=128, model=0):
-        self.role, self.rank, self.capacity, self.awake, self.model = (
-            role,
-            rank,
-            capacity,
-            False,
-            model,
-        )
-        self.server = FakeServer(device, role, rank)
-        self._write, self.name = write, f"{role} engine of rank {rank}"
-
-    def handle(self):
-        other = type(self)(
-            self.role, self.rank, self.server.device, self._write, self.capacity, self.model
-        )
-        other.server = self.server
-        return other
-
     async def generate(self, requests):
-        """Each answer in parts of `server.part` tokens, `server.pace` seconds a token, or as far as it is
-        when it is aborted.
+        """Each answer in parts of `part` tokens, or as far as it is when it is aborted.
 
         A prompt that ends in the beginning of its answer is continued.
         """
-        server, clock = self.server, asyncio.get_running_loop().time
-        if not server.runs:
+        clock = asyncio.get_running_loop().time
+        if not self.runs:
             raise EngineLost("refused the connection")
-        assert server.awake, f"a request came to the {self.name} while it slept"
-        assert self.role == "genrm" or server.version is not None, (
-            "asked before it was pushed weights"
-        )
-        start, version, aborted = (
-            clock(),
-            server.version,
-            asyncio.get_running_loop().create_future(),
-        )
+        assert self.awake, f"a request came to the {self.name} while it slept"
         if self.role == "rollout":
-            shown = [[image.digest for image in request.images] for request in requests]
-            asked = [to_text(request.prompt).split("+")[0].encode() for request in requests]
-            assert shown == [[number] for number in asked], "not its image"
-            for request in requests:
-                begun = to_text(request.prompt).split("=")[1]
-                room = request.sampling.max_new_tokens - len(begun)
-                assert request.limit == room, "asked for more than there is room for"
-        server.requests += 1
-        server.asked.append((start, version))
-        server.seeds += [request.seed for request in requests]
-        server.aborts.append(aborted)
-        answers, came = (
-            [self._answer_to(request, index) for index, request in enumerate(requests)],
-            {},
-        )
-        parts = [(end, a.index) for a in answers for end in part_ends(len(a.tokens), server.part)]
+            self._check(requests)
+        start, version = clock(), self.version
+        aborted = asyncio.get_running_loop().create_future()
+        self.requests.append(requests)
+        self.asked.append((start, version))
+        self.aborts.append(aborted)
+        answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
+        lengths = [len(answer.tokens) for answer in answers]
+        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, self.part)]
         try:
-            for end, index in sorted(parts):
-                await self._until(start + server.pace * end, aborted)
+            for end, index in sorted(ends):
+                await self._until(start + self.pace * end, aborted)
                 answer, begin = answers[index], came.get(index, 0)
                 if begin == "aborted":
                     continue
-                if server.drops:
-                    server.drops -= 1
+                if self.drops:
+                    self.drops -= 1
                     raise EngineLost("broke the connection")
-                finish = answer.finish if end == len(answer.tokens) else ""
-                if aborted.done() and (so_far := int((clock() - start) / server.pace)) < end:
+                finish = answer.finish if end == lengths[index] else ""
+                if aborted.done() and (so_far := int((clock() - start) / self.pace)) < end:
                     end, finish = max(begin, so_far), "abort"
                 came[index] = "aborted" if finish == "abort" else end
-                tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
                 times = dict(sent=start, first_token=start, end=clock(), rank=self.rank)
-                yield Answer(index, tokens, logprobs, finish, [version] * len(tokens), **times)
+                part = replace(part_of(answer, begin, end, finish), index=index, **times)
+                yield replace(part, versions=[version] * len(part.tokens))
         finally:
-            server.aborts.remove(aborted)
+            self.aborts.remove(aborted)
+
+    def _check(self, requests):
+        assert self.version is not None, "asked before it was pushed weights"
+        for request in requests:
+            check_image(request.prompt, request.images)
+            room = request.sampling.max_new_tokens - len(to_text(request.prompt).split("=")[1])
+            assert request.limit == room, "asked for more than there is room for"
 
     def _answer_to(self, request, index):
         number = number_of(request.prompt, request.seed, index)
         answer = self._write(request.prompt, number, request.sampling)
-        return replace(within(answer, request.limit), index=index)
+        assert request.limit > 0, "asked for no token at all"
+        is_cut_off = len(answer.tokens) > request.limit
+        return part_of(answer, 0, request.limit, "length") if is_cut_off else answer
 
     async def _until(self, due, aborted):
-        """Wait until an answer is due, or aborted.
-
-        Nothing comes of a server that hangs; one that dies breaks off.
-        """
-        clock, server = asyncio.get_running_loop().time, self.server
+        """Nothing comes of a server that hangs; one that dies breaks off."""
+        clock = asyncio.get_running_loop().time
         while True:
-            changed = asyncio.ensure_future(server.changed.wait())
-            waiting = [changed] if server.hangs or server.is_deaf else [changed, aborted]
-            timeout = None if server.hangs else max(0.0, due - clock())
+            changed = asyncio.ensure_future(self.changed.wait())
+            waiting = [changed] if self.hangs or self.is_deaf else [changed, aborted]
+            timeout = None if self.hangs else max(0.0, due - clock())
             try:
                 done, _ = await asyncio.wait(
-                    waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                    waiting, timeout=timeout, return_when="FIRST_COMPLETED"
                 )
             finally:
                 changed.cancel()
-            if not server.runs:
+            if not self.runs:
                 raise EngineLost("broke the connection")
-            if not server.hangs and changed not in done:
+            if not self.hangs and changed not in done:
                 return
 
     async def abort(self):
-        await self.server.answer()
-        assert self.server.awake, "told to abort while it slept"
-        for aborted in () if self.server.is_deaf else self.server.aborts:
+        await self.answer()
+        assert self.awake, "told to abort while it slept"
+        for aborted in () if self.is_deaf else self.aborts:
             if not aborted.done():
                 aborted.set_result(None)
 
     async def wake_weights(self):
-        await self.server.answer()
-        self.server.device.take(f"{self.role} weights")
+        await self.answer()
+        assert not self.awake, "woken while awake"
+        self.device.take(f"{self.role} weights")
 
     async def wake_kv_cache(self):
-        await asyncio.sleep(self.server.swap_s)
-        await self.server.answer()
-        self.server.device.take(f"{self.role} cache")
-        self.awake = self.server.awake = True
+        await asyncio.sleep(self.swap_s)
+        await self.answer()
+        self.device.take(f"{self.role} cache")
+        self.awake = True
 
     async def sleep(self):
-        await self.server.answer()
-        assert not self.server.aborts, "put to sleep while answers were in flight"
-        await asyncio.sleep(self.server.swap_s)
-        await self.server.answer()
-        self.awake = self.server.awake = False
-        self.server.device.give(f"{self.role} weights", f"{self.role} cache")
+        await self.answer()
+        assert not self.aborts, "put to sleep while answers were in flight"
+        await asyncio.sleep(self.swap_s)
+        await self.answer()
+        self.awake = False
+        self.device.give(f"{self.role} weights", f"{self.role} cache")
 
     async def load_weights(self, named_weights, version):
-        await self.server.answer()
-        assert f"{self.role} weights" in self.server.device.holders
-        self.server.version = version
+        await self.answer()
+        assert f"{self.role} weights" in self.device.holders
+        self.version = version
 
     async def until_down(self):
-        while self.server.runs:
-            if self.server.hangs:
-                died = asyncio.ensure_future(self.server.changed.wait())
+        while self.runs:
+            if self.hangs:
+                died = asyncio.ensure_future(self.changed.wait())
                 done, _ = await asyncio.wait([died], timeout=PROBE_S)
                 return "died" if done else "gave no sign of life"
-            await self.server.changed.wait()
+            await self.changed.wait()
         return "died"
 
     def exit_status(self):
-        return "" if self.server.runs else "signal 9"
+        return "" if self.runs else "signal 9"
 
     async def restart(self, deadline_s):
-        assert not self.server.runs, "started while it runs"
+        assert not self.runs, "started while it runs"
         await asyncio.sleep(RESTART_S)
-        self.server.starts -= 1
-        if self.server.starts < 0:
+        self.starts -= 1
+        if self.starts < 0:
             raise UserError("its log")
-        self.server.device.take(f"{self.role} weights")
-        self.server.device.take(f"{self.role} cache")
-        self.server.runs = self.server.awake = self.awake = True
-        self.server.version = None
+        self.device.take(f"{self.role} weights")
+        self.device.take(f"{self.role} cache")
+        self.runs = self.awake = True
+        self.version = None
 
     async def kill(self):
-        self.awake = False
-        self.server.die()
+        self.die()
 
 
 def part_ends(length, part):
@@ -299,30 +260,28 @@ def part_ends(length, part):
 
 def number_of(prompt, seed, index):
     """Which answer of its group a seed stands for: a request may be for what another engine still owed."""
-    prompt_id = int(to_text(prompt).split("+")[0])
-    return next((number for number in range(8) if seed == seed_of(0, prompt_id, number)), index)
+    seeds = [seed_of(0, number_in(prompt), number) for number in range(8)]
+    return seeds.index(seed) if seed in seeds else index
 
 
-def within(answer, room):
-    """The answer, cut off where there is no more room."""
-    assert room > 0, "asked for no token at all"
-    if len(answer.tokens) <= room:
-        return answer
-    return Answer(answer.index, answer.tokens[:room], answer.logprobs[:room], "length", [])
+def part_of(answer, begin, end, finish):
+    """Some of its tokens."""
+    tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
+    return replace(answer, tokens=tokens, logprobs=logprobs, finish=finish)
+
+
+def check_image(prompt, images):
+    shown = [int(image.digest) for image in images]
+    assert shown == [number_in(prompt)], "not its image"
 
 
 class FakeTrainer:
     """What actor and critic have in common. Its weights are its version."""
 
     def __init__(self, title, rank, size, device, tp):
-        self.title, self.device, self.version, self.awake, self.batches = (
-            title,
-            device,
-            0,
-            False,
-            [],
-        )
-        self.phases, self.gathering = [], SimpleNamespace(received=0)
+        self.title, self.device, self.version, self.awake = title, device, 0, False
+        self.batches, self.log, self.phases = [], [], []
+        self.gathering = SimpleNamespace(received=0)
         self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
 
     def wake(self):
@@ -339,8 +298,17 @@ class FakeTrainer:
         metrics = [await trainer.learn(mini_batches) for trainer in (self, *beside)]
         return {name: value for each in metrics for name, value in each.items()}
 
+    async def learn(self, mini_batches):
+        assert self.awake, "trained while asleep"
+        for sample in flat(mini_batches):
+            self.check(sample)
+        await asyncio.sleep(self.update_s)
+        self.log.append("update")
+        self.batches.append(flat(mini_batches))
+        self.version += 1
+        return {"train/loss": 0.0, "train/not_finite": 0.0}
+
     def snapshot(self, folder):
-        """The weights are their version."""
         assert self.awake, "saved while asleep"
         rank, version = self.device.rank, self.version
 
@@ -363,6 +331,8 @@ class FakeTrainer:
 
 
 class FakeActor(FakeTrainer):
+    update_s = 0.5
+
     def __init__(self, rank, size, device, tp=1, takes_stale=False):
         self.takes_stale = takes_stale
         super().__init__("actor", rank, size, device, tp)
@@ -376,30 +346,22 @@ class FakeActor(FakeTrainer):
     def image_cost(self, prompt):
         return 0
 
-    async def learn(self, mini_batches):
-        samples = flat(mini_batches)
-        assert self.awake, "trained while asleep"
-        for sample in samples:
-            assert len(sample.response) == len(sample.logprobs) == len(sample.versions) > 0, (
-                "a token without its facts"
-            )
-            assert (
-                sample.versions == sorted(sample.versions) and sample.versions[-1] <= self.version
-            ), "written by weights to come"
-            assert self.takes_stale or set(sample.versions) == {self.version}, "off-policy sample"
-            number = to_text(sample.prompt).split("+")[0].encode()
-            assert [image.digest for image in sample.media] == [number], "not its image"
-        await asyncio.sleep(0.5)
-        self.batches.append(samples)
-        self.version += 1
-        return {"train/loss": 0.0, "train/not_finite": 0.0}
+    def check(self, sample):
+        versions, facts = sample.versions, (sample.logprobs, sample.versions)
+        assert {len(sample.response)} == {*map(len, facts)} != {0}, "a token without its facts"
+        assert versions == sorted(versions), "written by older weights than before"
+        assert versions[-1] <= self.version, "written by weights to come"
+        assert self.takes_stale or {*versions} == {self.version}, "off-policy sample"
+        check_image(sample.prompt, sample.media)
 
 
 class FakeCritic(FakeTrainer):
     """Its value of a token follows from the token alone. `log`: what it was asked."""
 
+    update_s = 0.0
+
     def __init__(self, name, *place):
-        self.name, self.log = name, []
+        self.name = name
         super().__init__(f"{name} critic", *place)
 
     async def compute_values(self, mini_batches):
@@ -409,19 +371,9 @@ class FakeCritic(FakeTrainer):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.values[self.name] = [token / 200 for token in sample.response]
 
-    async def learn(self, mini_batches):
-        samples = flat(mini_batches)
-        assert self.awake, "trained while asleep"
-        for sample in samples:
-            assert (
-                len(sample.values[self.name])
-                == len(sample.returns[self.name])
-                == len(sample.response)
-            ), "a token without its facts"
-        self.log.append("update")
-        self.batches.append(samples)
-        self.version += 1
-        return {"critic/value_loss": 0.0}
+    def check(self, sample):
+        facts = (sample.values[self.name], sample.returns[self.name])
+        assert {len(sample.response)} == {*map(len, facts)}, "a token without its facts"
 
 
 class FakeReference:
@@ -455,17 +407,13 @@ class FakeCheckpoints:
 
     async def save_now(self, c):
         await c.world.barrier()
-        placement = c.placement
-        assert not placement.rollout.awake and not placement.genrm.awake, (
-            "saved while an engine was awake"
-        )
+        awake = c.placement.rollout.awake + c.placement.genrm.awake
+        assert not awake, "saved while an engine was awake"
         self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
 
 
 class LateWriter:
-    """Runs the work at once, as a forked process would see it, and has a result when it was asked
-    `self.patience` times.
-    """
+    """Runs the work at once, as a forked process would see it; tells when it was asked often enough."""
 
     patience = 3
 
@@ -481,10 +429,7 @@ class LateWriter:
 
 
 class AwaitedWriter(BackgroundWriter):
-    """A real process.
-
-    The virtual clock stands still while it writes, or a busy machine's would be late by hours.
-    """
+    """A real process, for which the virtual clock stands still: a busy machine's would be late by hours."""
 
     def result(self):
         if self._result is None:
@@ -510,12 +455,9 @@ class FakeReport:
         self.accuracies[step] = value
 
     async def step(self, c, step, batch, samples, stats):
-        held = [sample for group in batch.carried for sample in group]
-        facts = {
-            (s.prompt_id, s.index): (list(s.response), list(s.logprobs), list(s.versions))
-            for s in held
-        }
-        self.carried.append(facts)
+        held = chain.from_iterable(batch.carried)
+        facts = {(s.prompt_id, s.index): (s.response, s.logprobs, s.versions) for s in held}
+        self.carried.append(copy.deepcopy(facts))
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
@@ -525,10 +467,8 @@ class FakeReport:
 
 def requests_of(prompts, sampling, limits=(), seeds=()):
     """A request of each prompt; by default of sampling's limit, without a seed."""
-    limits, seeds = (
-        limits or [sampling.max_new_tokens] * len(prompts),
-        seeds or [None] * len(prompts),
-    )
+    limits = limits or [sampling.max_new_tokens] * len(prompts)
+    seeds = seeds or [None] * len(prompts)
     return [Request(p, sampling, *each) for p, *each in zip(prompts, limits, seeds, strict=True)]
 
 
@@ -543,9 +483,7 @@ class Picture(Image):
 
 
 class FakeSource:
-    """Prompt k is the text of k and its picture; how often its answers are right depends on k, so that some
-    groups are all right or all wrong.
-    """
+    """Prompt k is the text of k and its picture."""
 
     def __init__(self):
         self.held_out = tuple(map(self.training, range(10)))
@@ -555,47 +493,78 @@ class FakeSource:
         return Prompt([ord(c) for c in text], text, str(draw), lambda: (picture,))
 
 
-def write_answer(prompt, index, sampling):
-    """An answer that depends on the prompt and its number in the group alone, or on how it begins, if it is
-    to be continued.
-    """
-    question, begun = "".join(map(chr, prompt)).split("=")
-    rng = random.Random(question)
-    skill, rng = rng.choice([0.0, 0.3, 0.6, 1.0]), random.Random(f"{question} {begun or index}")
-    right = int(question.split("+")[0])
-    if ">" in begun:
-        return Answer(index, [ord(" ")], [-0.5], "stop", [])
-    text = " " * rng.randint(1, 60) + ">" + str(right if rng.random() < skill else right + 1)
-    return Answer(index, [ord(c) for c in text], [-0.5] * len(text), "stop", [])
-
-
-def write_verdict(prompt, index, sampling):
-    """A perfect judge: `7+0=>7?` -> Y."""
-    question, answer = "".join(map(chr, prompt)).rstrip("?").split(">")
-    text = "0:0." * 5 + ("Y" if question.split("+")[0] == answer else "N")
-    return Answer(0, [ord(c) for c in text], [-0.1] * len(text), "stop", [])
-
-
-def write_on(prompt, index, sampling):
-    """An answer that follows from the question and its number in the group alone, wherever it goes on."""
-    question, begun = to_text(prompt).split("=")
-    number, skill = (
-        int(question.split("+")[0]),
-        random.Random(question).choice([0.0, 0.3, 0.6, 1.0]),
-    )
-    rng = random.Random(f"{question} {index}")
-    text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
+def text_answer(text, index=0, begun=""):
+    """What is left of a text; each log-probability tells its place."""
     places = range(len(begun), len(text))
     return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
 
 
+def write_on(prompt, index, sampling):
+    """An answer that follows from question and number in the group alone, wherever it goes on.
+
+    How often it is right depends on the question: some groups are all right or all wrong.
+    """
+    question, begun = to_text(prompt).split("=")
+    number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
+    rng = random.Random(f"{question} {index}")
+    text = " " * rng.randint(1, 60) + ">" + str(number + (rng.random() > skill))
+    return text_answer(text, index, begun)
+
+
+def always_right(prompt, index, sampling):
+    """Every group teaches nothing."""
+    question, begun = to_text(prompt).split("=")
+    length = random.Random(question).randint(0, 60)
+    return text_answer(f"{' ' * length}>{number_in(prompt)}", index, begun)
+
+
 def judge_on(prompt, index, sampling):
-    """The verdict of a perfect judge, wherever it goes on."""
+    """The verdict of a perfect judge, wherever it goes on: `7+0=>7?` -> Y."""
     asked, begun = to_text(prompt).split("?")
-    verdict = write_verdict([ord(c) for c in asked], index, sampling)
-    return replace(
-        verdict, tokens=verdict.tokens[len(begun) :], logprobs=verdict.logprobs[len(begun) :]
-    )
+    is_right = asked.split(">")[1] == str(number_in(prompt))
+    return text_answer("0:0." * 5 + ("Y" if is_right else "N"), begun=begun)
+
+
+def number_in(prompt):
+    """Of a question: its answer."""
+    return int(to_text(prompt).split("+")[0])
+
+
+def at_random_paces(seed):
+    """Engines that differ up to tenfold in speed."""
+    rng = random.Random(seed)
+
+    def prepare(engines):
+        for engine in engines:
+            engine.server.pace = 0.005 * 10 ** rng.random()
+
+    return prepare
+
+
+def batches_of(controllers, step):
+    """What a step came to on every rank."""
+    return [c.report.steps[step][1] for c in controllers]
+
+
+def all_batches(controllers):
+    return [batch for c in controllers for _, batch, _, _ in c.report.steps]
+
+
+def samples_of(batches):
+    """All samples of these batches, whatever became of them."""
+    groups = [group for b in batches for group in (b.kept, b.dropped, *b.filtered, *b.carried)]
+    return list(chain.from_iterable(groups))
+
+
+def trained(controllers, step):
+    """What a step trained on, by prompt_id and index: once, and all of a model-parallel group the same."""
+    samples = {}
+    for c in controllers:
+        for sample in c.report.steps[step][2]:
+            key = (sample.prompt_id, sample.index)
+            assert (key not in samples) == c.placement.actor.is_head
+            assert samples.setdefault(key, sample).advantages == sample.advantages
+    return samples
 
 
 class FakeTokenizer:
@@ -613,13 +582,9 @@ class FakeTokenizer:
 
 def fake_config(mode="partial", **settings):
     """The settings of a simulated run."""
-    defaults = dict(
-        mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2, save_every=0
-    )
-    defaults |= dict(
-        max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100, timeout_s=100.0
-    )
-    defaults |= dict(judge_format=("addition",))
+    defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2)
+    defaults |= dict(save_every=0, timeout_s=100.0, judge_format=("addition",))
+    defaults |= dict(max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100)
     if "model" not in settings:
         defaults["judge"] = ("JUDGE",)
     name, *_ = settings.get("algorithm", ("grpo",))
@@ -633,11 +598,10 @@ def simulate(
     size,
     *,
     tp=1,
-    write=write_answer,
-    verdict=write_verdict,
-    world_class=FakeWorld,
-    prepare=None,
-    prepare_controller=None,
+    write=write_on,
+    verdict=judge_on,
+    prepare=lambda servers: None,
+    prepare_controller=lambda c: None,
     controllers=None,
     out=Path(),
     resumed=None,
@@ -645,7 +609,6 @@ def simulate(
     events=(),
     writer=LateWriter,
     look=lambda servers, controllers: None,
-    engine_class=FakeEngine,
     **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
@@ -658,19 +621,16 @@ def simulate(
     config = fake_config(mode, out=str(out), **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
-    engines = fake_engines(engine_class, config, plans, devices, write, verdict)
-    if prepare:
-        prepare(engines)
+    engines = fake_engines(config, plans, devices, write, verdict)
+    prepare(engines)
     controllers = [] if controllers is None else controllers
     servers = [engine.server for engine in engines]
     clock = VirtualClock(look=lambda: look(servers, controllers))
     for rank in range(size):
-        world = world_class(rank, size, meetings)
-        handles = [engine if engine.rank == rank else engine.handle() for engine in engines]
-        c = fake_controller(config, plans, world, handles, devices[rank], clock, out, writer, tp)
+        world = FakeWorld(rank, size, meetings)
+        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer, tp)
         controllers.append(c)
-        if prepare_controller:
-            prepare_controller(c)
+        prepare_controller(c)
     for seconds, event in events:
         clock.call_at(seconds, event, servers, controllers)
 
@@ -679,63 +639,52 @@ def simulate(
             await restore(c, resumed)
         await loop(c)
 
-    async def all_ranks():
-        await asyncio.gather(*(one_rank(c) for c in controllers))
-
-    try:
-        clock.run_until_complete(all_ranks())
-    finally:
-        end_all(clock)
+    run_on(clock, *map(one_rank, controllers))
     return controllers, log
 
 
-def fake_engines(engine_class, config, plans, devices, write, verdict):
+def run_on(clock, *works):
+    """Await all of these on a virtual clock."""
+
+    async def together():
+        return await asyncio.gather(*works)
+
+    try:
+        return clock.run_until_complete(together())
+    finally:
+        end_all(clock)
+
+
+def fake_engines(config, plans, devices, write, verdict):
     """One for each role and lead of any plan."""
-    hosts = sorted(
-        {
-            (role, lead)
-            for plan in plans
-            for role in ("rollout", "genrm")
-            for lead in plan.leads(role)
-        }
-    )
-    engines = []
-    for role, rank in hosts:
-        judges = max(1, len(config.judge_models))
-        model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
-        engines.append(
-            engine_class(
-                role, rank, devices[rank], write if role == "rollout" else verdict, model=model
-            )
-        )
+    engines, judges = [], max(1, len(config.judge_models))
+    for role, writes in (("genrm", verdict), ("rollout", write)):
+        for rank in sorted({lead for plan in plans for lead in plan.leads(role)}):
+            model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
+            engines.append(FakeEngine(role, rank, devices[rank], writes, model))
     return engines
 
 
-def fake_controller(config, plans, world, handles, device, clock, out, writer, tp):
+def fake_controller(config, plans, world, engines, device, clock, out, writer, tp):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    of = {
-        role: [handle for handle in handles if handle.role == role] for role in ("rollout", "genrm")
+    pools = {
+        role: Pool([e for e in engines if e.role == role], world, timeline, config)
+        for role in ("rollout", "genrm")
     }
-    pools = {role: Pool(engines, world, timeline, config) for role, engines in of.items()}
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
-    tokenizers = [FakeTokenizer()] * len(config.judge_models)
-    sampling, kept = (
-        Sampling(1.0, config.max_new_tokens),
-        (config.continues_answers, algorithm.greedy),
-    )
-    saving = config.save_every > 0
-    checkpoints = (
-        Checkpoints(config, world, out, start_writer=writer) if saving else FakeCheckpoints()
-    )
+    sampling = Sampling(1.0, config.max_new_tokens)
+    keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
+    if config.save_every:
+        checkpoints = Checkpoints(config, world, out, start_writer=writer)
     return controller.Controller(
         config=config,
         algorithm=algorithm,
         world=world,
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
-        rewards=rewards.build(config, tokenizers, to_text),
-        prompts=Prompts(FakeSource(), config.answers_per_prompt, *kept, has_images=True),
+        rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
+        prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         sampling=sampling,
         greedy=replace(sampling, temperature=0.0),
         timeline=timeline,

@@ -57,19 +57,23 @@ def listed_for(model, sees=True):
     return rewards.build(config, [tokenizer], "".join, [reader_of(model) if sees else None])
 
 
-def sample_of(media, prompt_id=0, answer=">5", question="<image>="):
-    return Sample(prompt_id, 0, [], question, media=media, response=list(answer), finish="stop")
+def sample_of(media, prompt_id=0, answer=">5"):
+    return Sample(prompt_id, 0, [], "<image>=", media=media, response=list(answer), finish="stop")
 
 
-def test_a_judge_that_sees_is_shown_the_images(model, pictures):
-    """At their places, expanded; and its own critique would end at an image token."""
-    tokenizer = data.load_tokenizer(model)
-    ((prompt, images, stop),) = score(
-        listed_for(model), tokenizer("Y")["input_ids"], sample_of(pictures[0])
-    )
-    shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
-    assert prompt == expand(shown, pictures[0]) and prompt.count(IMAGE) == 2
-    assert images is pictures[0] and {*reader_of(model).stop_tokens} < {*stop}
+@pytest.mark.parametrize("answer", [">5", "><image>"])
+def test_a_judge_that_sees_is_shown_the_images(model, pictures, answer):
+    """At their places, expanded; and its own critique would end at an image token.
+
+    An answer can't make up a place: the policy writes <image>, a text, in which it can be seen.
+    """
+    tokenizer, sample = data.load_tokenizer(model), sample_of(pictures[0], answer=answer)
+    [(prompt, images, stop)] = score(listed_for(model), tokenizer("Y")["input_ids"], sample)
+    assert prompt.count(IMAGE) == 2 and images is pictures[0]
+    assert {*reader_of(model).stop_tokens} < {*stop}
+    if answer == ">5":
+        shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
+        assert prompt == expand(shown, pictures[0])
 
 
 def test_a_judgement_is_shared_only_if_the_images_are_the_same(model, pictures):
@@ -83,10 +87,3 @@ def test_a_judgement_is_shared_only_if_the_images_are_the_same(model, pictures):
 def test_a_judge_of_texts_is_asked_as_before(model, pictures):
     ((prompt, images, _),) = score(listed_for(model, sees=False), ["Y"], sample_of(pictures[0]))
     assert ("".join(prompt), images) == ("<image>=>5?", ())
-
-
-def test_an_answer_cannot_make_up_a_place(model, pictures):
-    """The policy writes <image>: text, in which it can be seen."""
-    answer, text = "><image>", data.load_tokenizer(model)("Y")["input_ids"]
-    ((prompt, images, _),) = score(listed_for(model), text, sample_of(pictures[0], answer=answer))
-    assert prompt.count(IMAGE) == 2 and images is pictures[0]
