@@ -11,14 +11,7 @@ from functools import partial
 
 import torch
 
-from parallel_worker import (
-    actor_config,
-    balanced,
-    critic_config,
-    each_layout,
-    main,
-    set_overlap,
-)
+from parallel_worker import actor_config, balanced, critic_config, each_layout, main, set_overlap
 from scheduling.balance import flat
 
 SETTINGS = dict(row="ppo", critic_epochs=2, updates_per_step=2, max_tokens_per_micro_batch=32)
@@ -128,10 +121,7 @@ def train(reference: dict, layout: dict, path: str) -> dict:
         with schedule_of(name) as schedule:
             trainers = build(model_dir, schedule, layout)
             history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
-            results[name] = {
-                "history": history,
-                "weights": weights_of(trainers),
-            }
+            results[name] = {"history": history, "weights": weights_of(trainers)}
             close(trainers)
     return results
 

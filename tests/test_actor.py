@@ -1,17 +1,13 @@
 """The actor of one rank against plain transformers + torch AdamW: losses, packing, masking, conversion."""
 
 import copy
-import gc
 import json
 import math
 import random
-import weakref
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -292,12 +288,7 @@ def test_what_cannot_be_trained_on_is_refused(make_actor, model_dir):
     with pytest.raises(AssertionError, match="without advantages"):
         actor.update([[samples]])
     actor.sleep()
-    for call in (
-        actor.sleep,
-        lambda: update(actor, samples),
-        lambda: actor.logprobs(samples),
-        actor.named_weights,
-    ):
+    for call in (actor.sleep, lambda: actor.logprobs(samples), actor.named_weights):
         with pytest.raises(AssertionError):
             call()
     actor.wake()
@@ -375,80 +366,33 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates):
+@pytest.mark.parametrize(
+    "settings", [{"tis_cap": 1.5}, {"icepop_bound": 2.0}, {"tis_cap": 1.5, "icepop_bound": 2.0}]
+)
+def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates, settings):
     """Truncated: as if the engine had the trainer's numbers and every advantage its weight.
 
     Masked: that of some tokens is 0.
     """
-    for settings in (
-        {"tis_cap": 1.5},
-        {"icepop_bound": 2.0},
-        {"tis_cap": 1.5, "icepop_bound": 2.0},
-    ):
-        metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
-        for corrected in (True, False):
-            changes = settings if corrected else {}
-            actor, rng = (
-                make_actor(
-                    model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes
-                ),
-                random.Random(0),
-            )
-            samples, masked = on_policy_samples(actor), 0
-            for sample in samples:
-                for token in range(len(sample.response)):
-                    weight = math.exp(rng.uniform(-1, 1))
-                    sample.logprobs[token] -= math.log(weight) * corrected
-                    kept = 1 / 2 <= weight <= 2 or "icepop_bound" not in settings
-                    sample.advantages[token] *= (
-                        1.0 if corrected else min(weight, settings.get("tis_cap", 9)) * kept
-                    )
-                    masked += not kept
-            metrics.append(update(actor, samples))
-        assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
-        assert metrics[0]["train/masked_frac"] * metrics[0]["train/tokens"] == pytest.approx(masked)
-        for name in ("train/loss", "train/grad_norm"):
-            assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypatch, dtype):
-    """The CUDA branch on CPU tensors: their storages are emptied just the same, but nothing is pinned."""
-    weights = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    for naps in (False, True):
-        actor = make_actor(model_dir, dtype=dtype)
-        for step in range(3):
-            if naps:
-                monkeypatch.setattr(actor, "device", torch.device("cuda"))
-                actor.sleep()
-                assert actor.ddps[0].buffers[0].param_data.untyped_storage().size() == 0
-                actor.wake()
-                monkeypatch.setattr(actor, "device", torch.device("cpu"))
-            supervised(
-                actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3
-            )
-        weights.append(weights_of(actor))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
-    """Where the process goes on: 50 threads of process groups would wake up all the time."""
-    from actor import Actor
-
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # the fixture takes it down
-    threads = []
-    for _ in range(3):
-        actor = Actor(actor_config(), model_dir)
-        actor.close()
-        gone, actor = weakref.ref(actor.ddps[0]), None
-        gc.collect()
-        assert gone() is None
-        threads.append(psutil.Process().num_threads())
-    assert threads[1] == threads[2]
+    metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
+    fixed = dict(updates_per_step=updates, lr=3e-2, lr_warmup_steps=0)
+    for corrected in (True, False):
+        actor = make_actor(model_dir, **fixed, **(settings if corrected else {}))
+        samples, masked, rng = on_policy_samples(actor), 0, random.Random(0)
+        for sample in samples:
+            for token in range(len(sample.response)):
+                weight = math.exp(rng.uniform(-1, 1))
+                kept = 1 / 2 <= weight <= 2 or "icepop_bound" not in settings
+                masked += not kept
+                if corrected:
+                    sample.logprobs[token] -= math.log(weight)
+                else:
+                    sample.advantages[token] *= min(weight, settings.get("tis_cap", 9)) * kept
+        metrics.append(update(actor, samples))
+    assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
+    assert metrics[0]["train/masked_frac"] * metrics[0]["train/tokens"] == pytest.approx(masked)
+    for name in ("train/loss", "train/grad_norm"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
 
 
 def test_learning_rate_of_every_update():
@@ -458,12 +402,10 @@ def test_learning_rate_of_every_update():
         LEARNING_RATES
     )
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
-    assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
     assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx(
         [0, 0, 0, *LEARNING_RATES]
     )
-    assert learning_rate(0, actor_config(lr_warmup_steps=0), 1) == 0
 
 
 # --------------------------------------------------------------------------------- the Hugging Face directory
@@ -529,15 +471,13 @@ def damage(path: Path, how: str) -> None:
         weights.unlink()
     elif how == "cut short":
         weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "cut very short":
-        weights.write_bytes(weights.read_bytes()[:100])
     elif how == "more layers":
         config["num_hidden_layers"], config["layer_types"] = 3, ["full_attention"] * 3
     elif how == "other shape":
         config["intermediate_size"] = 64
-    elif how != "not JSON":
+    elif how.startswith("{"):
         config.update(json.loads(how))
-    (path / "config.json").write_text("{" * (how == "not JSON") + json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -545,16 +485,10 @@ def damage(path: Path, how: str) -> None:
     [
         ("no weights", "no \\*.safetensors"),
         ("cut short", "model.safetensors is damaged"),
-        ("cut very short", "model.safetensors is damaged"),
         ("more layers", "lack model.layers.2.input_layernorm.weight"),
-        ("not JSON", "config.json is not valid JSON"),
         ("other shape", "does not have the shape"),
         ('{"model_type": "gpt2"}', "'gpt2' is not supported, only qwen2, qwen3, llama"),
         ('{"attention_bias": true}', "not supported: attention_bias"),
-        (
-            '{"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}',
-            "rope_type 'linear'",
-        ),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, message):
@@ -563,22 +497,6 @@ def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, mes
     with pytest.raises(ValueError, match=message) as error:
         make_actor(path)
     assert f"--model {path}" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir):
-    from training.model import read_hf_config, transformer_config
-
-    with pytest.raises(
-        ValueError, match=f"--model {tmp_path}/nothing: not a Hugging Face model directory"
-    ):
-        make_actor(f"{tmp_path}/nothing")
-    with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
-        transformer_config(read_hf_config(model_dir), actor_config(tp=4))
-    with pytest.raises(ValueError, match="--algorithm a2c is unknown; choose one of: grpo"):
-        make_actor(model_dir, row="a2c")
-    actor = make_actor(model_dir, max_tokens_per_micro_batch=20, max_new_tokens=10)
-    with pytest.raises(ValueError, match="does not fit into --max-tokens-per-micro-batch 20"):
-        actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

@@ -38,19 +38,6 @@ def test_a_writer_sees_what_was_there_when_it_was_forked():
     assert ended(writer) == (bytes(200_000), "")
 
 
-def test_a_writer_is_nice_and_hears_no_signal_of_the_terminal():
-    """It is in a group of its own, and its signals don't reach the rank's event loop."""
-
-    def facts():
-        return (
-            os.nice(0),
-            os.getpgid(0) == os.getpid(),
-            signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
-        )
-
-    assert ended(BackgroundWriter(facts)) == ((min(os.nice(0) + 10, 19), True, True), "")
-
-
 def test_how_a_writer_fails():
     """An error of any kind, and a death: both reach the rank."""
     missing = ended(BackgroundWriter(lambda: Path("/nowhere/file").write_text("x")))

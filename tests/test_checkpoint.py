@@ -8,7 +8,6 @@ import resource
 import shutil
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -154,21 +153,6 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
 
-@pytest.mark.parametrize(
-    "every,hf,steps,due",
-    [
-        (10, 0, 25, [10, 20, 25]),
-        (0, 0, 25, []),
-        (10, 15, 30, [10, 15, 20, 30]),
-        (0, 10, 25, [10, 20, 25]),
-    ],
-)
-def test_when_a_save_is_due(every, hf, steps, due):
-    """Every so many steps and at the end; never without either setting."""
-    checkpoints = checkpoint.Checkpoints(SimpleNamespace(steps=steps), None, Path())
-    assert [step for step in range(1, steps + 1) if checkpoints.is_due(step, every, hf)] == due
-
-
 # ---------------------------------------------------------------- saves that fail
 
 
@@ -191,28 +175,6 @@ class Failing(FakeActor):
         return write_too_much, complete
 
 
-def test_a_writer_that_hangs_is_not_waited_for_for_ever(tmp_path):
-    """Its disk doesn't answer: the save is given up after --timeout-s, and later ones work again."""
-
-    class Hanging(LateWriter):
-        started = 0
-
-        def __init__(self, work):
-            super().__init__(work)
-            Hanging.started += 1
-            self.patience = 10**9 if Hanging.started == 2 else 0  # one rank's, in the first save
-
-    controllers, _ = simulate(
-        "partial", 2, steps=3, save_every=1, keep=9, out=tmp_path, writer=Hanging
-    )
-    (note,) = [note for note in controllers[0].report.notes if "CHECKPOINT" in note]
-    failure = (
-        "CHECKPOINT FAILED: step 1 could not be saved: not written after 100 s; there is none yet"
-    )
-    assert note.startswith(failure)
-    assert saved_steps(tmp_path) == [3, 2] and len(controllers[0].report.steps) == 3
-
-
 def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     """The rank that fails says why, the checkpoint before stays, what was begun goes, later ones succeed."""
 
@@ -230,32 +192,6 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     )
     assert note.endswith("; that of step 1 stays the newest, training goes on")
     assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
-
-
-@pytest.mark.parametrize("place", ["complete_shards", "sync_and_hash", "sync"])
-def test_a_disk_that_is_full_at_the_very_end(tmp_path, monkeypatch, place):
-    """Of a save, when rank 0 alone completes it: the others hear of it, and it stays invisible."""
-
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
-    if place == "complete_shards":
-        real = FakeActor.snapshot
-        monkeypatch.setattr(
-            FakeActor, "snapshot", lambda self, folder: (real(self, folder)[0], fail)
-        )
-    else:
-        real = vars(checkpoint)[place]
-        is_last = {"sync_and_hash": lambda path, names: "megatron/.metadata" in names}
-        is_last["sync"] = lambda path: path.name == CHECKSUMS
-        late = lambda *args: fail() if is_last[place](*args) else real(*args)  # noqa: E731
-        monkeypatch.setattr(checkpoint, place, late)
-    controllers, _ = simulate("full", 2, steps=2, save_every=100, out=tmp_path)
-    assert (
-        "saved: [Errno 28] No space left on device; there is none yet"
-        in controllers[1].report.notes[0]
-    )
-    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -402,6 +338,3 @@ def test_a_checkpoint_never_executes_code(saved, tmp_path):
     with pytest.raises(ValueError, match=r"posix.system, which has no place there"):
         sharded_checkpoint.load(None, tmp_path / "megatron")
     assert not (tmp_path / "executed").exists()
-
-
-# ---------------------------------------------------------------- a disk that is really full

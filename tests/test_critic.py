@@ -3,7 +3,6 @@
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 from parallel_worker import critic_config, set_constants, supervised
 from sample import Sample
 from test_actor import make_model, make_samples
-from training.model import check_critic
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:
@@ -107,61 +105,6 @@ def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tm
     assert same_weights(weights_of(actor), weights_of(start(model_dir)[0])), (
         "the actor's own weights were trained"
     )
-
-
-def test_an_export_loads_again_and_computes_the_same(start, model_dir, tmp_path):
-    critic = start(model_dir)[1]
-    critic.update([[ready(critic, 0)]])
-    samples = trained_on(1)
-    critic.compute_values([[samples]])
-    weights, values = weights_of(critic), [sample.values["reward"] for sample in samples]
-    assert weights["score.weight"].abs().max() > 0 and "lm_head.weight" not in weights
-    critic.export(str(tmp_path / "out"))
-    again = start(model_dir, str(tmp_path / "out"))[1]
-    assert same_weights(weights_of(again), weights)
-    again.compute_values([[samples]])
-    assert [sample.values["reward"] for sample in samples] == values
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert plain.config.num_labels == 1
-    for sample, row in zip(samples, values, strict=True):
-        assert plain_values(plain, sample).tolist() == pytest.approx(row, abs=1e-5)
-
-
-def rename_head(path: Path, names: dict[str, str], extra: dict = {}) -> None:  # noqa: B006
-    from safetensors.torch import load_file, save_file
-
-    tensors = {
-        names.get(name, name): tensor
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    save_file(tensors | extra, path / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"score.weight": torch.zeros(2, 32)},
-        {"score.weight": torch.zeros(1, 32), "score.bias": torch.zeros(1)},
-    ],
-)
-def test_a_head_of_more_than_a_number_is_refused(start, tmp_path, extra):
-    path = make_model(tmp_path / "model", "qwen3", tied=True)
-    rename_head(Path(path), {}, extra)
-    with pytest.raises(
-        ValueError, match=r"score.weight isn't the head of a value model, \[1, 32\] without a bias"
-    ):
-        start(path)
-
-
-def test_the_setting_that_is_wrong_is_the_critics(start, model_dir, tmp_path):
-    path = make_model(tmp_path / "model", "qwen3", tied=True)
-    with pytest.raises(
-        ValueError, match=f"--critic {tmp_path}/nothing: not a Hugging Face model directory"
-    ):
-        check_critic(SimpleNamespace(model=model_dir, critic=f"{tmp_path}/nothing"))
-    Path(path, "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"--critic {path}: no \\*.safetensors"):
-        start(model_dir, path)
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
@@ -278,18 +221,3 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
         assert actor.packed_logprobs([samples[:5], samples[5:]]) != at_start
         runs.append((losses, weights_of(actor)))
     assert runs[0][0] == runs[1][0] and same_weights(runs[0][1], runs[1][1])
-
-
-def test_a_reference_that_fails_gives_the_policy_back(start, model_dir):
-    from actor import Reference
-
-    actor = start(model_dir)[0]
-    reference = Reference(actor)
-    supervised(actor, [(sample.prompt, sample.response) for sample in make_samples(0)], lr=1e-2)
-    before = weights_of(actor)
-    with pytest.raises(AssertionError, match="a sequence needs a prompt token"):
-        reference.compute_ref_logprobs([[[Sample(0, 0, [], response=[1, 2])]]])
-    assert same_weights(weights_of(actor), before)
-    actor.sleep()
-    with pytest.raises(AssertionError, match="the actor sleeps"):
-        reference.compute_ref_logprobs([[trained_on(0)]])

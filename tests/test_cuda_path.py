@@ -1,13 +1,9 @@
 """What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
 
-import importlib.util
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,9 +11,8 @@ import pytest
 
 import run
 from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
-from config import PRESETS, UserError, parse_config
-from engines import server
-from engines.server import server_environment, server_flags
+from config import PRESETS, parse_config
+from engines.server import server_flags
 from fakes import simulate
 
 ROOT = Path(__file__).parent.parent
@@ -118,19 +113,6 @@ def test_sglang_takes_every_flag(models, monkeypatch):
     assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
 
 
-def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
-    """SGLang's name is one that it reads."""
-    (home,) = importlib.util.find_spec(
-        "sglang"
-    ).submodule_search_locations  # to import it takes triton
-    on_cuda, on_cpu = (server_environment("key", "/tmp/x", device) for device in ("cuda", "cpu"))
-    assert on_cuda["TMS_RETAIN_CPU_BACKUP"] == "1"
-    assert on_cuda["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
-    assert "TMS_RETAIN_CPU_BACKUP" not in on_cpu and on_cpu["MKL_CBWR"]
-    source = Path(home, "srt", "environ.py").read_text()
-    assert re.search(r"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool", source)
-
-
 # ---------------------------------------------------------------- who holds how much when
 
 
@@ -191,42 +173,6 @@ def test_a_rank_needs_a_device_of_its_own(models, monkeypatch, devices, ranks, f
         ValueError, match=f"^--device cuda: .* {ranks} on this machine, which has {devices}"
     ):
         run.choose_device(settings(models, "7B"))
-
-
-@pytest.mark.parametrize("where", ["CUDA_HOME", "CUDA_PATH", "PATH", "usual", ""])
-def test_engines_need_a_compiler(models, monkeypatch, tmp_path, where):
-    """nvcc is looked for where SGLang does; without it one line comes before anything starts."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(server, "NVCC", tmp_path / "bin" / "nvcc")
-    for name in ("CUDA_HOME", "CUDA_PATH", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if where in ("PATH", "usual"):
-        file = tmp_path / "nvcc" if where == "PATH" else server.NVCC
-        file.parent.mkdir(exist_ok=True)
-        file.touch(mode=0o755)
-    elif where:
-        monkeypatch.setenv(where, "/opt/cuda")
-    config = settings(models, "7B")
-    if where:
-        return run.choose_device(config)
-    with pytest.raises(UserError, match=r"^--device cuda: engines compile kernels, .* no nvcc"):
-        run.choose_device(config)
-    run.choose_device(replace(config, command="sft"))  # starts no engine
-
-
-def test_an_engine_with_cuda_finds_what_pip_put_beside_python(monkeypatch, tmp_path):
-    """`ninja` of a virtual environment that isn't activated, whose Python is a link."""
-    (tmp_path / "venv").mkdir()
-    (tmp_path / "venv" / "python").symlink_to(sys.executable)
-    (tmp_path / "venv" / "ninja").touch(mode=0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    path = server_environment("key", "/tmp/x", "cuda")["PATH"]
-    assert shutil.which("ninja", path=path) == str(tmp_path / "venv" / "ninja")
-    assert path.endswith(":/usr/bin:/bin")
 
 
 def test_the_device_says_the_dtype():

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import Config
 from scheduling.pipeline import SCHEDULES, Pipe
 from test_actor import make_model, make_samples
 from workers import run_worker
@@ -138,24 +137,6 @@ def test_every_message_is_sent_and_taken_once(pipes, schedule):
     assert count == sum(2 * (len(pipe.ranks) - 1) * pipe.micro_batches for pipe in pipes)
 
 
-def test_messages_of_a_fused_table_by_hand():
-    """Two ranks, the critic's pipe reversed, a pipe of one stage beside them: who sends what, in order."""
-    from training.executor import messages_between
-
-    pipes = [Pipe((0, 1), 2), Pipe((1, 0), 2), Pipe((0,), 2)]
-    table = SCHEDULES["fused"].table(pipes)
-    up, down = messages_between(table, pipes, 0, 1), messages_between(table, pipes, 1, 0)
-    for messages in (up, down):
-        assert len(messages) == 4 and all(task.pipe < 2 for task in messages)
-    # rank 0 sends activations of the actor and gradients of the critic
-    assert {(task.pipe, task.stage, task.backward) for task in up} == {(0, 1, False), (1, 0, True)}
-    assert {(task.pipe, task.stage, task.backward) for task in down} == {
-        (0, 0, True),
-        (1, 1, False),
-    }
-    assert messages_between(table, pipes, 0, 0) == messages_between(table, pipes, 1, 1) == []
-
-
 class Wires:
     """What each rank of a table posts and awaits, in its order, as the executor asks for it."""
 
@@ -164,10 +145,7 @@ class Wires:
 
         calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
         monkeypatch.setattr(executor, "dist", SimpleNamespace(**calls))
-        self.steps, self.most = (
-            [[] for _ in table],
-            0,
-        )  # of each rank: (kind, pair, group, direction)
+        self.steps = [[] for _ in table]  # of each rank: (kind, pair, group, direction)
         for self.rank, tasks in enumerate(table):
             trainer = SimpleNamespace(
                 pipeline=executor.Pipeline(self.rank, list(range(len(table))), "up", "down"),
@@ -181,7 +159,6 @@ class Wires:
             for task in tasks:
                 messages.receive(task)
                 messages.send(task, torch.zeros(1))
-                self.most = max(self.most, sum(map(len, messages.leaving.values())))
             messages.finish()
             assert not any(messages.leaving.values())
 
@@ -235,57 +212,7 @@ def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
     assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule != "fused")
 
 
-def test_what_has_arrived_is_let_go(monkeypatch):
-    """Nothing but what is under way is held, however many micro-batches a table has."""
-    held = {}
-    for count in (8, 32):
-        pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]
-        held[count] = Wires(monkeypatch, SCHEDULES["1f1b"].table(pipes), pipes).most
-    assert held[8] == held[32] <= 8
-
-
 def test_interleaved_messages_go_round():
     """The last rank's first stage is followed by the first rank's second."""
     pipes = [Pipe((0, 1, 2) * 2, 4)]
     assert replayed(SCHEDULES["interleaved"].table(pipes), pipes) == 2 * 5 * 4
-
-
-def test_durations_are_told_apart_in_steps_of_five_percent():
-    """So measurements that differ by less make the same table. The unit is the first model's forward pass."""
-    from training.executor import Work
-
-    def pipe(durations: tuple[float, float], reverse: bool = False, chunks: int = 1) -> Pipe:
-        ranks = SimpleNamespace(ranks=[4, 5, 6])
-        facts = dict(durations=durations, reverse=reverse, chunks=[None] * chunks, activations=7)
-        return Work(SimpleNamespace(**facts, pipeline=ranks), [None] * 8, None).pipe(0.01)
-
-    assert pipe((0.01, 0.0201)) == pipe((0.0102, 0.0199)) != pipe((0.01, 0.022))
-    one = pipe((0.01, 0.02))
-    assert one.ranks == (0, 1, 2) and (one.micro_batches, one.memory, one.forward) == (8, 7, 1.0)
-    assert one.backward == pytest.approx(2.0, rel=0.025)
-    assert pipe((0.01, 0.02), reverse=True).ranks == (2, 1, 0)
-    assert pipe((0.01, 0.02), chunks=2).ranks == (0, 1, 2, 0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "changes,line",
-    [
-        (dict(schedule="gpipe"), "gpipe is unknown; choose one of 1f1b, interleaved, fused"),
-        (
-            dict(schedule="interleaved"),
-            "interleaved needs --pp 2 or more: one rank waits for nobody",
-        ),
-        (
-            dict(schedule="interleaved", pp=2),
-            "interleaved does not divide num_hidden_layers = 6 of --model",
-        ),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_one_line(changes, line):
-    from training.model import check_sizes
-
-    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    with pytest.raises(ValueError) as raised:
-        check_sizes(dict.fromkeys(sizes, 8) | {"num_hidden_layers": 6}, Config(**changes))
-    stages = "--pp 2 x 2 stages a rank of " if "divide" in line else ""
-    assert str(raised.value) == f"{stages}--schedule {line}"

@@ -2,13 +2,11 @@
 
 import random
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from actor import Actor
 from critic import Critic
@@ -17,10 +15,7 @@ from images.reader import ImageReader
 from images.tokens import Image
 from parallel_worker import save, set_constants
 from sample import Sample
-from test_actor import make_model
-from training.model import check_critic, check_sizes, read_hf_config
 from training.packing import Sequence, make_micro_batches
-from training.vision import image_cost
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
 from workers import run_worker
 
@@ -36,7 +31,6 @@ EVERY = {  # name -> ranks, sizes
 }
 OTHERS = {f"{f}_{name}": (f, *row) for f in FAMILIES for name, row in EVERY.items()}
 OTHERS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"})}
-BY_TIER = [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)]
 
 
 def make_samples(reader: ImageReader) -> list[Sample]:
@@ -207,19 +201,6 @@ def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(
     assert all(torch.equal(weight, results[1][1][name]) for name, weight in restored.items())
 
 
-@pytest.mark.parametrize("family", BY_TIER)
-def test_in_bfloat16(family, references, make_trainer):
-    """Rotary frequencies stay in float32: rounded ones are off by up to 0.4 %."""
-    reference = references[family]
-    actor = make_trainer(Actor, reference["model_dirs"], dtype="bfloat16")
-    assert actor.chunks[0].visual.rotary_pos_emb.inv_freq.dtype == torch.float32
-    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
-    for row, true in zip(actor.logprobs(reference["samples"]), reference["logprobs"], strict=True):
-        assert row == pytest.approx(true, rel=0, abs=0.1)
-    loss, _ = step(actor, reference["samples"])
-    assert loss == pytest.approx(reference["steps"][0][0], abs=0.02)
-
-
 def test_a_critic_sees(references, make_trainer):
     model_dir, samples = references["qwen3_vl"]["model_dirs"], references["qwen3_vl"]["samples"]
     critic = make_trainer(Critic, model_dir)
@@ -237,23 +218,6 @@ def test_a_critic_sees(references, make_trainer):
                 0, len(sample.prompt) - 1 : -1
             ]
         assert sample.values["reward"] == pytest.approx((hidden @ head).tolist(), rel=0, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "family, tied",
-    [
-        ("qwen3_vl", False),
-        *(pytest.param(f, f == "qwen3_vl", marks=pytest.mark.slow) for f in FAMILIES),
-    ],
-)
-def test_a_directory_goes_in_and_out_bit_for_bit(family, tied, make_trainer, tmp_path):
-    model_dir = make_vision_model(tmp_path / "model", family, layers=2, tied=tied)
-    make_trainer(Actor, model_dir).export(tmp_path / "out")
-    before, after = tensors_of(model_dir), tensors_of(tmp_path / "out")
-    assert before.keys() == after.keys() and all(
-        torch.equal(before[name], after[name]) for name in before
-    )
-    assert ImageReader(str(tmp_path / "out")).image_token == IMAGE
 
 
 # --------------------------------------------------------------------------------------------- pure functions
@@ -286,44 +250,3 @@ def test_an_image_is_seen_once_and_its_tokens_know_their_features():
     )
     (text,) = make_micro_batches([sequences[2:]], 1, 0, 1)
     assert text.images == () and text.places is None and text.positions.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("family", BY_TIER)
-def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references):
-    """torch's flop counter on transformers' tower: 2 a multiply-add."""
-    hf = read_hf_config(references[family]["model_dirs"])
-    tower = AutoModel.from_config(hf["vision"], attn_implementation="eager")
-    cost, numbers = image_cost(hf), 3 * 2 * hf["vision"].patch_size ** 2
-    for rows, columns in (
-        [(4, 4), (4, 8)] if family == "qwen2_5_vl" else [(1, 1), (3, 5)]
-    ):  # whole windows
-        patches = 4 * rows * columns
-        with FlopCounterMode(display=False) as counter:
-            tower(
-                torch.zeros(patches, numbers), grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]])
-            )
-        assert counter.get_total_flops() == 2 * cost([7, *[IMAGE] * rows * columns, 8])
-    assert cost([IMAGE, 7, IMAGE]) == 2 * cost([IMAGE]) and cost([7, 8]) == 0
-
-
-def test_what_cannot_be_trained_is_refused_in_a_line(references, tmp_path):
-    hf = read_hf_config(references["qwen3_vl"]["model_dirs"])
-    check_sizes(hf, image_config(pp=2))
-    for sizes, stages in (
-        ({"pp": 4}, "--pp 4"),
-        ({"pp": 2, "schedule": "interleaved"}, "--pp 2 x 2 stages"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"{stages}.* leaves 1 .* a stage: images enter the first 2"
-        ):
-            check_sizes(hf, image_config(**sizes))
-    blind = make_model(tmp_path / "critic", "qwen3", tied=True)
-    with pytest.raises(ValueError, match="it sees no images, and --model does"):
-        check_critic(
-            image_config(model=references["qwen3_vl"]["model_dirs"], critic=blind, rule=("x",))
-        )
-    (Path(blind) / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
-    with pytest.raises(
-        ValueError, match=r"'qwen3_vl_moe' is not supported, only qwen2, .*, qwen3_vl"
-    ):
-        read_hf_config(blind)

@@ -89,12 +89,7 @@ def test_what_is_no_still_image_is_refused(directory, monkeypatch):
     moving = encoded_picture(
         64, 64, kind="GIF", save_all=True, append_images=[pillow.new("RGB", (64, 64))]
     )
-    for data in (
-        b"",
-        b"no image",
-        whole[: len(whole) // 2],
-        encoded_picture(64, 64, kind="JPEG")[:400],
-    ):
+    for data in (b"", b"no image", whole[: len(whole) // 2]):
         with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read"):
             read(data, "a.png")
     with pytest.raises(ValueError, match=r"^a\.gif: it moves, and videos are not supported"):
