@@ -319,6 +319,19 @@ def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
     )
 
 
+def test_a_flipped_byte_of_a_real_checkpoint_is_noticed(saved, tmp_path):
+    """Whichever of its files it is in."""
+    folder = Path(shutil.copytree(saved / "checkpoints" / "step_2", tmp_path / "step_2"))
+    assert atomic_files.verify(folder) == "" and len(files_of(folder)) > 8
+    for name in files_of(folder) - {CHECKSUMS}:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+        assert atomic_files.verify(folder) == f"{name} is missing or was changed"
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+
 class Evil:
     def __reduce__(self):
         return (os.system, (f"touch {self.path}",))

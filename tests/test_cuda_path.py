@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import run
 from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
 from config import PRESETS, parse_config
 from engines.server import server_flags
@@ -156,34 +155,3 @@ def test_who_evaluates_keeps_the_weights_of_its_engine(models, monkeypatch):
         config = parse_config([*arguments, *model])
         flags = server_flags("rollout", 0, 30000, models["7B"], config)
         assert ("--enable-weights-cpu-backup" in flags) == keeps
-
-
-@pytest.mark.parametrize(
-    "devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)]
-)
-def test_a_rank_needs_a_device_of_its_own(models, monkeypatch, devices, ranks, fits):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("CUDA_HOME", "/where/nvcc/is")
-    if fits:
-        return run.choose_device(settings(models, "7B"))
-    with pytest.raises(
-        ValueError, match=f"^--device cuda: .* {ranks} on this machine, which has {devices}"
-    ):
-        run.choose_device(settings(models, "7B"))
-
-
-def test_the_device_says_the_dtype():
-    """bfloat16 with CUDA; float32 where no engine's attention has to take it."""
-    assert parse_config(["--device", "cuda"]).dtype == "bfloat16"
-    assert parse_config(["--device", "cpu"]).dtype == parse_config([]).dtype == "float32"
-    with pytest.raises(
-        ValueError, match=r"^--dtype float32: the engines' attention with --device cuda"
-    ):
-        parse_config(["--device", "cuda", "--dtype", "float32"])
-    with pytest.raises(ValueError, match=r"^--device tpu is unknown; choose cpu or cuda$"):
-        parse_config(["--device", "tpu"])
-    sft = ["sft", "--model", "m", "--device", "cuda"]
-    assert parse_config([*sft, "--dtype", "float32"]).dtype == "float32"
