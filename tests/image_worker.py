@@ -3,7 +3,7 @@
 Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
 """
 
-from parallel_worker import actor_config, gathered, main
+from parallel_worker import actor_config, gathered, main, weights_of
 from sample import Sample
 
 LR = 1e-3
@@ -37,7 +37,7 @@ def train(model_dir: str, sizes: dict, samples: list[Sample]) -> dict:
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    weights = weights_of(actor)
     logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
     actor.close()
     return {"logprobs": logprobs, "steps": steps, "weights": weights}

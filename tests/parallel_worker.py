@@ -109,6 +109,11 @@ def mixed_update(actor, batch: list) -> dict[str, float]:
     return actor.update(balanced(batch, actor))
 
 
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    """A copy of what a trainer would push (collective)."""
+    return {name: tensor.clone() for name, tensor in trainer.named_weights()}
+
+
 def far(one: dict, other: dict) -> float:
     """The largest distance of any weight."""
     assert one.keys() == other.keys()
@@ -146,8 +151,7 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
         metrics.append(actor.update(balanced(batch, actor)))
         metrics[-1].pop("train/seconds_spread")
     actor.export(export_to)
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
-    everyone = gathered((metrics, distance, far(weights, reference["weights"])))
+    everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
     heads = gathered((actor.is_head, actor.dp_rank))
     mixed = mixed_update(actor, reference["batches"][1])
     actor.close()
@@ -168,8 +172,7 @@ def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
             sample.values["reward"] = sample.old_values
         metrics.append(critic.update(mine))
     critic.export(export_to)
-    weights = {name: tensor.clone() for name, tensor in critic.named_weights()}
-    everyone = gathered((metrics, distance, far(weights, reference["weights"])))
+    everyone = gathered((metrics, distance, far(weights_of(critic), reference["weights"])))
     critic.close()
     return summary(everyone)
 

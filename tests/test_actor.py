@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import Algorithm
-from parallel_worker import actor_config, balanced, set_constants, supervised
+from parallel_worker import actor_config, balanced, set_constants, supervised, weights_of
 from sample import Sample
 from scheduling.balance import pack, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag
@@ -131,10 +131,6 @@ def on_policy_samples(actor) -> list[Sample]:
 
 def update(actor, samples: list[Sample]) -> dict[str, float]:
     return actor.update(balanced(samples, actor))
-
-
-def weights_of(actor) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in actor.named_weights()}
 
 
 def gradient(actor, samples, monkeypatch) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from parallel_worker import critic_config, set_constants, supervised
+from parallel_worker import critic_config, set_constants, supervised, weights_of
 from sample import Sample
 from test_actor import make_model, make_samples
 
@@ -72,10 +72,6 @@ def start(build):
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True)
-
-
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.named_weights()}
 
 
 def same_weights(one: dict, other: dict) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from scheduling.pipeline import SCHEDULES, Pipe
 from test_actor import make_model, make_samples
-from workers import run_worker
+from workers import train_layouts
 
 ALL = ("megatron", "1f1b", "fused", "interleaved")
 FIRST = {  # name -> family, ranks, sizes
@@ -35,7 +34,7 @@ NORMS = (
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory):
-    """By layout and schedule what a tier's layouts made, and what all result paths begin with."""
+    """By layout and schedule what a tier's layouts made."""
     models = tmp_path_factory.mktemp("models")
     batches = [make_samples(step) for step in range(3)]
     references = {}
@@ -44,16 +43,9 @@ def results_of(tmp_path_factory):
         references[family] = {"model_dir": model_dir, "batches": batches}
 
     @cache
-    def trained(are_first: bool) -> tuple[dict, Path]:
+    def trained(are_first: bool) -> dict:
         path, layouts = tmp_path_factory.mktemp("executor"), FIRST if are_first else OTHERS
-        sizes = sorted({ranks for _, ranks, _ in layouts.values()})
-        case = {"references": references, "layouts": layouts, "sizes": sizes}
-        torch.save(case, path / "case.pt")
-        run_worker("executor_worker.py", path / "case.pt", path / "result")
-        found = {}
-        for size in sizes:
-            found |= torch.load(f"{path}/result.{size}", weights_only=False)
-        return found, path / "result"
+        return train_layouts("executor_worker.py", path, layouts, references=references)
 
     return trained
 
@@ -70,7 +62,7 @@ def cases() -> Iterator:
 def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
     """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
     weights have the same bits."""
-    results, _ = results_of(layout in FIRST)
+    results = results_of(layout in FIRST)
     ours, own = results[layout][schedule], results[layout]["megatron"]
     check_steps(ours, own)
 

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from statistics import fmean
+from unittest import mock
 
 import pytest
 import torch
@@ -282,27 +283,11 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
 # ---------------------------------------------------------------- a whole run
 
 
-class Quiet:
-    """A progress bar that only keeps its lines."""
-
-    def __init__(self):
-        self.lines = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def doing(self, what: str) -> None:
-        pass
-
-    def done(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
     """On the demo's examples from new weights, as `run.py` puts it together."""
     models.new_model(tmp_path / "model", 0)
-    out, progress = tmp_path / "out", Quiet()
+    out, progress = tmp_path / "out", mock.MagicMock()
     given = f"{command} --model {tmp_path}/model --out {out} --max-tokens-per-micro-batch 1024"
     how = "--steps 8 --eval-every 5 --lr 3e-3 --batch-size 16"
     config = parse_config(f"{given} {how}".split())

@@ -13,11 +13,11 @@ from critic import Critic
 from image_worker import LR, image_config, step
 from images.reader import ImageReader
 from images.tokens import Image
-from parallel_worker import save, set_constants
+from parallel_worker import save, set_constants, weights_of
 from sample import Sample
 from training.packing import Sequence, make_micro_batches
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from workers import run_worker
+from workers import train_layouts
 
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
@@ -121,14 +121,10 @@ def results_of(references, tmp_path_factory):
     @cache
     def trained(are_first: bool) -> dict:
         path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
-        sizes = sorted({ranks for _, ranks, _ in layouts.values()}, reverse=True)
-        case = {"layouts": layouts, "sizes": sizes}
+        case = {}
         for name in ("model_dirs", "samples"):
             case[name] = {family: known[name] for family, known in references.items()}
-        torch.save(case, path / "case.pt")
-        run_worker("image_worker.py", path / "case.pt", path / "result")
-        found = (torch.load(f"{path / 'result'}.{size}", weights_only=False) for size in sizes)
-        return {name: result for each in found for name, result in each.items()}
+        return train_layouts("image_worker.py", path, layouts, **case)
 
     return trained
 
@@ -165,7 +161,7 @@ def make_trainer(build):
 
 
 def tower_and_text(actor) -> tuple[dict, dict]:
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    weights = weights_of(actor)
     tower = {name: weights.pop(name) for name in list(weights) if "visual." in name}
     return tower, weights
 

@@ -141,12 +141,3 @@ def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not an image that can be read"):
         reader.decoded(file.getvalue(), "a.png")
     assert not started.exists()
-
-
-def test_a_model_of_text_reads_no_images(tmp_path, directory):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert reader.reader_of(str(tmp_path)) is None
-    assert reader.reader_of(directory).stop_tokens == (5, 6, 3, 4)
-    (tmp_path / "config.json").write_text((reader.Path(directory) / "config.json").read_text())
-    with pytest.raises(ValueError, match="no image processor"):
-        reader.reader_of(str(tmp_path))

@@ -23,7 +23,7 @@ from test_actor import (
     plain_optimizer,
 )
 from test_critic import make_value_model, plain_values, trained_on, with_returns
-from workers import run_worker
+from workers import train_layouts
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
 ONE = {"one": ("qwen3", 1, {}), "one_tied": ("qwen2", 1, {})}
@@ -154,14 +154,7 @@ def result_of(references, tmp_path_factory):
     def trained(are_first: bool) -> tuple[Path, dict]:
         path = tmp_path_factory.mktemp("layouts")
         layouts = FIRST if are_first else OTHERS
-        sizes = sorted({ranks for _, ranks, _ in layouts.values()})
-        case = {"references": references, "layouts": layouts, "sizes": sizes}
-        torch.save(case, path / "case.pt")
-        run_worker("parallel_worker.py", path / "case.pt", path / "result")
-        found = {}
-        for size in sizes:
-            found |= torch.load(f"{path}/result.{size}", weights_only=False)
-        return path, found
+        return path, train_layouts("parallel_worker.py", path, layouts, references=references)
 
     def result(name: str) -> tuple[dict, Path]:
         path, found = trained(name in FIRST)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from commands.memory import KEPT
-from test_actor import actor_config, make_actor, make_model, make_samples, update, weights_of  # noqa: F401
+from parallel_worker import weights_of
+from test_actor import actor_config, make_actor, make_model, make_samples, update  # noqa: F401
 from training import lm_head
 from training.offload import HostCopies
 

@@ -4,14 +4,13 @@ from fractions import Fraction
 from itertools import chain
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import training  # noqa: F401  makes Megatron importable without CUDA
 from test_actor import make_model
 from training.resharding import Layout
-from workers import run_worker
+from workers import train_layouts
 
 layouts = st.builds(
     lambda pp, near, copies, parts: Layout(pp, near * parts, copies, parts),
@@ -96,10 +95,7 @@ def found(tmp_path_factory) -> dict:
         name: make_model(path / name, "qwen3", name == "tied", **sizes)
         for name in ("untied", "tied")
     }
-    torch.save({"models": models, "layouts": LAYOUTS, "sizes": [4, 8]}, path / "case.pt")
-    run_worker("resharding_worker.py", path / "case.pt", path / "result")
-    four, eight = (torch.load(f"{path}/result.{size}", weights_only=False) for size in (4, 8))
-    return four | eight
+    return train_layouts("resharding_worker.py", path, LAYOUTS, models=models)
 
 
 @pytest.mark.slow
