@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import Algorithm
-from parallel_worker import actor_config, balanced, set_constants, supervised, weights_of
+from parallel_worker import actor_config, balanced, save, set_constants, supervised, weights_of
 from sample import Sample
 from scheduling.balance import pack, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag
@@ -30,22 +30,11 @@ LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]
 def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
     """A tiny random model directory; biases and norms are random too, so that a mixed-up name shows."""
     torch.manual_seed(seed)
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    rope = {"rope_type": "default", "rope_theta": 5000.0}
-    head_dim = {} if family == "qwen2" else {"head_dim": 16}
-    settings = {
-        "max_position_embeddings": 128,
-        "rope_parameters": rope,
-        "tie_word_embeddings": tied,
-        "rms_norm_eps": 1e-5,
-    }
-    sizes |= head_dim | settings | {"vocab_size": VOCAB} | changes
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=VOCAB)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
+    sizes |= dict(max_position_embeddings=128, tie_word_embeddings=tied)
+    sizes |= dict(rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    sizes |= ({} if family == "qwen2" else {"head_dim": 16}) | changes
     config = CONFIGS[family](**sizes)
     model = AutoModelForCausalLM.from_config(config)
     for name, param in model.named_parameters():
@@ -93,8 +82,8 @@ def plain_optimizer(model) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
 
 
-def check_export(path: Path, weights: dict, tolerance: float) -> None:
-    exported = AutoModelForCausalLM.from_pretrained(path)
+def check_export(path: Path, weights: dict, tolerance: float, kind=AutoModelForCausalLM) -> None:
+    exported = kind.from_pretrained(path)
     assert dict(exported.named_parameters()).keys() == weights.keys()
     for name, param in exported.named_parameters():
         assert torch.allclose(param.float(), weights[name], rtol=0, atol=tolerance), name
@@ -147,13 +136,8 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
 
     Off-policy, in two optimizer steps of several micro-batches each.
     """
-    changes = {
-        "kl_coef": 0.3,
-        "entropy_coef": 0.2,
-        "updates_per_step": 2,
-        "max_tokens_per_micro_batch": 60,
-    }
-    changes |= {"clip_low": 0.2, "clip_high": 0.28}  # gspo's own would cut everything
+    changes = dict(kl_coef=0.3, entropy_coef=0.2, updates_per_step=2, max_tokens_per_micro_batch=60)
+    changes |= dict(clip_low=0.2, clip_high=0.28)  # gspo's own would cut everything
     actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
     samples = on_policy_samples(actor)
     for sample in samples:
@@ -202,19 +186,13 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
 
 def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     actor = make_actor(model_dir)
-    update(
-        actor, on_policy_samples(actor)
-    )  # so that Adam has momentum, which would move the weights
+    update(actor, on_policy_samples(actor))  # else Adam had no momentum to move the weights by
     before, samples = weights_of(actor), on_policy_samples(actor)
     for sample in samples:
         sample.advantages = None
     metrics = update(actor, samples)
-    assert (
-        metrics["train/skipped"],
-        metrics["train/tokens"],
-        metrics["train/grad_norm"],
-        metrics["train/loss"],
-    ) == (1, 0, 0, 0)
+    names = ("skipped", "tokens", "grad_norm", "loss")
+    assert [metrics[f"train/{name}"] for name in names] == [1, 0, 0, 0]
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
     assert actor.version == 2
 
@@ -256,11 +234,8 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
             lambda gradient: gradient * float(value)
         )
     metrics = update(actor, samples)
-    assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (
-        1,
-        1,
-        0,
-    )
+    names = ("not_finite", "skipped", "grad_norm")
+    assert [metrics[f"train/{name}"] for name in names] == [1, 1, 0]
     assert all(map(math.isfinite, metrics.values())) and actor.version == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
     assert len(adam) > 10 and all(
@@ -340,55 +315,21 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(
     assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/clip_frac"] == 0
 
 
-@pytest.mark.parametrize("step_size", [1e-3, 3e-2])
-def test_stale_tokens_are_held_to_the_start_of_the_step(
-    make_actor, model_dir, monkeypatch, step_size
-):
-    """With two updates: the second's ratio is to the weights before the first, whether or not the clip
-    then cuts it."""
+def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, monkeypatch):
+    """With two updates: the second's ratio is to the weights before the first, and the clip cuts it."""
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     weights, metrics = [], []
     for which in range(2):
-        actor = make_actor(model_dir, updates_per_step=2, lr=step_size, **STALE)
+        actor = make_actor(model_dir, updates_per_step=2, lr=3e-2, **STALE)
         samples = with_stale_tokens(actor, on_policy_samples(actor))[which]
         metrics.append(update(actor, samples))
         weights.append(weights_of(actor))
-    assert (metrics[0]["train/clip_frac"] > 0.05) == (step_size == 3e-2)
+    assert metrics[0]["train/clip_frac"] > 0.05
     assert metrics[0]["train/clip_frac"] == pytest.approx(metrics[1]["train/clip_frac"])
     assert metrics[0]["train/loss"] == pytest.approx(metrics[1]["train/loss"], abs=1e-5)
     assert all(
         torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0]
     )
-
-
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize(
-    "settings", [{"tis_cap": 1.5}, {"icepop_bound": 2.0}, {"tis_cap": 1.5, "icepop_bound": 2.0}]
-)
-def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates, settings):
-    """Truncated: as if the engine had the trainer's numbers and every advantage its weight.
-
-    Masked: that of some tokens is 0.
-    """
-    metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
-    fixed = dict(updates_per_step=updates, lr=3e-2, lr_warmup_steps=0)
-    for corrected in (True, False):
-        actor = make_actor(model_dir, **fixed, **(settings if corrected else {}))
-        samples, masked, rng = on_policy_samples(actor), 0, random.Random(0)
-        for sample in samples:
-            for token in range(len(sample.response)):
-                weight = math.exp(rng.uniform(-1, 1))
-                kept = 1 / 2 <= weight <= 2 or "icepop_bound" not in settings
-                masked += not kept
-                if corrected:
-                    sample.logprobs[token] -= math.log(weight)
-                else:
-                    sample.advantages[token] *= min(weight, settings.get("tis_cap", 9)) * kept
-        metrics.append(update(actor, samples))
-    assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
-    assert metrics[0]["train/masked_frac"] * metrics[0]["train/tokens"] == pytest.approx(masked)
-    for name in ("train/loss", "train/grad_norm"):
-        assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
 
 
 def test_learning_rate_of_every_update():
@@ -406,14 +347,8 @@ def test_learning_rate_of_every_update():
 
 # --------------------------------------------------------------------------------- the Hugging Face directory
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, original_max_position_embeddings=8192)
+LLAMA3_ROPE |= dict(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -496,12 +431,6 @@ def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, mes
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def save(actor, path: Path) -> None:
-    path.mkdir()
-    write, complete = actor.snapshot(path)
-    complete([write()])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -145,13 +145,3 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     )
     assert max(predicted.values()) <= 0.9 * H200, predicted
     assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
-
-
-def test_who_evaluates_keeps_the_weights_of_its_engine(models, monkeypatch):
-    """It sleeps once, when it is ready, and nobody pushes."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    model = ["--device", "cuda", "--model", models["7B"]]
-    for arguments, keeps in ((["--rule", "forbidden:7"], False), (["eval"], True)):
-        config = parse_config([*arguments, *model])
-        flags = server_flags("rollout", 0, 30000, models["7B"], config)
-        assert ("--enable-weights-cpu-backup" in flags) == keeps

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scheduling.pipeline import SCHEDULES, Pipe
 from test_actor import make_model, make_samples
@@ -84,50 +82,6 @@ def check_steps(ours: dict, expected: dict) -> None:
 
 # ---------------------------------------------------------------- the order of messages
 
-PLACES = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple)
-TIMES = st.sampled_from([1.0, 1.5, 2.0])
-PIPES = st.lists(
-    st.builds(Pipe, PLACES, st.integers(1, 4), TIMES, TIMES, TIMES), min_size=1, max_size=3
-)
-
-
-def replayed(table: list, pipes: list) -> int:
-    """Run a table as ranks do who send without waiting and take what comes in the sender's order only."""
-    from training.executor import messages_between, rank_of
-
-    everyone = range(len(table))
-    wires = {(a, b): messages_between(table, pipes, a, b) for a in everyone for b in everyone}
-    sent, done, here = dict.fromkeys(wires, 0), [0] * len(table), [set() for _ in everyone]
-    moves = True
-    while moves:
-        moves = False
-        for rank in everyone:
-            while done[rank] < len(table[rank]):
-                task = table[rank][done[rank]]
-                giver = rank_of(pipes, task.pipe, task.stage + (1 if task.backward else -1))
-                if giver is not None:
-                    arrived = wires[giver, rank][: sent[giver, rank]]
-                    if task not in arrived:
-                        break
-                    here[rank].add(task)
-                done[rank], moves = done[rank] + 1, True
-                taker = rank_of(pipes, task.pipe, task.stage + (-1 if task.backward else 1))
-                if taker is not None:
-                    expected = task._replace(stage=task.stage + (-1 if task.backward else 1))
-                    assert wires[rank, taker][sent[rank, taker]] == expected
-                    sent[rank, taker] += 1
-    assert done == [len(tasks) for tasks in table], "ranks wait for each other"
-    assert sent == {pair: len(messages) for pair, messages in wires.items()}
-    return sum(sent.values())
-
-
-@settings(deadline=None, max_examples=25)
-@given(PIPES, st.sampled_from(["1f1b", "fused"]))
-def test_every_message_is_sent_and_taken_once(pipes, schedule):
-    """Of pipes on any ranks, also of one stage, which send none."""
-    count = replayed(SCHEDULES[schedule].table(pipes), pipes)
-    assert count == sum(2 * (len(pipe.ranks) - 1) * pipe.micro_batches for pipe in pipes)
-
 
 class Wires:
     """What each rank of a table posts and awaits, in its order, as the executor asks for it."""
@@ -202,9 +156,3 @@ def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
     table = SCHEDULES[schedule].table(pipes)
     assert Wires(monkeypatch, table, pipes).end()
     assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule != "fused")
-
-
-def test_interleaved_messages_go_round():
-    """The last rank's first stage is followed by the first rank's second."""
-    pipes = [Pipe((0, 1, 2) * 2, 4)]
-    assert replayed(SCHEDULES["interleaved"].table(pipes), pipes) == 2 * 5 * 4

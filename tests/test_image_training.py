@@ -12,10 +12,8 @@ from actor import Actor
 from critic import Critic
 from image_worker import LR, image_config, step
 from images.reader import ImageReader
-from images.tokens import Image
 from parallel_worker import save, set_constants, weights_of
 from sample import Sample
-from training.packing import Sequence, make_micro_batches
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
 from workers import train_layouts
 
@@ -214,35 +212,3 @@ def test_a_critic_sees(references, make_trainer):
                 0, len(sample.prompt) - 1 : -1
             ]
         assert sample.values["reward"] == pytest.approx((hidden @ head).tolist(), rel=0, abs=1e-4)
-
-
-# --------------------------------------------------------------------------------------------- pure functions
-
-
-def test_an_image_is_seen_once_and_its_tokens_know_their_features():
-    first, second = Image(b"a", (1, 2, 2), IMAGE, bytes), Image(b"b", (1, 1, 2), IMAGE, bytes)
-    shown = [7, *[IMAGE] * 4, 8]
-    sequences = [
-        Sequence(shown, [9, IMAGE], (first,)),  # an answer's image token is text
-        Sequence([7, IMAGE, IMAGE, *shown], [9], (second, Image(b"a", (1, 2, 2), IMAGE, bytes))),
-        Sequence([7, 8], [9]),
-    ]
-    (batch,) = make_micro_batches([sequences], cp=1, cp_rank=0, tp_with_sp=1)
-    assert batch.images == (first, second)
-    assert batch.places.tolist() == [-1, 0, 1, 2, 3, -1, -1, -1, 4, 5, -1, 0, 1, 2, 3, -1, -1, -1]
-    assert batch.positions.tolist() == [
-        [0, 1, 1, 1, 1, 3, 4, 0, 1, 1, 3, 4, 4, 4, 4, 6, 0, 1],
-        [0, 1, 1, 2, 2, 3, 4, 0, 1, 1, 3, 4, 4, 5, 5, 6, 0, 1],
-        [0, 1, 2, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1],
-    ]
-    whole, halves = make_micro_batches([sequences], 1, 0, 4)[0], []
-    for rank in range(2):
-        (half,) = make_micro_batches([sequences], 2, rank, 1)
-        assert half.images == batch.images
-        halves += zip(half.tokens[0].tolist(), half.places.tolist(), strict=True)
-    seen = list(zip(whole.tokens[0].tolist(), whole.places.tolist(), strict=True))
-    assert sorted(pair for pair in halves if pair[1] >= 0) == sorted(
-        pair for pair in seen if pair[1] >= 0
-    )
-    (text,) = make_micro_batches([sequences[2:]], 1, 0, 1)
-    assert text.images == () and text.places is None and text.positions.tolist() == [0, 1]
