@@ -111,9 +111,8 @@ def train(reference: dict, layout: dict, path: str) -> dict:
     """Three PPO steps under every schedule that the layout names."""
     from training import trainer
 
-    trainer.CLIP_GRAD = (
-        100.0  # the norm's last bit depends on where its parts lie, and would show in weights
-    )
+    # the norm's last bit depends on where its parts lie, and would show in weights
+    trainer.CLIP_GRAD = 100.0
     layout, batches, results = dict(layout), reference["batches"], {}
     model_dir = reference["model_dir"]
     set_overlap(layout.pop("bucket", None))

@@ -14,12 +14,6 @@ def image_config(**changes):
     return actor_config(**SIZES | changes)
 
 
-def make_actor(model_dir: str, **sizes):
-    from actor import Actor
-
-    return Actor(image_config(**sizes), model_dir)
-
-
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
     """One optimizer step of cross-entropy on this rank's share of samples; the mean loss, the norm."""
     from actor import cross_entropy_loss
@@ -33,7 +27,9 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
 
 def train(model_dir: str, sizes: dict, samples: list[Sample]) -> dict:
     """Three steps under one layout."""
-    actor = make_actor(model_dir, **sizes)
+    from actor import Actor
+
+    actor = Actor(image_config(**sizes), model_dir)
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]

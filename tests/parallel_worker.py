@@ -56,11 +56,8 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
     from training import model, trainer
 
     patch(model, "overlaps", lambda device: bucket is not None)
-    patch(
-        trainer,
-        "DistributedDataParallelConfig",
-        partial(DistributedDataParallelConfig, bucket_size=bucket),
-    )
+    buckets = partial(DistributedDataParallelConfig, bucket_size=bucket)
+    patch(trainer, "DistributedDataParallelConfig", buckets)
 
 
 def supervised(trainer, sequences: list, lr: float) -> float:

@@ -48,9 +48,8 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
     """Log-probability and entropy of every response token, one sequence at a time."""
     ids = torch.tensor([sample.prompt + sample.response])
     log_softmax = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1] / temperature, -1)
-    return log_softmax[range(len(sample.response)), sample.response], -(
-        log_softmax.exp() * log_softmax
-    ).sum(-1)
+    logprobs = log_softmax[range(len(sample.response)), sample.response]
+    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
 def make_samples(step: int) -> list[Sample]:
@@ -168,10 +167,8 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
     total, tokens, row = 0.0, 0, config.algorithm[0]
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
-        log_ratio, advantages = (
-            logprobs - torch.tensor(sample.logprobs),
-            torch.tensor(sample.advantages),
-        )
+        log_ratio = logprobs - torch.tensor(sample.logprobs)
+        advantages = torch.tensor(sample.advantages)
         ratio = (log_ratio.mean() if row == "gspo" else log_ratio).exp()
         cut = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         loss = -torch.min(ratio * advantages, cut * advantages)
@@ -197,9 +194,7 @@ def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     assert actor.version == 2
 
 
-def test_a_disagreement_with_the_engine_stops_before_the_weights_move(
-    make_actor, model_dir, monkeypatch
-):
+def test_a_disagreement_with_the_engine_moves_no_weights(make_actor, model_dir, monkeypatch):
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir)
     samples, before = on_policy_samples(actor), weights_of(actor)
@@ -208,9 +203,7 @@ def test_a_disagreement_with_the_engine_stops_before_the_weights_move(
     actor = make_actor(model_dir)
     for sample in samples:
         sample.logprobs = [logprob + 0.01 for logprob in sample.logprobs]
-    with pytest.raises(
-        ValueError, match=r"by 1.00e-02 in the mean, more than the 1.00e-04 that --dtype fl"
-    ):
+    with pytest.raises(ValueError, match=r"by 1.00e-02 in the mean, more than the 1.00e-04 that"):
         update(actor, samples)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
@@ -230,17 +223,15 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     if where == "loss":
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
-        hook = next(iter(actor.parameters())).register_hook(
-            lambda gradient: gradient * float(value)
-        )
+        weight = next(iter(actor.parameters()))
+        hook = weight.register_hook(lambda gradient: gradient * float(value))
     metrics = update(actor, samples)
     names = ("not_finite", "skipped", "grad_norm")
     assert [metrics[f"train/{name}"] for name in names] == [1, 1, 0]
     assert all(map(math.isfinite, metrics.values())) and actor.version == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
-    assert len(adam) > 10 and all(
-        torch.equal(*pair) for pair in zip(adam, optimizer_state(actor), strict=True)
-    )
+    pairs = list(zip(adam, optimizer_state(actor), strict=True))
+    assert len(pairs) > 10 and all(torch.equal(*pair) for pair in pairs)
     if where == "gradient":
         hook.remove()
     assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
@@ -384,10 +375,8 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
     from training.model import forward_cost, read_hf_config
 
     path = make_model(tmp_path / "model", family, tied=True)
-    hf, plain = (
-        read_hf_config(path),
-        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"),
-    )
+    hf = read_hf_config(path)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     quadratic = (forward_cost(hf, 200) - 2 * forward_cost(hf, 100)) / 20_000
     for tokens in (1, 10, 100):
         with FlopCounterMode(display=False) as counter:

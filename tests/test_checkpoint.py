@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import checkpoint
 import rollout
 from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
+from parallel_worker import far
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from workers import run_worker
@@ -98,9 +99,7 @@ def exact_meetings():
 @example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
 @example(name="the same in turns", stop=1, offset=744211)
 @example(name="the same in turns", stop=4, offset=762795)
-@example(
-    name="the tail isn't waited for", stop=3, offset=695061
-)  # others' outstanding tokens were kept
+@example(name="the tail isn't waited for", stop=3, offset=695061)  # others' tokens were kept
 @example(name="tp", stop=3, offset=123649)
 @exact_meetings()
 def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
@@ -197,19 +196,22 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     """Every file and every folder, hf/ among them; then the name itself."""
     synced, renamed = [], []
     real_sync, real_rename = os.fsync, Path.rename
-    path_of = lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: E731
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)) or real_sync(fd))
-    monkeypatch.setattr(
-        Path, "rename", lambda *paths: renamed.append(len(synced)) or real_rename(*paths)
-    )
-    monkeypatch.setattr(
-        FakeActor, "whole_weights", lambda self: {"weight": self.version}, raising=False
-    )
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_sync(descriptor)
+
+    def rename(*paths):
+        renamed.append(len(synced))
+        real_rename(*paths)
 
     def write_hf(self, weights, folder):
         folder.mkdir()
         (folder / "model.safetensors").write_text(str(weights))
 
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {}, raising=False)
     monkeypatch.setattr(FakeActor, "write_hf", write_hf, raising=False)
     simulate("full", 1, steps=1, save_every=1, save_hf_every=1, out=tmp_path)
     folder = tmp_path / "checkpoints" / "step_1"
@@ -233,10 +235,8 @@ def saved(tmp_path_factory) -> Path:
     batches = [[sample for sample in make_samples(seed) if sample.advantages] for seed in (0, 1, 3)]
     for step, batch in enumerate(batches):
         for sample in batch:
-            sample.versions, sample.logprobs = (
-                [step] * len(sample.response),
-                [-4.0] * len(sample.response),
-            )
+            sample.versions = [step] * len(sample.response)
+            sample.logprobs = [-4.0] * len(sample.response)
     case = {"batches": [[vars(sample) for sample in batch] for batch in batches]}
     case["model_dir"] = make_model(out / "model", "qwen3", tied=True)
     torch.save(case, out / "case.pt")
@@ -257,16 +257,12 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
     expected, got = result(saved, "save"), result(saved, name)
     assert (got["version"], got["step"]) == (3, 2)
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
-    metrics += [
-        f"critic/{name}" for name in ("value_loss", "explained_variance", "grad_norm", "lr")
-    ]
+    metrics += [f"critic/{name}" for name in ("value_loss", "grad_norm", "lr")]
     for metric in metrics:
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-4), (
-            metric
-        )
+        wanted = pytest.approx(expected["metrics"][metric], abs=1e-4)
+        assert got["metrics"][metric] == wanted, metric
     for model in ("weights", "critic"):
-        for weight, tensor in expected[model].items():
-            assert (got[model][weight] - tensor).abs().max() < 5e-5, weight
+        assert far(got[model], expected[model]) < 5e-5
     assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == 5 + 6
     assert (got["prompts"]["cursor"], got["prompts"]["requeued"]) == (9, list(range(9)))
     owners = dict(got["prompts"]["owners"])
@@ -279,14 +275,10 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
     """Metrics, weights and random numbers."""
     for rank in range(2):
         expected, got = result(saved, "save", rank), result(saved, "dp2", rank)
-        timed = {name for name in got["metrics"] if "seconds" in name}
-        assert {k: v for k, v in got["metrics"].items() if k not in timed} == {
-            k: v for k, v in expected["metrics"].items() if k not in timed
-        }
+        for name, value in expected["metrics"].items():
+            assert "seconds" in name or got["metrics"][name] == value, name
         for model in ("weights", "critic"):
-            assert all(
-                torch.equal(got[model][name], tensor) for name, tensor in expected[model].items()
-            )
+            assert far(got[model], expected[model]) == 0
         assert torch.equal(got["random"], expected["random"])
     assert not torch.equal(result(saved, "dp2", 0)["random"], result(saved, "dp2", 1)["random"])
 

@@ -24,10 +24,8 @@ OTHERS = {
     # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
     "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "bucket": 500}),
 }
-NORMS = (
-    "critic/grad_norm",
-    "train/grad_norm",
-)  # sums of squares in another order: their last bit may differ
+# sums of squares in another order: their last bit may differ
+NORMS = ("critic/grad_norm", "train/grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +59,14 @@ def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
     """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
     weights have the same bits."""
     results = results_of(layout in FIRST)
-    ours, own = results[layout][schedule], results[layout]["megatron"]
-    check_steps(ours, own)
-
-
-def check_steps(ours: dict, expected: dict) -> None:
-    for (metrics, values), (others, other_values) in zip(
-        ours["history"], expected["history"], strict=True
-    ):
+    ours, expected = results[layout][schedule], results[layout]["megatron"]
+    steps = zip(ours["history"], expected["history"], strict=True)
+    for (metrics, values), (others, other_values) in steps:
         assert values == other_values and metrics.keys() == others.keys()
         assert others["critic/grad_norm"] > 0.1 and others["train/tokens"] > 0
         for name, value in others.items():
-            assert metrics[name] == (pytest.approx(value, rel=1e-7) if name in NORMS else value), (
-                name
-            )
+            expects = pytest.approx(value, rel=1e-7) if name in NORMS else value
+            assert metrics[name] == expects, name
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(ours["weights"][name], weight), name

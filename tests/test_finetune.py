@@ -71,9 +71,8 @@ def plain_logprobs(model, sample: Sample) -> torch.Tensor:
 def plain_score(command: str, model, reference, sample: Sample) -> torch.Tensor:
     """What a pair's margin is made of, one sequence at a time."""
     if command == "rm":
-        return (
-            model(torch.tensor([sample.prompt])).logits[0, 0].double()
-        )  # as transformers pools: at the last token
+        # as transformers pools: at the last token
+        return model(torch.tensor([sample.prompt])).logits[0, 0].double()
     with torch.no_grad():
         before = plain_logprobs(reference, sample).sum()
     return 0.1 * (plain_logprobs(model, sample).sum() - before)
