@@ -102,11 +102,8 @@ def carry_answers(prompts: Prompts, actor) -> None:
     ]
     groups = [prompts.group(prompt_id) for prompt_id in mine]
     for sample in flat([groups]):
-        sample.response, sample.logprobs, sample.versions = (
-            [sample.prompt_id],
-            [-sample.prompt_id / 3],
-            [1],
-        )
+        sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]
+        sample.versions = [1]
         sample.media = ()  # as rollout.collect leaves it
     prompts.requeue(drawn, groups)
 

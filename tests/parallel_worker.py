@@ -71,11 +71,8 @@ def supervised(trainer, sequences: list, lr: float) -> float:
 
 def balanced(batch: list, actor) -> list:
     """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
-    samples = {
-        (sample.prompt_id, sample.index): sample
-        for sample in batch
-        if sample.advantages is not None
-    }
+    kept = [sample for sample in batch if sample.advantages is not None]
+    samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
     plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
     return [

@@ -110,21 +110,16 @@ def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
         critic = start(model_dir, lr_warmup_steps=0, row="ppo", critic_epochs=epochs)[1]
         samples = ready(critic, 1)
         for mini_batches in updates:
-            critic.update(
-                [[samples[part] for part in micro_batches] for micro_batches in mini_batches]
-            )
+            critic.update([[samples[part] for part in parts] for parts in mini_batches])
         return weights_of(critic)
 
     whole, micro = weights_after([[slice(None)]]), weights_after([[first, slice(0), second]])
     assert all(torch.allclose(whole[name], micro[name], rtol=0, atol=5e-5) for name in whole)
     mini = weights_after([[first], [second]])
-    assert same_weights(mini, weights_after([[first]], [[second]])) and not same_weights(
-        whole, mini
-    )
-    assert same_weights(
-        weights_after([[first], [second]], epochs=2),
-        weights_after([[first]], [[second]], [[first]], [[second]]),
-    )
+    assert same_weights(mini, weights_after([[first]], [[second]]))
+    assert not same_weights(whole, mini)
+    twice = weights_after([[first], [second]], epochs=2)
+    assert same_weights(twice, weights_after([[first]], [[second]], [[first]], [[second]]))
 
 
 def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
@@ -137,9 +132,8 @@ def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
     for sample in samples:
         sample.returns = {"cost": [1.0] * len(sample.response)}
     metrics = cost.update([[samples]])
-    assert (
-        metrics["cost_critic/value_loss"] == 0.5 and metrics["cost_critic/explained_variance"] == 0
-    )
+    assert metrics["cost_critic/value_loss"] == 0.5
+    assert metrics["cost_critic/explained_variance"] == 0
     assert all(name.startswith("cost_critic/") for name in metrics)
     cost.close()
 
@@ -164,9 +158,8 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
     loss.sum().backward()
     for row, (value, before, target) in enumerate(tokens):
         near = min(max(value, before - clip), before + clip)
-        assert loss[row].item() == pytest.approx(
-            max((value - target) ** 2, (near - target) ** 2) / 2, abs=1e-12
-        )
+        larger = max((value - target) ** 2, (near - target) ** 2)
+        assert loss[row].item() == pytest.approx(larger / 2, abs=1e-12)
         further = (near - target) ** 2 - (value - target) ** 2
         assert clipped[row].item() == (further > 0)
         if clipped[row]:
@@ -190,24 +183,16 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
     for asked in (False, True):
         actor = start(model_dir, dtype=dtype)[0]
         samples, reference = trained_on(0), Reference(actor)
-        at_start, weights, losses = (
-            actor.packed_logprobs([samples[:5], samples[5:]]),
-            weights_of(actor),
-            [],
-        )
+        at_start = actor.packed_logprobs([samples[:5], samples[5:]])
+        weights, losses = weights_of(actor), []
         for step in range(3):
             if asked:
                 before = weights_of(actor)
                 reference.compute_ref_logprobs([[samples[:5], samples[5:]]])
                 assert [sample.reference_logprobs for sample in samples] == at_start
                 assert same_weights(weights_of(actor), before)
-            losses.append(
-                supervised(
-                    actor,
-                    [(sample.prompt, sample.response) for sample in make_samples(step)],
-                    lr=1e-2,
-                )
-            )
+            sequences = [(sample.prompt, sample.response) for sample in make_samples(step)]
+            losses.append(supervised(actor, sequences, lr=1e-2))
         assert not same_weights(weights_of(actor), weights)
         assert actor.packed_logprobs([samples[:5], samples[5:]]) != at_start
         runs.append((losses, weights_of(actor)))

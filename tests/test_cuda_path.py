@@ -96,16 +96,10 @@ def test_sglang_takes_every_flag(models, monkeypatch):
         where += ["--rollout-tp", "2"] if device == "cuda" else []
         config = parse_config([*where, deterministic])
         asked.append(server_flags(role, 1, 30002, models["7B"], config))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    found = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        input=json.dumps(asked, default=str),
-        text=True,
-        capture_output=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=300,
-    )
+    how = dict(text=True, capture_output=True, cwd=ROOT, timeout=300)
+    how["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    given = json.dumps(asked, default=str)
+    found = subprocess.run([sys.executable, "-c", PARSE], input=given, **how)
     assert found.stdout.splitlines()[-1:] == ["parsed"], found.stderr[-2000:]
     assert len(found.stdout.splitlines()) == 1, found.stdout
     texts = [" ".join(map(str, flags)) for flags in asked]
@@ -134,14 +128,11 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
             continue
         role = who.split()[0]
         cache = config.mem_fraction * H200 - weights.get(role, 0)
-        mine[who] = (
-            states[who] if who in states else weights[role] if who.endswith("weights") else cache
-        )
+        mine[who] = weights[role] if who.endswith("weights") else states.get(who, cache)
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
     predicted = peaks_of(config, trainers, engines, H200)
-    assert peak + ASLEEP == pytest.approx(
-        max(v for k, v in predicted.items() if "reference" not in k)
-    )
+    most = max(size for who, size in predicted.items() if "reference" not in who)
+    assert peak + ASLEEP == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
     assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))

@@ -54,10 +54,7 @@ def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
             Sample(0, index, prompt, response=answer) for index, answer in enumerate(answers)
         ]
         if command == "rm":
-            example = [
-                replace(sample, prompt=sample.prompt + sample.response, response=[0])
-                for sample in example
-            ]
+            example = [replace(s, prompt=s.prompt + s.response, response=[0]) for s in example]
         examples.append(example)
     return examples
 
@@ -88,13 +85,12 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
         for example in examples
     ]
     losses = [torch.log1p(torch.exp(b - a)) for a, b in scores]
-    found = {
-        "accuracy": [float(a > b) for a, b in scores],
-        "margin": [(a - b).item() for a, b in scores],
-    }
-    found |= {"chosen": [a.item() for a, _ in scores], "rejected": [b.item() for _, b in scores]}
-    return {"loss": sum(losses) / len(losses)} | {
-        name: fmean(values) for name, values in found.items()
+    return {
+        "loss": sum(losses) / len(losses),
+        "accuracy": fmean(float(a > b) for a, b in scores),
+        "margin": fmean((a - b).item() for a, b in scores),
+        "chosen": fmean(a.item() for a, _ in scores),
+        "rejected": fmean(b.item() for _, b in scores),
     }
 
 
@@ -227,16 +223,6 @@ def test_chat_rows_for_sft(row, tokenizers):
     ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
     assert answer == ANSWERED and before.endswith(ASKED)
     assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
-
-
-@pytest.mark.parametrize("prompt", [{"prompt": [user("3+4?")]}, {"prompt": "3+4?"}, {}])
-def test_chat_rows_of_pairs(prompt, tokenizers):
-    """Answers are texts or turns, alone or behind the prompt."""
-    chat, is_text = tokenizers["chat"], "prompt" in prompt and isinstance(prompt["prompt"], list)
-    right, wrong = ("7", "6") if is_text else ([user("3+4?"), assistant(n)] for n in "76")
-    row = prompt | {"chosen": right, "rejected": wrong}
-    pair = [(ASKED, ANSWERED), (ASKED, ANSWERED.replace("7", "6"))]
-    assert decoded(chat, parse_pair(row, chat, "f:1")) == pair
 
 
 def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):

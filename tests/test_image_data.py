@@ -56,11 +56,8 @@ def check(prompts, folder):
     assert [prompt.question for prompt in prompts] == [row["prompt"] for row in ROWS]
     bytes_of = [(folder / f"pictures/{number}.png").read_bytes() for number in range(3)]
     found = [prompt.images() for prompt in prompts]
-    assert [[image.read() for image in images] for images in found] == [
-        bytes_of[:1],
-        bytes_of[1:],
-        [],
-    ]
+    read = [[image.read() for image in images] for images in found]
+    assert read == [bytes_of[:1], bytes_of[1:], []]
     assert [image.features for images in found for image in images] == list(FEATURES)
     assert [prompt.tokens.count(IMAGE) for prompt in prompts] == [2, 3 + 1, 0]
     assert [prompt.tokens.count(START) for prompt in prompts] == [1, 2, 0]
@@ -95,18 +92,8 @@ def test_chat_parts_are_what_a_text_with_places_is(model, folder):
     ]
     path = write(folder, *(row | dict(images=["pictures/0.png"]) for row in rows))
     first, second = prompts_of(model, path, template=True)
-    assert (
-        first == second and first.question == "add <image>and 5" and first.tokens.count(IMAGE) == 2
-    )
-
-
-def test_the_question_has_the_images_of_earlier_turns(model, folder):
-    """A judge is shown the last turn of the user, and all images."""
-    turns = [{"role": "user", "content": "<image>first"}, {"role": "assistant", "content": "ok"}]
-    turns.append({"role": "user", "content": "and <image>?"})
-    row = dict(messages=turns, images=["pictures/0.png", "pictures/1.png"])
-    (prompt,) = prompts_of(model, write(folder, row), template=True)
-    assert prompt.question == "<image>and <image>?"
+    assert first == second and first.question == "add <image>and 5"
+    assert first.tokens.count(IMAGE) == 2
 
 
 def test_a_text_cannot_spell_an_image_in_a_chat(model, folder):

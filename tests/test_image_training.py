@@ -53,9 +53,8 @@ def make_samples(reader: ImageReader) -> list[Sample]:
         prompt = [BOS, *rng.choices(text, k=before)]
         for image in images:
             prompt += [START, *[IMAGE] * image.features, END, *rng.choices(text, k=2)]
-        samples.append(
-            Sample(number, 0, prompt, media=images, response=rng.choices(text, k=length))
-        )
+        response = rng.choices(text, k=length)
+        samples.append(Sample(number, 0, prompt, media=images, response=response))
     return samples
 
 
@@ -63,9 +62,8 @@ def inputs_of(reader: ImageReader, sample: Sample) -> dict:
     ids, seen = torch.tensor([sample.prompt + sample.response]), {}
     if sample.media:
         pixels, grids = reader.pixels(list(sample.media))
-        seen = dict(
-            pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int()
-        )
+        seen = dict(pixel_values=pixels, image_grid_thw=grids)
+        seen["mm_token_type_ids"] = (ids == IMAGE).int()
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | seen
 
 
@@ -202,13 +200,10 @@ def test_a_critic_sees(references, make_trainer):
     with torch.no_grad():
         critic.chunks[0].output_layer.weight.copy_(head)
     critic.compute_values([[samples]])
-    model, reader = (
-        AutoModelForImageTextToText.from_pretrained(model_dir).model,
-        ImageReader(model_dir),
-    )
+    model = AutoModelForImageTextToText.from_pretrained(model_dir).model
+    reader = ImageReader(model_dir)
     for sample in samples:
         with torch.no_grad():
-            hidden = model(**inputs_of(reader, sample)).last_hidden_state[
-                0, len(sample.prompt) - 1 : -1
-            ]
+            states = model(**inputs_of(reader, sample)).last_hidden_state[0]
+        hidden = states[len(sample.prompt) - 1 : -1]
         assert sample.values["reward"] == pytest.approx((hidden @ head).tolist(), rel=0, abs=1e-4)

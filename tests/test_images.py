@@ -44,11 +44,6 @@ def test_collapse_is_the_inverse_of_expand(prompt):
     assert tokens.collapse(expanded, images) == collapsed
 
 
-def test_adjacent_images_stay_apart():
-    images = [image_of(1, 1, 2), image_of(1, 3, 1)]
-    assert tokens.collapse([IMAGE] * 5, images) == [IMAGE] * 2
-
-
 @given(prompts())
 def test_positions_are_transformers(prompt):
     collapsed, images = prompt
