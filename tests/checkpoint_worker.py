@@ -1,6 +1,6 @@
 """What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
 
-Usage: checkpoint_worker.py case.pt OUT NAME ..., of SAVES and LAYOUTS, in this order. The case holds
+Usage: checkpoint_worker.py case.pt OUT NAME ..., of LAYOUTS, in this order. The case holds
 a model directory and three batches; OUT gets the checkpoints, and a file for each layout and rank with the
 metrics of the update that follows and the weights after it. Ranks are forked after the imports.
 """
@@ -22,24 +22,13 @@ from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
 from fakes import FakeSource
-from parallel_worker import balanced, critic_config, set_constants
+from parallel_worker import balanced, critic_config, set_constants, weights_of
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import Sample
 from scheduling.balance import flat
 
-SAVES = {  # name -> ranks, sizes, where its checkpoints go
-    "save": (2, {}, "."),
-    "save_tp2_pp2": (4, {"tp": 2, "pp": 2}, "tp2_pp2"),
-}
-LAYOUTS = {  # name -> ranks, sizes, where the checkpoint is that it goes on from
-    "dp2": (2, {}, "."),
-    "tp2": (2, {"tp": 2}, "."),
-    "pp2": (2, {"pp": 2}, "."),
-    "dp1": (1, {}, "."),
-    "tp2_dp2": (4, {"tp": 2}, "."),
-    "dp1_of_tp2_pp2": (1, {}, "tp2_pp2"),
-}
+LAYOUTS = {"save": (2, {}), "dp2": (2, {}), "tp2": (2, {"tp": 2})}  # name -> ranks, sizes
 
 
 class Rewards:
@@ -72,10 +61,6 @@ def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     )
 
 
-def weights_of(actor) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in actor.named_weights()}
-
-
 def learn(critic, batch: list) -> dict[str, float]:
     """An update of the critic on returns that follow from the tokens. Returns its metrics."""
     mini_batches = balanced(batch, critic)
@@ -93,7 +78,7 @@ async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     for batch in batches[:2]:
         actor.update(balanced(batch, actor))
         learn(critic, batch)
-    saved, saved_critic, c.state.step = weights_of(actor), weights_of(critic), 2
+    c.state.step = 2
     c.rewards.parsed = 5 + world.rank
     torch.manual_seed(world.rank + 100)
     carry_answers(c.prompts, actor)
@@ -104,18 +89,8 @@ async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     assert not notes, notes
     await checkpoints.save_now(c)  # which has nothing to do
     assert checkpoints.newest == 2
-    (span,) = c.timeline.spans
-    weights = {
-        "weights": weights_of(actor),
-        "critic": weights_of(critic),
-        "saved_critic": saved_critic,
-    }
-    return weights | {
-        "metrics": metrics,
-        "saved": saved,
-        "random": random,
-        "save_s": span.end - span.start,
-    }
+    weights = {"weights": weights_of(actor), "critic": weights_of(critic)}
+    return weights | {"metrics": metrics, "random": random}
 
 
 def carry_answers(prompts: Prompts, actor) -> None:
@@ -127,11 +102,8 @@ def carry_answers(prompts: Prompts, actor) -> None:
     ]
     groups = [prompts.group(prompt_id) for prompt_id in mine]
     for sample in flat([groups]):
-        sample.response, sample.logprobs, sample.versions = (
-            [sample.prompt_id],
-            [-sample.prompt_id / 3],
-            [1],
-        )
+        sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]
+        sample.versions = [1]
         sample.media = ()  # as rollout.collect leaves it
     prompts.requeue(drawn, groups)
 
@@ -160,12 +132,12 @@ def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
     dist.init_process_group(
         "gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size
     )
-    _, layout, place = (SAVES | LAYOUTS)[name]
+    _, layout = LAYOUTS[name]
     config, world = critic_config(**layout), World("cpu", 60.0)
     actor, critic = Actor(config, case["model_dir"]), Critic(config, case["model_dir"])
-    work = save if name in SAVES else go_on
+    work = save if name == "save" else go_on
     batches = [[Sample(**sample) for sample in batch] for batch in case["batches"]]
-    result = asyncio.run(work(world, actor, critic, batches, Path(out, place)))
+    result = asyncio.run(work(world, actor, critic, batches, Path(out)))
     torch.save(result, f"{out}/{name}.{rank}")
     world.close()
     dist.destroy_process_group()
@@ -179,6 +151,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1])
     for name in sys.argv[3:]:
-        size, *_ = (SAVES | LAYOUTS)[name]
+        size, _ = LAYOUTS[name]
         how = dict(nprocs=size, start_method="fork")
         mp.start_processes(rank_main, (size, case, sys.argv[2], name), **how)

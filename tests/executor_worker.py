@@ -11,14 +11,7 @@ from functools import partial
 
 import torch
 
-from parallel_worker import (
-    actor_config,
-    balanced,
-    critic_config,
-    each_layout,
-    main,
-    set_overlap,
-)
+from parallel_worker import actor_config, balanced, critic_config, each_layout, main, set_overlap
 from scheduling.balance import flat
 
 SETTINGS = dict(row="ppo", critic_epochs=2, updates_per_step=2, max_tokens_per_micro_batch=32)
@@ -118,9 +111,8 @@ def train(reference: dict, layout: dict, path: str) -> dict:
     """Three PPO steps under every schedule that the layout names."""
     from training import trainer
 
-    trainer.CLIP_GRAD = (
-        100.0  # the norm's last bit depends on where its parts lie, and would show in weights
-    )
+    # the norm's last bit depends on where its parts lie, and would show in weights
+    trainer.CLIP_GRAD = 100.0
     layout, batches, results = dict(layout), reference["batches"], {}
     model_dir = reference["model_dir"]
     set_overlap(layout.pop("bucket", None))
@@ -128,10 +120,7 @@ def train(reference: dict, layout: dict, path: str) -> dict:
         with schedule_of(name) as schedule:
             trainers = build(model_dir, schedule, layout)
             history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
-            results[name] = {
-                "history": history,
-                "weights": weights_of(trainers),
-            }
+            results[name] = {"history": history, "weights": weights_of(trainers)}
             close(trainers)
     return results
 

@@ -3,7 +3,7 @@
 Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
 """
 
-from parallel_worker import actor_config, gathered, main
+from parallel_worker import actor_config, gathered, main, weights_of
 from sample import Sample
 
 LR = 1e-3
@@ -12,12 +12,6 @@ SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64, weight_decay=0.0)
 
 def image_config(**changes):
     return actor_config(**SIZES | changes)
-
-
-def make_actor(model_dir: str, **sizes):
-    from actor import Actor
-
-    return Actor(image_config(**sizes), model_dir)
 
 
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
@@ -33,11 +27,13 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
 
 def train(model_dir: str, sizes: dict, samples: list[Sample]) -> dict:
     """Three steps under one layout."""
-    actor = make_actor(model_dir, **sizes)
+    from actor import Actor
+
+    actor = Actor(image_config(**sizes), model_dir)
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    weights = weights_of(actor)
     logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
     actor.close()
     return {"logprobs": logprobs, "steps": steps, "weights": weights}

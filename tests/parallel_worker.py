@@ -56,11 +56,8 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
     from training import model, trainer
 
     patch(model, "overlaps", lambda device: bucket is not None)
-    patch(
-        trainer,
-        "DistributedDataParallelConfig",
-        partial(DistributedDataParallelConfig, bucket_size=bucket),
-    )
+    buckets = partial(DistributedDataParallelConfig, bucket_size=bucket)
+    patch(trainer, "DistributedDataParallelConfig", buckets)
 
 
 def supervised(trainer, sequences: list, lr: float) -> float:
@@ -74,11 +71,8 @@ def supervised(trainer, sequences: list, lr: float) -> float:
 
 def balanced(batch: list, actor) -> list:
     """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
-    samples = {
-        (sample.prompt_id, sample.index): sample
-        for sample in batch
-        if sample.advantages is not None
-    }
+    kept = [sample for sample in batch if sample.advantages is not None]
+    samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
     plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
     return [
@@ -107,6 +101,11 @@ def mixed_update(actor, batch: list) -> dict[str, float]:
     half = -(-len(batch[0].response) // 2)
     batch[0].versions[:half] = [actor.version - 1] * half
     return actor.update(balanced(batch, actor))
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    """A copy of what a trainer would push (collective)."""
+    return {name: tensor.clone() for name, tensor in trainer.named_weights()}
 
 
 def far(one: dict, other: dict) -> float:
@@ -146,8 +145,7 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
         metrics.append(actor.update(balanced(batch, actor)))
         metrics[-1].pop("train/seconds_spread")
     actor.export(export_to)
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
-    everyone = gathered((metrics, distance, far(weights, reference["weights"])))
+    everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
     heads = gathered((actor.is_head, actor.dp_rank))
     mixed = mixed_update(actor, reference["batches"][1])
     actor.close()
@@ -168,8 +166,7 @@ def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
             sample.values["reward"] = sample.old_values
         metrics.append(critic.update(mine))
     critic.export(export_to)
-    weights = {name: tensor.clone() for name, tensor in critic.named_weights()}
-    everyone = gathered((metrics, distance, far(weights, reference["weights"])))
+    everyone = gathered((metrics, distance, far(weights_of(critic), reference["weights"])))
     critic.close()
     return summary(everyone)
 

@@ -1,24 +1,20 @@
 """The actor of one rank against plain transformers + torch AdamW: losses, packing, masking, conversion."""
 
 import copy
-import gc
 import json
 import math
 import random
-import weakref
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import Algorithm
-from parallel_worker import actor_config, balanced, set_constants, supervised
+from parallel_worker import actor_config, balanced, save, set_constants, supervised, weights_of
 from sample import Sample
 from scheduling.balance import pack, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag
@@ -34,22 +30,11 @@ LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]
 def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
     """A tiny random model directory; biases and norms are random too, so that a mixed-up name shows."""
     torch.manual_seed(seed)
-    sizes = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    rope = {"rope_type": "default", "rope_theta": 5000.0}
-    head_dim = {} if family == "qwen2" else {"head_dim": 16}
-    settings = {
-        "max_position_embeddings": 128,
-        "rope_parameters": rope,
-        "tie_word_embeddings": tied,
-        "rms_norm_eps": 1e-5,
-    }
-    sizes |= head_dim | settings | {"vocab_size": VOCAB} | changes
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=VOCAB)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
+    sizes |= dict(max_position_embeddings=128, tie_word_embeddings=tied)
+    sizes |= dict(rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    sizes |= ({} if family == "qwen2" else {"head_dim": 16}) | changes
     config = CONFIGS[family](**sizes)
     model = AutoModelForCausalLM.from_config(config)
     for name, param in model.named_parameters():
@@ -63,9 +48,8 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
     """Log-probability and entropy of every response token, one sequence at a time."""
     ids = torch.tensor([sample.prompt + sample.response])
     log_softmax = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1] / temperature, -1)
-    return log_softmax[range(len(sample.response)), sample.response], -(
-        log_softmax.exp() * log_softmax
-    ).sum(-1)
+    logprobs = log_softmax[range(len(sample.response)), sample.response]
+    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
 def make_samples(step: int) -> list[Sample]:
@@ -97,8 +81,8 @@ def plain_optimizer(model) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LEARNING_RATES[0], betas=(0.9, 0.95))
 
 
-def check_export(path: Path, weights: dict, tolerance: float) -> None:
-    exported = AutoModelForCausalLM.from_pretrained(path)
+def check_export(path: Path, weights: dict, tolerance: float, kind=AutoModelForCausalLM) -> None:
+    exported = kind.from_pretrained(path)
     assert dict(exported.named_parameters()).keys() == weights.keys()
     for name, param in exported.named_parameters():
         assert torch.allclose(param.float(), weights[name], rtol=0, atol=tolerance), name
@@ -137,10 +121,6 @@ def update(actor, samples: list[Sample]) -> dict[str, float]:
     return actor.update(balanced(samples, actor))
 
 
-def weights_of(actor) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in actor.named_weights()}
-
-
 def gradient(actor, samples, monkeypatch) -> torch.Tensor:
     with monkeypatch.context() as patch:
         patch.setattr(actor, "_apply_gradients", lambda lr: 0.0)
@@ -155,13 +135,8 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
 
     Off-policy, in two optimizer steps of several micro-batches each.
     """
-    changes = {
-        "kl_coef": 0.3,
-        "entropy_coef": 0.2,
-        "updates_per_step": 2,
-        "max_tokens_per_micro_batch": 60,
-    }
-    changes |= {"clip_low": 0.2, "clip_high": 0.28}  # gspo's own would cut everything
+    changes = dict(kl_coef=0.3, entropy_coef=0.2, updates_per_step=2, max_tokens_per_micro_batch=60)
+    changes |= dict(clip_low=0.2, clip_high=0.28)  # gspo's own would cut everything
     actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
     samples = on_policy_samples(actor)
     for sample in samples:
@@ -192,10 +167,8 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
     total, tokens, row = 0.0, 0, config.algorithm[0]
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
-        log_ratio, advantages = (
-            logprobs - torch.tensor(sample.logprobs),
-            torch.tensor(sample.advantages),
-        )
+        log_ratio = logprobs - torch.tensor(sample.logprobs)
+        advantages = torch.tensor(sample.advantages)
         ratio = (log_ratio.mean() if row == "gspo" else log_ratio).exp()
         cut = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         loss = -torch.min(ratio * advantages, cut * advantages)
@@ -210,26 +183,18 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
 
 def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     actor = make_actor(model_dir)
-    update(
-        actor, on_policy_samples(actor)
-    )  # so that Adam has momentum, which would move the weights
+    update(actor, on_policy_samples(actor))  # else Adam had no momentum to move the weights by
     before, samples = weights_of(actor), on_policy_samples(actor)
     for sample in samples:
         sample.advantages = None
     metrics = update(actor, samples)
-    assert (
-        metrics["train/skipped"],
-        metrics["train/tokens"],
-        metrics["train/grad_norm"],
-        metrics["train/loss"],
-    ) == (1, 0, 0, 0)
+    names = ("skipped", "tokens", "grad_norm", "loss")
+    assert [metrics[f"train/{name}"] for name in names] == [1, 0, 0, 0]
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
     assert actor.version == 2
 
 
-def test_a_disagreement_with_the_engine_stops_before_the_weights_move(
-    make_actor, model_dir, monkeypatch
-):
+def test_a_disagreement_with_the_engine_moves_no_weights(make_actor, model_dir, monkeypatch):
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir)
     samples, before = on_policy_samples(actor), weights_of(actor)
@@ -238,9 +203,7 @@ def test_a_disagreement_with_the_engine_stops_before_the_weights_move(
     actor = make_actor(model_dir)
     for sample in samples:
         sample.logprobs = [logprob + 0.01 for logprob in sample.logprobs]
-    with pytest.raises(
-        ValueError, match=r"by 1.00e-02 in the mean, more than the 1.00e-04 that --dtype fl"
-    ):
+    with pytest.raises(ValueError, match=r"by 1.00e-02 in the mean, more than the 1.00e-04 that"):
         update(actor, samples)
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
@@ -260,20 +223,15 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     if where == "loss":
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
-        hook = next(iter(actor.parameters())).register_hook(
-            lambda gradient: gradient * float(value)
-        )
+        weight = next(iter(actor.parameters()))
+        hook = weight.register_hook(lambda gradient: gradient * float(value))
     metrics = update(actor, samples)
-    assert (metrics["train/not_finite"], metrics["train/skipped"], metrics["train/grad_norm"]) == (
-        1,
-        1,
-        0,
-    )
+    names = ("not_finite", "skipped", "grad_norm")
+    assert [metrics[f"train/{name}"] for name in names] == [1, 1, 0]
     assert all(map(math.isfinite, metrics.values())) and actor.version == 2
     assert all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
-    assert len(adam) > 10 and all(
-        torch.equal(*pair) for pair in zip(adam, optimizer_state(actor), strict=True)
-    )
+    pairs = list(zip(adam, optimizer_state(actor), strict=True))
+    assert len(pairs) > 10 and all(torch.equal(*pair) for pair in pairs)
     if where == "gradient":
         hook.remove()
     assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
@@ -292,12 +250,7 @@ def test_what_cannot_be_trained_on_is_refused(make_actor, model_dir):
     with pytest.raises(AssertionError, match="without advantages"):
         actor.update([[samples]])
     actor.sleep()
-    for call in (
-        actor.sleep,
-        lambda: update(actor, samples),
-        lambda: actor.logprobs(samples),
-        actor.named_weights,
-    ):
+    for call in (actor.sleep, lambda: actor.logprobs(samples), actor.named_weights):
         with pytest.raises(AssertionError):
             call()
     actor.wake()
@@ -353,102 +306,21 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(
     assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/clip_frac"] == 0
 
 
-@pytest.mark.parametrize("step_size", [1e-3, 3e-2])
-def test_stale_tokens_are_held_to_the_start_of_the_step(
-    make_actor, model_dir, monkeypatch, step_size
-):
-    """With two updates: the second's ratio is to the weights before the first, whether or not the clip
-    then cuts it."""
+def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, monkeypatch):
+    """With two updates: the second's ratio is to the weights before the first, and the clip cuts it."""
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     weights, metrics = [], []
     for which in range(2):
-        actor = make_actor(model_dir, updates_per_step=2, lr=step_size, **STALE)
+        actor = make_actor(model_dir, updates_per_step=2, lr=3e-2, **STALE)
         samples = with_stale_tokens(actor, on_policy_samples(actor))[which]
         metrics.append(update(actor, samples))
         weights.append(weights_of(actor))
-    assert (metrics[0]["train/clip_frac"] > 0.05) == (step_size == 3e-2)
+    assert metrics[0]["train/clip_frac"] > 0.05
     assert metrics[0]["train/clip_frac"] == pytest.approx(metrics[1]["train/clip_frac"])
     assert metrics[0]["train/loss"] == pytest.approx(metrics[1]["train/loss"], abs=1e-5)
     assert all(
         torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0]
     )
-
-
-@pytest.mark.parametrize("updates", [1, 2])
-def test_the_engine_s_other_numbers_are_corrected_for(make_actor, model_dir, updates):
-    """Truncated: as if the engine had the trainer's numbers and every advantage its weight.
-
-    Masked: that of some tokens is 0.
-    """
-    for settings in (
-        {"tis_cap": 1.5},
-        {"icepop_bound": 2.0},
-        {"tis_cap": 1.5, "icepop_bound": 2.0},
-    ):
-        metrics = []  # not the weights: AdamW's first step makes lr of a gradient that is a rounding error
-        for corrected in (True, False):
-            changes = settings if corrected else {}
-            actor, rng = (
-                make_actor(
-                    model_dir, updates_per_step=updates, lr=3e-2, lr_warmup_steps=0, **changes
-                ),
-                random.Random(0),
-            )
-            samples, masked = on_policy_samples(actor), 0
-            for sample in samples:
-                for token in range(len(sample.response)):
-                    weight = math.exp(rng.uniform(-1, 1))
-                    sample.logprobs[token] -= math.log(weight) * corrected
-                    kept = 1 / 2 <= weight <= 2 or "icepop_bound" not in settings
-                    sample.advantages[token] *= (
-                        1.0 if corrected else min(weight, settings.get("tis_cap", 9)) * kept
-                    )
-                    masked += not kept
-            metrics.append(update(actor, samples))
-        assert (metrics[0]["train/clip_frac"] > 0.05) == (updates == 2)
-        assert metrics[0]["train/masked_frac"] * metrics[0]["train/tokens"] == pytest.approx(masked)
-        for name in ("train/loss", "train/grad_norm"):
-            assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-4), name
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_sleep_and_wake_as_on_a_gpu_lose_nothing(make_actor, model_dir, monkeypatch, dtype):
-    """The CUDA branch on CPU tensors: their storages are emptied just the same, but nothing is pinned."""
-    weights = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    for naps in (False, True):
-        actor = make_actor(model_dir, dtype=dtype)
-        for step in range(3):
-            if naps:
-                monkeypatch.setattr(actor, "device", torch.device("cuda"))
-                actor.sleep()
-                assert actor.ddps[0].buffers[0].param_data.untyped_storage().size() == 0
-                actor.wake()
-                monkeypatch.setattr(actor, "device", torch.device("cpu"))
-            supervised(
-                actor, [(sample.prompt, sample.response) for sample in make_samples(step)], lr=1e-3
-            )
-        weights.append(weights_of(actor))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_a_closed_actor_leaves_no_model_and_no_thread(make_actor, model_dir):
-    """Where the process goes on: 50 threads of process groups would wake up all the time."""
-    from actor import Actor
-
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # the fixture takes it down
-    threads = []
-    for _ in range(3):
-        actor = Actor(actor_config(), model_dir)
-        actor.close()
-        gone, actor = weakref.ref(actor.ddps[0]), None
-        gc.collect()
-        assert gone() is None
-        threads.append(psutil.Process().num_threads())
-    assert threads[1] == threads[2]
 
 
 def test_learning_rate_of_every_update():
@@ -458,24 +330,16 @@ def test_learning_rate_of_every_update():
         LEARNING_RATES
     )
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
-    assert learning_rate(0, actor_config(lr_warmup_steps=0, steps=1)) == pytest.approx(5e-4)
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
     assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx(
         [0, 0, 0, *LEARNING_RATES]
     )
-    assert learning_rate(0, actor_config(lr_warmup_steps=0), 1) == 0
 
 
 # --------------------------------------------------------------------------------- the Hugging Face directory
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, original_max_position_embeddings=8192)
+LLAMA3_ROPE |= dict(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -511,10 +375,8 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
     from training.model import forward_cost, read_hf_config
 
     path = make_model(tmp_path / "model", family, tied=True)
-    hf, plain = (
-        read_hf_config(path),
-        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"),
-    )
+    hf = read_hf_config(path)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     quadratic = (forward_cost(hf, 200) - 2 * forward_cost(hf, 100)) / 20_000
     for tokens in (1, 10, 100):
         with FlopCounterMode(display=False) as counter:
@@ -529,15 +391,13 @@ def damage(path: Path, how: str) -> None:
         weights.unlink()
     elif how == "cut short":
         weights.write_bytes(weights.read_bytes()[:-100])
-    elif how == "cut very short":
-        weights.write_bytes(weights.read_bytes()[:100])
     elif how == "more layers":
         config["num_hidden_layers"], config["layer_types"] = 3, ["full_attention"] * 3
     elif how == "other shape":
         config["intermediate_size"] = 64
-    elif how != "not JSON":
+    elif how.startswith("{"):
         config.update(json.loads(how))
-    (path / "config.json").write_text("{" * (how == "not JSON") + json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -545,16 +405,10 @@ def damage(path: Path, how: str) -> None:
     [
         ("no weights", "no \\*.safetensors"),
         ("cut short", "model.safetensors is damaged"),
-        ("cut very short", "model.safetensors is damaged"),
         ("more layers", "lack model.layers.2.input_layernorm.weight"),
-        ("not JSON", "config.json is not valid JSON"),
         ("other shape", "does not have the shape"),
         ('{"model_type": "gpt2"}', "'gpt2' is not supported, only qwen2, qwen3, llama"),
         ('{"attention_bias": true}', "not supported: attention_bias"),
-        (
-            '{"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}}',
-            "rope_type 'linear'",
-        ),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, message):
@@ -565,29 +419,7 @@ def test_a_directory_that_cannot_be_used_is_named(make_actor, tmp_path, how, mes
     assert f"--model {path}" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_settings_that_cannot_be_used_are_named(make_actor, tmp_path, model_dir):
-    from training.model import read_hf_config, transformer_config
-
-    with pytest.raises(
-        ValueError, match=f"--model {tmp_path}/nothing: not a Hugging Face model directory"
-    ):
-        make_actor(f"{tmp_path}/nothing")
-    with pytest.raises(ValueError, match="--tp 4 does not divide num_key_value_heads = 2"):
-        transformer_config(read_hf_config(model_dir), actor_config(tp=4))
-    with pytest.raises(ValueError, match="--algorithm a2c is unknown; choose one of: grpo"):
-        make_actor(model_dir, row="a2c")
-    actor = make_actor(model_dir, max_tokens_per_micro_batch=20, max_new_tokens=10)
-    with pytest.raises(ValueError, match="does not fit into --max-tokens-per-micro-batch 20"):
-        actor.logprobs([Sample(0, 0, [1] * 10, response=[1] * 12)])
-
-
 # ------------------------------------------------------------------------------------------------ checkpoints
-
-
-def save(actor, path: Path) -> None:
-    path.mkdir()
-    write, complete = actor.snapshot(path)
-    complete([write()])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -4,9 +4,6 @@ Torch's variable-length attention runs on CUDA alone: here a fake of it, in plai
 is given.
 """
 
-import inspect
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -97,28 +94,3 @@ def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
             assert torch.allclose(x.grad, other.grad, rtol=0, atol=1e-5)
 
     check()
-
-
-@pytest.mark.parametrize("kv_heads", [2, HEADS])
-def test_a_layer_waits_for_nothing_and_torch_takes_its_arguments(model, monkeypatch, kv_heads):
-    """On tensors without values nothing can be read back, and the real function checks what it is given."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert (
-        inspect.signature(varlen).parameters.keys()
-        <= inspect.signature(varlen_attn).parameters.keys()
-    )
-    monkeypatch.setattr(model, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(model, "has_varlen", lambda query: True)
-    batch = batch_of([3, 5], cp=1, rank=0).to(torch.device("meta"))
-    packing = model.packing_of(batch, torch.ones(1, DIM // 2, device="meta"), torch.bfloat16)
-    query, key, value = (
-        torch.empty(8, heads, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        for heads in (HEADS, kv_heads, kv_heads)
-    )
-    attention = model.PackedAttention(
-        None, pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    )
-    output = attention(query, key, value, None, packed_seq_params=packing)
-    output.sum().backward()
-    assert output.shape == query.grad.shape == (8, HEADS, DIM) and key.grad.shape == key.shape

@@ -6,9 +6,7 @@ import os
 import pickle
 import resource
 import shutil
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 import checkpoint
 import rollout
 from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
+from parallel_worker import far
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from workers import run_worker
@@ -100,9 +99,7 @@ def exact_meetings():
 @example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
 @example(name="the same in turns", stop=1, offset=744211)
 @example(name="the same in turns", stop=4, offset=762795)
-@example(
-    name="the tail isn't waited for", stop=3, offset=695061
-)  # others' outstanding tokens were kept
+@example(name="the tail isn't waited for", stop=3, offset=695061)  # others' tokens were kept
 @example(name="tp", stop=3, offset=123649)
 @exact_meetings()
 def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
@@ -154,21 +151,6 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
 
-@pytest.mark.parametrize(
-    "every,hf,steps,due",
-    [
-        (10, 0, 25, [10, 20, 25]),
-        (0, 0, 25, []),
-        (10, 15, 30, [10, 15, 20, 30]),
-        (0, 10, 25, [10, 20, 25]),
-    ],
-)
-def test_when_a_save_is_due(every, hf, steps, due):
-    """Every so many steps and at the end; never without either setting."""
-    checkpoints = checkpoint.Checkpoints(SimpleNamespace(steps=steps), None, Path())
-    assert [step for step in range(1, steps + 1) if checkpoints.is_due(step, every, hf)] == due
-
-
 # ---------------------------------------------------------------- saves that fail
 
 
@@ -191,28 +173,6 @@ class Failing(FakeActor):
         return write_too_much, complete
 
 
-def test_a_writer_that_hangs_is_not_waited_for_for_ever(tmp_path):
-    """Its disk doesn't answer: the save is given up after --timeout-s, and later ones work again."""
-
-    class Hanging(LateWriter):
-        started = 0
-
-        def __init__(self, work):
-            super().__init__(work)
-            Hanging.started += 1
-            self.patience = 10**9 if Hanging.started == 2 else 0  # one rank's, in the first save
-
-    controllers, _ = simulate(
-        "partial", 2, steps=3, save_every=1, keep=9, out=tmp_path, writer=Hanging
-    )
-    (note,) = [note for note in controllers[0].report.notes if "CHECKPOINT" in note]
-    failure = (
-        "CHECKPOINT FAILED: step 1 could not be saved: not written after 100 s; there is none yet"
-    )
-    assert note.startswith(failure)
-    assert saved_steps(tmp_path) == [3, 2] and len(controllers[0].report.steps) == 3
-
-
 def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     """The rank that fails says why, the checkpoint before stays, what was begun goes, later ones succeed."""
 
@@ -232,49 +192,26 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
 
 
-@pytest.mark.parametrize("place", ["complete_shards", "sync_and_hash", "sync"])
-def test_a_disk_that_is_full_at_the_very_end(tmp_path, monkeypatch, place):
-    """Of a save, when rank 0 alone completes it: the others hear of it, and it stays invisible."""
-
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
-    if place == "complete_shards":
-        real = FakeActor.snapshot
-        monkeypatch.setattr(
-            FakeActor, "snapshot", lambda self, folder: (real(self, folder)[0], fail)
-        )
-    else:
-        real = vars(checkpoint)[place]
-        is_last = {"sync_and_hash": lambda path, names: "megatron/.metadata" in names}
-        is_last["sync"] = lambda path: path.name == CHECKSUMS
-        late = lambda *args: fail() if is_last[place](*args) else real(*args)  # noqa: E731
-        monkeypatch.setattr(checkpoint, place, late)
-    controllers, _ = simulate("full", 2, steps=2, save_every=100, out=tmp_path)
-    assert (
-        "saved: [Errno 28] No space left on device; there is none yet"
-        in controllers[1].report.notes[0]
-    )
-    assert not list((tmp_path / "checkpoints").iterdir())
-
-
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Every file and every folder, hf/ among them; then the name itself."""
     synced, renamed = [], []
     real_sync, real_rename = os.fsync, Path.rename
-    path_of = lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: E731
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)) or real_sync(fd))
-    monkeypatch.setattr(
-        Path, "rename", lambda *paths: renamed.append(len(synced)) or real_rename(*paths)
-    )
-    monkeypatch.setattr(
-        FakeActor, "whole_weights", lambda self: {"weight": self.version}, raising=False
-    )
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_sync(descriptor)
+
+    def rename(*paths):
+        renamed.append(len(synced))
+        real_rename(*paths)
 
     def write_hf(self, weights, folder):
         folder.mkdir()
         (folder / "model.safetensors").write_text(str(weights))
 
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {}, raising=False)
     monkeypatch.setattr(FakeActor, "write_hf", write_hf, raising=False)
     simulate("full", 1, steps=1, save_every=1, save_hf_every=1, out=tmp_path)
     folder = tmp_path / "checkpoints" / "step_1"
@@ -298,10 +235,8 @@ def saved(tmp_path_factory) -> Path:
     batches = [[sample for sample in make_samples(seed) if sample.advantages] for seed in (0, 1, 3)]
     for step, batch in enumerate(batches):
         for sample in batch:
-            sample.versions, sample.logprobs = (
-                [step] * len(sample.response),
-                [-4.0] * len(sample.response),
-            )
+            sample.versions = [step] * len(sample.response)
+            sample.logprobs = [-4.0] * len(sample.response)
     case = {"batches": [[vars(sample) for sample in batch] for batch in batches]}
     case["model_dir"] = make_model(out / "model", "qwen3", tied=True)
     torch.save(case, out / "case.pt")
@@ -309,40 +244,26 @@ def saved(tmp_path_factory) -> Path:
     return out
 
 
-@cache
-def resume_others(saved: Path) -> None:
-    run_worker("checkpoint_worker.py", saved / "case.pt", saved, "save_tp2_pp2", *OTHERS)
-
-
 def result(saved: Path, name: str, rank: int = 0) -> dict:
     return torch.load(saved / f"{name}.{rank}")
 
 
 RANKS = {"dp2": 2, "tp2": 2}
-OTHERS = {"pp2": 2, "dp1": 1, "tp2_dp2": 4, "dp1_of_tp2_pp2": 1}
-SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS.items()]
 
 
-@pytest.mark.parametrize("name,ranks", [*RANKS.items(), *SLOW])
+@pytest.mark.parametrize("name,ranks", RANKS.items())
 def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
-    """Saved on two data-parallel ranks (or as the name says) while the next update was under way."""
-    if name in OTHERS:
-        resume_others(saved)
+    """Saved on two data-parallel ranks while the next update was under way."""
     expected, got = result(saved, "save"), result(saved, name)
     assert (got["version"], got["step"]) == (3, 2)
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
-    metrics += [
-        f"critic/{name}" for name in ("value_loss", "explained_variance", "grad_norm", "lr")
-    ]
+    metrics += [f"critic/{name}" for name in ("value_loss", "grad_norm", "lr")]
     for metric in metrics:
-        assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-4), (
-            metric
-        )
+        wanted = pytest.approx(expected["metrics"][metric], abs=1e-4)
+        assert got["metrics"][metric] == wanted, metric
     for model in ("weights", "critic"):
-        for weight, tensor in expected[model].items():
-            assert (got[model][weight] - tensor).abs().max() < 5e-5, weight
-    parsed = 5 + 6 + 7 + 8 if name == "dp1_of_tp2_pp2" else 5 + 6
-    assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == parsed
+        assert far(got[model], expected[model]) < 5e-5
+    assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == 5 + 6
     assert (got["prompts"]["cursor"], got["prompts"]["requeued"]) == (9, list(range(9)))
     owners = dict(got["prompts"]["owners"])
     held = {prompt_id: facts for rank in got["held"] for prompt_id, facts in rank.items()}
@@ -354,33 +275,25 @@ def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
     """Metrics, weights and random numbers."""
     for rank in range(2):
         expected, got = result(saved, "save", rank), result(saved, "dp2", rank)
-        timed = {name for name in got["metrics"] if "seconds" in name}
-        assert {k: v for k, v in got["metrics"].items() if k not in timed} == {
-            k: v for k, v in expected["metrics"].items() if k not in timed
-        }
+        for name, value in expected["metrics"].items():
+            assert "seconds" in name or got["metrics"][name] == value, name
         for model in ("weights", "critic"):
-            assert all(
-                torch.equal(got[model][name], tensor) for name, tensor in expected[model].items()
-            )
+            assert far(got[model], expected[model]) == 0
         assert torch.equal(got["random"], expected["random"])
     assert not torch.equal(result(saved, "dp2", 0)["random"], result(saved, "dp2", 1)["random"])
 
 
-def test_the_hugging_face_directory_holds_the_weights_of_its_step(saved):
-    """Not those of the update that went on meanwhile; transformers loads it."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    checkpoint = saved / "checkpoints" / "step_2"
-    for folder, kind, which in (
-        ("hf", AutoModelForCausalLM, "saved"),
-        ("hf_critic_reward", AutoModelForSequenceClassification, "saved_critic"),
-    ):
-        model, weights = kind.from_pretrained(checkpoint / folder), result(saved, "save")[which]
-        assert dict(model.named_parameters()).keys() == weights.keys()
-        assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
-    assert {"hf/model.safetensors", "hf/config.json", "hf/tokenizer_config.json"} <= listed_in(
-        checkpoint
-    )
+def test_a_flipped_byte_of_a_real_checkpoint_is_noticed(saved, tmp_path):
+    """Whichever of its files it is in."""
+    folder = Path(shutil.copytree(saved / "checkpoints" / "step_2", tmp_path / "step_2"))
+    assert atomic_files.verify(folder) == "" and len(files_of(folder)) > 8
+    for name in files_of(folder) - {CHECKSUMS}:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+        assert atomic_files.verify(folder) == f"{name} is missing or was changed"
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
 
 
 class Evil:
@@ -402,6 +315,3 @@ def test_a_checkpoint_never_executes_code(saved, tmp_path):
     with pytest.raises(ValueError, match=r"posix.system, which has no place there"):
         sharded_checkpoint.load(None, tmp_path / "megatron")
     assert not (tmp_path / "executed").exists()
-
-
-# ---------------------------------------------------------------- a disk that is really full

@@ -1,23 +1,17 @@
 """What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
 
-import importlib.util
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-import run
 from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
-from config import PRESETS, UserError, parse_config
-from engines import server
-from engines.server import server_environment, server_flags
+from config import PRESETS, parse_config
+from engines.server import server_flags
 from fakes import simulate
 
 ROOT = Path(__file__).parent.parent
@@ -102,33 +96,14 @@ def test_sglang_takes_every_flag(models, monkeypatch):
         where += ["--rollout-tp", "2"] if device == "cuda" else []
         config = parse_config([*where, deterministic])
         asked.append(server_flags(role, 1, 30002, models["7B"], config))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    found = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        input=json.dumps(asked, default=str),
-        text=True,
-        capture_output=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=300,
-    )
+    how = dict(text=True, capture_output=True, cwd=ROOT, timeout=300)
+    how["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    given = json.dumps(asked, default=str)
+    found = subprocess.run([sys.executable, "-c", PARSE], input=given, **how)
     assert found.stdout.splitlines()[-1:] == ["parsed"], found.stderr[-2000:]
     assert len(found.stdout.splitlines()) == 1, found.stdout
     texts = [" ".join(map(str, flags)) for flags in asked]
     assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
-
-
-def test_an_engine_with_cuda_knows_whom_it_shares_the_device_with():
-    """SGLang's name is one that it reads."""
-    (home,) = importlib.util.find_spec(
-        "sglang"
-    ).submodule_search_locations  # to import it takes triton
-    on_cuda, on_cpu = (server_environment("key", "/tmp/x", device) for device in ("cuda", "cpu"))
-    assert on_cuda["TMS_RETAIN_CPU_BACKUP"] == "1"
-    assert on_cuda["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
-    assert "TMS_RETAIN_CPU_BACKUP" not in on_cpu and on_cpu["MKL_CBWR"]
-    source = Path(home, "srt", "environ.py").read_text()
-    assert re.search(r"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK = EnvBool", source)
 
 
 # ---------------------------------------------------------------- who holds how much when
@@ -153,91 +128,11 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
             continue
         role = who.split()[0]
         cache = config.mem_fraction * H200 - weights.get(role, 0)
-        mine[who] = (
-            states[who] if who in states else weights[role] if who.endswith("weights") else cache
-        )
+        mine[who] = weights[role] if who.endswith("weights") else states.get(who, cache)
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
     predicted = peaks_of(config, trainers, engines, H200)
-    assert peak + ASLEEP == pytest.approx(
-        max(v for k, v in predicted.items() if "reference" not in k)
-    )
+    most = max(size for who, size in predicted.items() if "reference" not in who)
+    assert peak + ASLEEP == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
     assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
-
-
-def test_who_evaluates_keeps_the_weights_of_its_engine(models, monkeypatch):
-    """It sleeps once, when it is ready, and nobody pushes."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    model = ["--device", "cuda", "--model", models["7B"]]
-    for arguments, keeps in ((["--rule", "forbidden:7"], False), (["eval"], True)):
-        config = parse_config([*arguments, *model])
-        flags = server_flags("rollout", 0, 30000, models["7B"], config)
-        assert ("--enable-weights-cpu-backup" in flags) == keeps
-
-
-@pytest.mark.parametrize(
-    "devices,ranks,fits", [(0, 1, False), (1, 1, True), (1, 2, False), (8, 8, True)]
-)
-def test_a_rank_needs_a_device_of_its_own(models, monkeypatch, devices, ranks, fits):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("CUDA_HOME", "/where/nvcc/is")
-    if fits:
-        return run.choose_device(settings(models, "7B"))
-    with pytest.raises(
-        ValueError, match=f"^--device cuda: .* {ranks} on this machine, which has {devices}"
-    ):
-        run.choose_device(settings(models, "7B"))
-
-
-@pytest.mark.parametrize("where", ["CUDA_HOME", "CUDA_PATH", "PATH", "usual", ""])
-def test_engines_need_a_compiler(models, monkeypatch, tmp_path, where):
-    """nvcc is looked for where SGLang does; without it one line comes before anything starts."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(server, "NVCC", tmp_path / "bin" / "nvcc")
-    for name in ("CUDA_HOME", "CUDA_PATH", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if where in ("PATH", "usual"):
-        file = tmp_path / "nvcc" if where == "PATH" else server.NVCC
-        file.parent.mkdir(exist_ok=True)
-        file.touch(mode=0o755)
-    elif where:
-        monkeypatch.setenv(where, "/opt/cuda")
-    config = settings(models, "7B")
-    if where:
-        return run.choose_device(config)
-    with pytest.raises(UserError, match=r"^--device cuda: engines compile kernels, .* no nvcc"):
-        run.choose_device(config)
-    run.choose_device(replace(config, command="sft"))  # starts no engine
-
-
-def test_an_engine_with_cuda_finds_what_pip_put_beside_python(monkeypatch, tmp_path):
-    """`ninja` of a virtual environment that isn't activated, whose Python is a link."""
-    (tmp_path / "venv").mkdir()
-    (tmp_path / "venv" / "python").symlink_to(sys.executable)
-    (tmp_path / "venv" / "ninja").touch(mode=0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    path = server_environment("key", "/tmp/x", "cuda")["PATH"]
-    assert shutil.which("ninja", path=path) == str(tmp_path / "venv" / "ninja")
-    assert path.endswith(":/usr/bin:/bin")
-
-
-def test_the_device_says_the_dtype():
-    """bfloat16 with CUDA; float32 where no engine's attention has to take it."""
-    assert parse_config(["--device", "cuda"]).dtype == "bfloat16"
-    assert parse_config(["--device", "cpu"]).dtype == parse_config([]).dtype == "float32"
-    with pytest.raises(
-        ValueError, match=r"^--dtype float32: the engines' attention with --device cuda"
-    ):
-        parse_config(["--device", "cuda", "--dtype", "float32"])
-    with pytest.raises(ValueError, match=r"^--device tpu is unknown; choose cpu or cuda$"):
-        parse_config(["--device", "tpu"])
-    sft = ["sft", "--model", "m", "--device", "cuda"]
-    assert parse_config([*sft, "--dtype", "float32"]).dtype == "float32"

@@ -2,18 +2,14 @@
 
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from config import Config
 from scheduling.pipeline import SCHEDULES, Pipe
 from test_actor import make_model, make_samples
-from workers import run_worker
+from workers import train_layouts
 
 ALL = ("megatron", "1f1b", "fused", "interleaved")
 FIRST = {  # name -> family, ranks, sizes
@@ -29,15 +25,13 @@ OTHERS = {
     # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
     "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "bucket": 500}),
 }
-NORMS = (
-    "critic/grad_norm",
-    "train/grad_norm",
-)  # sums of squares in another order: their last bit may differ
+# sums of squares in another order: their last bit may differ
+NORMS = ("critic/grad_norm", "train/grad_norm")
 
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory):
-    """By layout and schedule what a tier's layouts made, and what all result paths begin with."""
+    """By layout and schedule what a tier's layouts made."""
     models = tmp_path_factory.mktemp("models")
     batches = [make_samples(step) for step in range(3)]
     references = {}
@@ -46,16 +40,9 @@ def results_of(tmp_path_factory):
         references[family] = {"model_dir": model_dir, "batches": batches}
 
     @cache
-    def trained(are_first: bool) -> tuple[dict, Path]:
+    def trained(are_first: bool) -> dict:
         path, layouts = tmp_path_factory.mktemp("executor"), FIRST if are_first else OTHERS
-        sizes = sorted({ranks for _, ranks, _ in layouts.values()})
-        case = {"references": references, "layouts": layouts, "sizes": sizes}
-        torch.save(case, path / "case.pt")
-        run_worker("executor_worker.py", path / "case.pt", path / "result")
-        found = {}
-        for size in sizes:
-            found |= torch.load(f"{path}/result.{size}", weights_only=False)
-        return found, path / "result"
+        return train_layouts("executor_worker.py", path, layouts, references=references)
 
     return trained
 
@@ -72,89 +59,21 @@ def cases() -> Iterator:
 def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
     """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
     weights have the same bits."""
-    results, _ = results_of(layout in FIRST)
-    ours, own = results[layout][schedule], results[layout]["megatron"]
-    check_steps(ours, own)
-
-
-def check_steps(ours: dict, expected: dict) -> None:
-    for (metrics, values), (others, other_values) in zip(
-        ours["history"], expected["history"], strict=True
-    ):
+    results = results_of(layout in FIRST)
+    ours, expected = results[layout][schedule], results[layout]["megatron"]
+    steps = zip(ours["history"], expected["history"], strict=True)
+    for (metrics, values), (others, other_values) in steps:
         assert values == other_values and metrics.keys() == others.keys()
         assert others["critic/grad_norm"] > 0.1 and others["train/tokens"] > 0
         for name, value in others.items():
-            assert metrics[name] == (pytest.approx(value, rel=1e-7) if name in NORMS else value), (
-                name
-            )
+            expects = pytest.approx(value, rel=1e-7) if name in NORMS else value
+            assert metrics[name] == expects, name
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(ours["weights"][name], weight), name
 
 
 # ---------------------------------------------------------------- the order of messages
-
-PLACES = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple)
-TIMES = st.sampled_from([1.0, 1.5, 2.0])
-PIPES = st.lists(
-    st.builds(Pipe, PLACES, st.integers(1, 4), TIMES, TIMES, TIMES), min_size=1, max_size=3
-)
-
-
-def replayed(table: list, pipes: list) -> int:
-    """Run a table as ranks do who send without waiting and take what comes in the sender's order only."""
-    from training.executor import messages_between, rank_of
-
-    everyone = range(len(table))
-    wires = {(a, b): messages_between(table, pipes, a, b) for a in everyone for b in everyone}
-    sent, done, here = dict.fromkeys(wires, 0), [0] * len(table), [set() for _ in everyone]
-    moves = True
-    while moves:
-        moves = False
-        for rank in everyone:
-            while done[rank] < len(table[rank]):
-                task = table[rank][done[rank]]
-                giver = rank_of(pipes, task.pipe, task.stage + (1 if task.backward else -1))
-                if giver is not None:
-                    arrived = wires[giver, rank][: sent[giver, rank]]
-                    if task not in arrived:
-                        break
-                    here[rank].add(task)
-                done[rank], moves = done[rank] + 1, True
-                taker = rank_of(pipes, task.pipe, task.stage + (-1 if task.backward else 1))
-                if taker is not None:
-                    expected = task._replace(stage=task.stage + (-1 if task.backward else 1))
-                    assert wires[rank, taker][sent[rank, taker]] == expected
-                    sent[rank, taker] += 1
-    assert done == [len(tasks) for tasks in table], "ranks wait for each other"
-    assert sent == {pair: len(messages) for pair, messages in wires.items()}
-    return sum(sent.values())
-
-
-@settings(deadline=None, max_examples=25)
-@given(PIPES, st.sampled_from(["1f1b", "fused"]))
-def test_every_message_is_sent_and_taken_once(pipes, schedule):
-    """Of pipes on any ranks, also of one stage, which send none."""
-    count = replayed(SCHEDULES[schedule].table(pipes), pipes)
-    assert count == sum(2 * (len(pipe.ranks) - 1) * pipe.micro_batches for pipe in pipes)
-
-
-def test_messages_of_a_fused_table_by_hand():
-    """Two ranks, the critic's pipe reversed, a pipe of one stage beside them: who sends what, in order."""
-    from training.executor import messages_between
-
-    pipes = [Pipe((0, 1), 2), Pipe((1, 0), 2), Pipe((0,), 2)]
-    table = SCHEDULES["fused"].table(pipes)
-    up, down = messages_between(table, pipes, 0, 1), messages_between(table, pipes, 1, 0)
-    for messages in (up, down):
-        assert len(messages) == 4 and all(task.pipe < 2 for task in messages)
-    # rank 0 sends activations of the actor and gradients of the critic
-    assert {(task.pipe, task.stage, task.backward) for task in up} == {(0, 1, False), (1, 0, True)}
-    assert {(task.pipe, task.stage, task.backward) for task in down} == {
-        (0, 0, True),
-        (1, 1, False),
-    }
-    assert messages_between(table, pipes, 0, 0) == messages_between(table, pipes, 1, 1) == []
 
 
 class Wires:
@@ -165,10 +84,7 @@ class Wires:
 
         calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
         monkeypatch.setattr(executor, "dist", SimpleNamespace(**calls))
-        self.steps, self.most = (
-            [[] for _ in table],
-            0,
-        )  # of each rank: (kind, pair, group, direction)
+        self.steps = [[] for _ in table]  # of each rank: (kind, pair, group, direction)
         for self.rank, tasks in enumerate(table):
             trainer = SimpleNamespace(
                 pipeline=executor.Pipeline(self.rank, list(range(len(table))), "up", "down"),
@@ -182,7 +98,6 @@ class Wires:
             for task in tasks:
                 messages.receive(task)
                 messages.send(task, torch.zeros(1))
-                self.most = max(self.most, sum(map(len, messages.leaving.values())))
             messages.finish()
             assert not any(messages.leaving.values())
 
@@ -234,59 +149,3 @@ def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
     table = SCHEDULES[schedule].table(pipes)
     assert Wires(monkeypatch, table, pipes).end()
     assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule != "fused")
-
-
-def test_what_has_arrived_is_let_go(monkeypatch):
-    """Nothing but what is under way is held, however many micro-batches a table has."""
-    held = {}
-    for count in (8, 32):
-        pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]
-        held[count] = Wires(monkeypatch, SCHEDULES["1f1b"].table(pipes), pipes).most
-    assert held[8] == held[32] <= 8
-
-
-def test_interleaved_messages_go_round():
-    """The last rank's first stage is followed by the first rank's second."""
-    pipes = [Pipe((0, 1, 2) * 2, 4)]
-    assert replayed(SCHEDULES["interleaved"].table(pipes), pipes) == 2 * 5 * 4
-
-
-def test_durations_are_told_apart_in_steps_of_five_percent():
-    """So measurements that differ by less make the same table. The unit is the first model's forward pass."""
-    from training.executor import Work
-
-    def pipe(durations: tuple[float, float], reverse: bool = False, chunks: int = 1) -> Pipe:
-        ranks = SimpleNamespace(ranks=[4, 5, 6])
-        facts = dict(durations=durations, reverse=reverse, chunks=[None] * chunks, activations=7)
-        return Work(SimpleNamespace(**facts, pipeline=ranks), [None] * 8, None).pipe(0.01)
-
-    assert pipe((0.01, 0.0201)) == pipe((0.0102, 0.0199)) != pipe((0.01, 0.022))
-    one = pipe((0.01, 0.02))
-    assert one.ranks == (0, 1, 2) and (one.micro_batches, one.memory, one.forward) == (8, 7, 1.0)
-    assert one.backward == pytest.approx(2.0, rel=0.025)
-    assert pipe((0.01, 0.02), reverse=True).ranks == (2, 1, 0)
-    assert pipe((0.01, 0.02), chunks=2).ranks == (0, 1, 2, 0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "changes,line",
-    [
-        (dict(schedule="gpipe"), "gpipe is unknown; choose one of 1f1b, interleaved, fused"),
-        (
-            dict(schedule="interleaved"),
-            "interleaved needs --pp 2 or more: one rank waits for nobody",
-        ),
-        (
-            dict(schedule="interleaved", pp=2),
-            "interleaved does not divide num_hidden_layers = 6 of --model",
-        ),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_one_line(changes, line):
-    from training.model import check_sizes
-
-    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    with pytest.raises(ValueError) as raised:
-        check_sizes(dict.fromkeys(sizes, 8) | {"num_hidden_layers": 6}, Config(**changes))
-    stages = "--pp 2 x 2 stages a rank of " if "divide" in line else ""
-    assert str(raised.value) == f"{stages}--schedule {line}"

@@ -2,27 +2,20 @@
 
 import random
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from actor import Actor
 from critic import Critic
 from image_worker import LR, image_config, step
 from images.reader import ImageReader
-from images.tokens import Image
-from parallel_worker import save, set_constants
+from parallel_worker import save, set_constants, weights_of
 from sample import Sample
-from test_actor import make_model
-from training.model import check_critic, check_sizes, read_hf_config
-from training.packing import Sequence, make_micro_batches
-from training.vision import image_cost
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from workers import run_worker
+from workers import train_layouts
 
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
@@ -36,7 +29,6 @@ EVERY = {  # name -> ranks, sizes
 }
 OTHERS = {f"{f}_{name}": (f, *row) for f in FAMILIES for name, row in EVERY.items()}
 OTHERS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"})}
-BY_TIER = [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)]
 
 
 def make_samples(reader: ImageReader) -> list[Sample]:
@@ -61,9 +53,8 @@ def make_samples(reader: ImageReader) -> list[Sample]:
         prompt = [BOS, *rng.choices(text, k=before)]
         for image in images:
             prompt += [START, *[IMAGE] * image.features, END, *rng.choices(text, k=2)]
-        samples.append(
-            Sample(number, 0, prompt, media=images, response=rng.choices(text, k=length))
-        )
+        response = rng.choices(text, k=length)
+        samples.append(Sample(number, 0, prompt, media=images, response=response))
     return samples
 
 
@@ -71,9 +62,8 @@ def inputs_of(reader: ImageReader, sample: Sample) -> dict:
     ids, seen = torch.tensor([sample.prompt + sample.response]), {}
     if sample.media:
         pixels, grids = reader.pixels(list(sample.media))
-        seen = dict(
-            pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=(ids == IMAGE).int()
-        )
+        seen = dict(pixel_values=pixels, image_grid_thw=grids)
+        seen["mm_token_type_ids"] = (ids == IMAGE).int()
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids)) | seen
 
 
@@ -127,14 +117,10 @@ def results_of(references, tmp_path_factory):
     @cache
     def trained(are_first: bool) -> dict:
         path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
-        sizes = sorted({ranks for _, ranks, _ in layouts.values()}, reverse=True)
-        case = {"layouts": layouts, "sizes": sizes}
+        case = {}
         for name in ("model_dirs", "samples"):
             case[name] = {family: known[name] for family, known in references.items()}
-        torch.save(case, path / "case.pt")
-        run_worker("image_worker.py", path / "case.pt", path / "result")
-        found = (torch.load(f"{path / 'result'}.{size}", weights_only=False) for size in sizes)
-        return {name: result for each in found for name, result in each.items()}
+        return train_layouts("image_worker.py", path, layouts, **case)
 
     return trained
 
@@ -171,7 +157,7 @@ def make_trainer(build):
 
 
 def tower_and_text(actor) -> tuple[dict, dict]:
-    weights = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    weights = weights_of(actor)
     tower = {name: weights.pop(name) for name in list(weights) if "visual." in name}
     return tower, weights
 
@@ -207,19 +193,6 @@ def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(
     assert all(torch.equal(weight, results[1][1][name]) for name, weight in restored.items())
 
 
-@pytest.mark.parametrize("family", BY_TIER)
-def test_in_bfloat16(family, references, make_trainer):
-    """Rotary frequencies stay in float32: rounded ones are off by up to 0.4 %."""
-    reference = references[family]
-    actor = make_trainer(Actor, reference["model_dirs"], dtype="bfloat16")
-    assert actor.chunks[0].visual.rotary_pos_emb.inv_freq.dtype == torch.float32
-    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
-    for row, true in zip(actor.logprobs(reference["samples"]), reference["logprobs"], strict=True):
-        assert row == pytest.approx(true, rel=0, abs=0.1)
-    loss, _ = step(actor, reference["samples"])
-    assert loss == pytest.approx(reference["steps"][0][0], abs=0.02)
-
-
 def test_a_critic_sees(references, make_trainer):
     model_dir, samples = references["qwen3_vl"]["model_dirs"], references["qwen3_vl"]["samples"]
     critic = make_trainer(Critic, model_dir)
@@ -227,103 +200,10 @@ def test_a_critic_sees(references, make_trainer):
     with torch.no_grad():
         critic.chunks[0].output_layer.weight.copy_(head)
     critic.compute_values([[samples]])
-    model, reader = (
-        AutoModelForImageTextToText.from_pretrained(model_dir).model,
-        ImageReader(model_dir),
-    )
+    model = AutoModelForImageTextToText.from_pretrained(model_dir).model
+    reader = ImageReader(model_dir)
     for sample in samples:
         with torch.no_grad():
-            hidden = model(**inputs_of(reader, sample)).last_hidden_state[
-                0, len(sample.prompt) - 1 : -1
-            ]
+            states = model(**inputs_of(reader, sample)).last_hidden_state[0]
+        hidden = states[len(sample.prompt) - 1 : -1]
         assert sample.values["reward"] == pytest.approx((hidden @ head).tolist(), rel=0, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "family, tied",
-    [
-        ("qwen3_vl", False),
-        *(pytest.param(f, f == "qwen3_vl", marks=pytest.mark.slow) for f in FAMILIES),
-    ],
-)
-def test_a_directory_goes_in_and_out_bit_for_bit(family, tied, make_trainer, tmp_path):
-    model_dir = make_vision_model(tmp_path / "model", family, layers=2, tied=tied)
-    make_trainer(Actor, model_dir).export(tmp_path / "out")
-    before, after = tensors_of(model_dir), tensors_of(tmp_path / "out")
-    assert before.keys() == after.keys() and all(
-        torch.equal(before[name], after[name]) for name in before
-    )
-    assert ImageReader(str(tmp_path / "out")).image_token == IMAGE
-
-
-# --------------------------------------------------------------------------------------------- pure functions
-
-
-def test_an_image_is_seen_once_and_its_tokens_know_their_features():
-    first, second = Image(b"a", (1, 2, 2), IMAGE, bytes), Image(b"b", (1, 1, 2), IMAGE, bytes)
-    shown = [7, *[IMAGE] * 4, 8]
-    sequences = [
-        Sequence(shown, [9, IMAGE], (first,)),  # an answer's image token is text
-        Sequence([7, IMAGE, IMAGE, *shown], [9], (second, Image(b"a", (1, 2, 2), IMAGE, bytes))),
-        Sequence([7, 8], [9]),
-    ]
-    (batch,) = make_micro_batches([sequences], cp=1, cp_rank=0, tp_with_sp=1)
-    assert batch.images == (first, second)
-    assert batch.places.tolist() == [-1, 0, 1, 2, 3, -1, -1, -1, 4, 5, -1, 0, 1, 2, 3, -1, -1, -1]
-    assert batch.positions.tolist() == [
-        [0, 1, 1, 1, 1, 3, 4, 0, 1, 1, 3, 4, 4, 4, 4, 6, 0, 1],
-        [0, 1, 1, 2, 2, 3, 4, 0, 1, 1, 3, 4, 4, 5, 5, 6, 0, 1],
-        [0, 1, 2, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1],
-    ]
-    whole, halves = make_micro_batches([sequences], 1, 0, 4)[0], []
-    for rank in range(2):
-        (half,) = make_micro_batches([sequences], 2, rank, 1)
-        assert half.images == batch.images
-        halves += zip(half.tokens[0].tolist(), half.places.tolist(), strict=True)
-    seen = list(zip(whole.tokens[0].tolist(), whole.places.tolist(), strict=True))
-    assert sorted(pair for pair in halves if pair[1] >= 0) == sorted(
-        pair for pair in seen if pair[1] >= 0
-    )
-    (text,) = make_micro_batches([sequences[2:]], 1, 0, 1)
-    assert text.images == () and text.places is None and text.positions.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("family", BY_TIER)
-def test_the_cost_of_an_image_is_the_tower_s_matrix_products(family, references):
-    """torch's flop counter on transformers' tower: 2 a multiply-add."""
-    hf = read_hf_config(references[family]["model_dirs"])
-    tower = AutoModel.from_config(hf["vision"], attn_implementation="eager")
-    cost, numbers = image_cost(hf), 3 * 2 * hf["vision"].patch_size ** 2
-    for rows, columns in (
-        [(4, 4), (4, 8)] if family == "qwen2_5_vl" else [(1, 1), (3, 5)]
-    ):  # whole windows
-        patches = 4 * rows * columns
-        with FlopCounterMode(display=False) as counter:
-            tower(
-                torch.zeros(patches, numbers), grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]])
-            )
-        assert counter.get_total_flops() == 2 * cost([7, *[IMAGE] * rows * columns, 8])
-    assert cost([IMAGE, 7, IMAGE]) == 2 * cost([IMAGE]) and cost([7, 8]) == 0
-
-
-def test_what_cannot_be_trained_is_refused_in_a_line(references, tmp_path):
-    hf = read_hf_config(references["qwen3_vl"]["model_dirs"])
-    check_sizes(hf, image_config(pp=2))
-    for sizes, stages in (
-        ({"pp": 4}, "--pp 4"),
-        ({"pp": 2, "schedule": "interleaved"}, "--pp 2 x 2 stages"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"{stages}.* leaves 1 .* a stage: images enter the first 2"
-        ):
-            check_sizes(hf, image_config(**sizes))
-    blind = make_model(tmp_path / "critic", "qwen3", tied=True)
-    with pytest.raises(ValueError, match="it sees no images, and --model does"):
-        check_critic(
-            image_config(model=references["qwen3_vl"]["model_dirs"], critic=blind, rule=("x",))
-        )
-    (Path(blind) / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
-    with pytest.raises(
-        ValueError, match=r"'qwen3_vl_moe' is not supported, only qwen2, .*, qwen3_vl"
-    ):
-        read_hf_config(blind)

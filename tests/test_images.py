@@ -1,7 +1,6 @@
 """Images: tokens one way and the other, positions against transformers', and what is refused."""
 
 import io
-import random
 from functools import partial
 
 import pytest
@@ -45,11 +44,6 @@ def test_collapse_is_the_inverse_of_expand(prompt):
     assert tokens.collapse(expanded, images) == collapsed
 
 
-def test_adjacent_images_stay_apart():
-    images = [image_of(1, 1, 2), image_of(1, 3, 1)]
-    assert tokens.collapse([IMAGE] * 5, images) == [IMAGE] * 2
-
-
 @given(prompts())
 def test_positions_are_transformers(prompt):
     collapsed, images = prompt
@@ -89,12 +83,7 @@ def test_what_is_no_still_image_is_refused(directory, monkeypatch):
     moving = encoded_picture(
         64, 64, kind="GIF", save_all=True, append_images=[pillow.new("RGB", (64, 64))]
     )
-    for data in (
-        b"",
-        b"no image",
-        whole[: len(whole) // 2],
-        encoded_picture(64, 64, kind="JPEG")[:400],
-    ):
+    for data in (b"", b"no image", whole[: len(whole) // 2]):
         with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read"):
             read(data, "a.png")
     with pytest.raises(ValueError, match=r"^a\.gif: it moves, and videos are not supported"):
@@ -104,35 +93,6 @@ def test_what_is_no_still_image_is_refused(directory, monkeypatch):
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
     with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read: Image size"):
         read(whole, "a.png")
-
-
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """With some bytes changed, lost or added, more often near the beginning, where the headers are."""
-    data = bytearray(data)
-    for _ in range(rng.randint(1, 8)):
-        place = rng.randrange(rng.choice((len(data), min(len(data), 200))))
-        lost, added = rng.choice(((1, 1), (1, 1), (rng.randint(1, 20), 0), (0, 10)))
-        data[place : place + lost] = rng.randbytes(added)
-        data += b"\0" * (not data)
-    return bytes(data)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", reader.FORMATS)
-@pytest.mark.parametrize("mode", ["RGB", "P"])
-def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind, mode):
-    rng, refused = random.Random(f"{kind} {mode}"), 0
-    file = io.BytesIO()
-    picture = pillow.frombytes("RGB", (24, 17), rng.randbytes(24 * 17 * 3)).convert(mode)
-    picture.convert("L" if (kind, mode) == ("JPEG", "P") else mode).save(file, kind)
-    reader.decoded(file.getvalue(), "a file")
-    for _ in range(200):
-        try:
-            reader.decoded(mutated(file.getvalue(), rng), "a file")
-        except UserError as error:
-            assert str(error).startswith("a file: ")
-            refused += 1
-    assert refused > 20  # else nothing was damaged
 
 
 def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
@@ -146,12 +106,3 @@ def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not an image that can be read"):
         reader.decoded(file.getvalue(), "a.png")
     assert not started.exists()
-
-
-def test_a_model_of_text_reads_no_images(tmp_path, directory):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert reader.reader_of(str(tmp_path)) is None
-    assert reader.reader_of(directory).stop_tokens == (5, 6, 3, 4)
-    (tmp_path / "config.json").write_text((reader.Path(directory) / "config.json").read_text())
-    with pytest.raises(ValueError, match="no image processor"):
-        reader.reader_of(str(tmp_path))

@@ -17,13 +17,14 @@ from sample import Sample
 from test_actor import (
     CLIP_GRAD,
     LEARNING_RATES,
+    check_export,
     make_model,
     make_samples,
     plain_logprobs,
     plain_optimizer,
 )
 from test_critic import make_value_model, plain_values, trained_on, with_returns
-from workers import run_worker
+from workers import train_layouts
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
 ONE = {"one": ("qwen3", 1, {}), "one_tied": ("qwen2", 1, {})}
@@ -154,27 +155,13 @@ def result_of(references, tmp_path_factory):
     def trained(are_first: bool) -> tuple[Path, dict]:
         path = tmp_path_factory.mktemp("layouts")
         layouts = FIRST if are_first else OTHERS
-        sizes = sorted({ranks for _, ranks, _ in layouts.values()})
-        case = {"references": references, "layouts": layouts, "sizes": sizes}
-        torch.save(case, path / "case.pt")
-        run_worker("parallel_worker.py", path / "case.pt", path / "result")
-        found = {}
-        for size in sizes:
-            found |= torch.load(f"{path}/result.{size}", weights_only=False)
-        return path, found
+        return path, train_layouts("parallel_worker.py", path, layouts, references=references)
 
     def result(name: str) -> tuple[dict, Path]:
         path, found = trained(name in FIRST)
         return found[name], path / f"result.{name}"
 
     return result
-
-
-def check_weights(path: Path, kind: type, weights: dict, tolerance: float) -> None:
-    exported = kind.from_pretrained(path)
-    assert dict(exported.named_parameters()).keys() == weights.keys()
-    for name, param in exported.named_parameters():
-        assert torch.allclose(param.float(), weights[name], rtol=0, atol=tolerance), name
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
@@ -190,8 +177,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
     assert result["distance"] < 2 * tolerance
     # Adam makes much of a rounding error where a gradient is almost zero
     assert result["weight_distance"] < 5 * tolerance
-    check_weights(path / "actor", AutoModelForCausalLM, reference["weights"], 5 * tolerance)
-    assert (path / "actor" / "tokenizer_config.json").exists()
+    check_export(path / "actor", reference["weights"], 5 * tolerance)
     group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     assert result["heads"] == list(range(ranks // group_size))
 
@@ -207,7 +193,7 @@ def test_a_critic_learns_as_the_plain_reference(name, references, result_of):
     assert result["distance"] < 4 * tolerance
     assert result["weight_distance"] < 5 * tolerance
     kind = AutoModelForSequenceClassification
-    check_weights(path / "critic", kind, reference["weights"], 5 * tolerance)
+    check_export(path / "critic", reference["weights"], 5 * tolerance, kind)
 
 
 MIXED = ("loss", "ptx_loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens")

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from commands.memory import KEPT
-from test_actor import actor_config, make_actor, make_model, make_samples, update, weights_of  # noqa: F401
+from parallel_worker import far, weights_of
+from test_actor import actor_config, make_actor, make_model, make_samples, update  # noqa: F401
 from training import lm_head
 from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512
-CHUNK_ROWS = 64
 DTYPES = ["float32", "bfloat16"]
 WIDTHS = dict(
     hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28, num_key_value_heads=4
@@ -33,10 +33,8 @@ def kept_by(actor) -> int:
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = (
-                storage.nbytes(),
-                tensor,
-            )  # held: else its address is another's soon
+            # held: else its address is another's soon
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     def nothing(batch, output):
@@ -54,15 +52,13 @@ def kept_by(actor) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # noqa: F811
     """A token: by KEPT within 2 %; recomputed, the layer's input alone."""
-    kept = []
-    for model in shallow_and_deep:
-        kept.append(kept_by(make_actor(model, dtype=dtype, recompute=recompute)))
-    of_a_layer = (kept[1] - kept[0]) / 2 / TOKENS
-    all_of_it = sum(
-        size * width for size, width in zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True)
+    one, three = (
+        kept_by(make_actor(model, dtype=dtype, recompute=recompute)) for model in shallow_and_deep
     )
+    of_a_layer = (three - one) / 2 / TOKENS
+    widths = zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True)
+    all_of_it = sum(size * width for size, width in widths)
     expected = HIDDEN * {"float32": 4, "bfloat16": 2}[dtype] if recompute else all_of_it
-    print(f"{dtype}, recompute {recompute}: {of_a_layer:.0f} bytes kept for a token in a layer")
     assert of_a_layer == pytest.approx(expected, rel=0.02)
 
 
@@ -84,18 +80,12 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
         found.append((timeless, weights_of(actor), actor.ddps[0].buffers[0].grad_data.clone()))
     (metrics, weights, gradient), *others = found
-    assert (
-        others[0][0] == metrics
-        and torch.equal(others[0][2], gradient)
-        and gradient.abs().max() > 1e-3
-    )
+    assert others[0][0] == metrics and torch.equal(others[0][2], gradient)
+    assert gradient.abs().max() > 1e-3
     for other, others_weights, others_gradient in others:
         assert other == pytest.approx(metrics, abs=1e-6, rel=1e-5)
         assert torch.allclose(others_gradient, gradient, rtol=0, atol=1e-6)
-        assert all(
-            torch.allclose(others_weights[name], weights[name], rtol=0, atol=1e-4)
-            for name in weights
-        )
+        assert far(others_weights, weights) < 1e-4
 
 
 def test_what_leaves_the_device_comes_back():

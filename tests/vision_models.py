@@ -21,30 +21,12 @@ CLASSES = {
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
-TEXT = dict(
-    vocab_size=VOCAB,
-    hidden_size=96,
-    intermediate_size=288,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-    bos_token_id=BOS,
-    eos_token_id=EOS,
-    pad_token_id=PAD,
-)
+TEXT = dict(vocab_size=VOCAB, hidden_size=96, intermediate_size=288, max_position_embeddings=1024)
+TEXT |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6)
+TEXT |= dict(tie_word_embeddings=True, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
 ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4])
-TOWER = dict(
-    depth=2,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=4,
-    temporal_patch_size=2,
-    spatial_merge_size=2,
-    out_hidden_size=96,
-    in_channels=3,
-)
+TOWER = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4, in_channels=3)
+TOWER |= dict(temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=96)
 FAMILY = {  # of the text model, of the tower
     "qwen3_vl": (
         dict(head_dim=24, rope_parameters=ROPE | dict(mrope_interleaved=True)),
@@ -86,16 +68,10 @@ def make_vision_model(
     character_tokenizer(VISION).save_pretrained(path)
     side = 2 * tower["patch_size"]
     size = dict(shortest_edge=side * side, longest_edge=side * side * 16)
-    processor = dict(
-        image_processor_type="Qwen2VLImageProcessor",
-        patch_size=tower["patch_size"],
-        temporal_patch_size=2,
-        merge_size=2,
-        size=size,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        processor_class=config_class.__name__.replace("Config", "Processor"),
-    )
+    processor = dict(image_processor_type="Qwen2VLImageProcessor", size=size, merge_size=2)
+    processor |= dict(patch_size=tower["patch_size"], temporal_patch_size=2)
+    processor |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    processor |= dict(processor_class=config_class.__name__.replace("Config", "Processor"))
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
     video = processor | dict(video_processor_type="Qwen2VLVideoProcessor")
     (path / "video_preprocessor_config.json").write_text(json.dumps(video))
