@@ -6,9 +6,9 @@
 A seed draws a run (mode, ranks, settings) and its lives: engines die, hang, get slow or lose a reply; the
 checkpoint's writers are late or fail; the run is asked to stop, or crashes at a moment or between two changes
 of a file; a byte of what it left is flipped. Each next life is started as a user would, maybe on other
-ranks, until the steps are done. What must hold is in `check_files`, before each life, in `check_history` and
-`check_as_unbroken`, at the end, and in what fakes.py asserts of every request, hand-over and training step.
-The real twin is chaos.py.
+ranks, until the steps are done. What must hold is in `check_files`, before each life, in `check_history`, at
+the end, and in what fakes.py asserts of every request, hand-over and training step. The real twin, chaos.py,
+has the numbers of unbroken runs to compare with.
 """
 
 import argparse
@@ -25,8 +25,6 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
-
-import pytest
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -46,7 +44,7 @@ LIFE_S = 14.0  # most faults come so early: later ones would find nothing to str
 # of a run to which something happened, which may be started again
 CLEAR_STOPS = ("engine is left to ask", "didn't start again", "third failure in a row")
 LOST_TRACKS = "checkpoints is whole"  # of a start, after which a person has to decide
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where small files cost little
+MEMORY = "/dev/shm"  # where small files cost little
 
 
 class Crash(KeyboardInterrupt):
@@ -92,11 +90,7 @@ def leave_new(path):
     path.with_name(f"{path.name}.new").write_text("{")
 
 
-def leave_nothing(path):
-    pass
-
-
-def struck(function, half):
+def struck(function, half=lambda path: None):
     """A function that changes files, and may be struck."""
 
     def call(path, *args):
@@ -106,9 +100,8 @@ def struck(function, half):
     return call
 
 
-STRUCK = [(checkpoint, "sync", cut_short), (checkpoint, "make_folders", leave_nothing)]
-STRUCK += [(atomic_files, "keep_rows", leave_new)]
-STRUCK += [(atomic_files, "remove_atomically", leave_nothing)]
+STRUCK = [(checkpoint, "sync", cut_short), (checkpoint, "make_folders")]
+STRUCK += [(atomic_files, "keep_rows", leave_new), (atomic_files, "remove_atomically")]
 
 
 class LateWriter:
@@ -216,27 +209,6 @@ def check_answers(row, begun):
     begun |= {(prompt, index): (text, versions) for prompt, index, text, versions, _ in row["held"]}
 
 
-def check_as_unbroken(rows, settings):
-    """The same samples, whatever happened."""
-    shape = {name: settings[name] for name in ("steps", "prompts_per_step", "max_refill_waves")}
-    for row, expected in zip(rows, unbroken(**shape), strict=True):
-        for name in ("step", "kept", "filtered", "missing"):
-            assert row[name] == expected[name], f"step {row['step']}: not the same {name}"
-
-
-@functools.cache
-def unbroken(**shape):
-    """The rows of a run that nothing happens to, on one rank."""
-    THE_DISK[0] = Disk()
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-
-        def prepare_controller(c):
-            c.report = Report(Path(folder))
-
-        simulate("full", 1, prepare_controller=prepare_controller, **HOW, **shape)
-        return list(complete_rows(Path(folder) / "metrics.jsonl"))
-
-
 # ---------------------------------------------------------------- one seed
 
 
@@ -316,7 +288,8 @@ class Trial:
             except ValueError as stop:
                 if self.damaged and LOST_TRACKS in str(stop):
                     return str(stop)
-                if not self.is_clear(str(stop), events):
+                clear = (*CLEAR_STOPS * bool(events), *["can't be used"] * bool(THE_DISK[0].errors))
+                if not any(words in str(stop) for words in clear):
                     raise
             except OSError:
                 assert THE_DISK[0].errors, "no change of a file was to fail"
@@ -327,8 +300,6 @@ class Trial:
         assert {(c.placement.actor.version, c.state.step) for c in self.controllers} == {
             (steps, steps)
         }
-        if self.settings["over_dispatch"] == 1:
-            check_as_unbroken(rows, self.settings)
         return "done"
 
     def draw_life(self, life):
@@ -401,13 +372,6 @@ class Trial:
         if self.rng.random() < 0.4:
             self.layout = self.rng.choice(LAYOUTS)
 
-    def is_clear(self, words, events):
-        """Whether a life may end like that, after what was done to it."""
-        clear = (*CLEAR_STOPS,) if events else ()
-        if THE_DISK[0].errors:
-            clear += ("can't be used",)
-        return any(stop in words for stop in clear)
-
 
 def try_seed(seed):
     """Returns the seed, how its run ended, and what broke: empty if nothing."""
@@ -415,8 +379,8 @@ def try_seed(seed):
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
-        for module, name, half in STRUCK:
-            stack.enter_context(patch.object(module, name, struck(vars(module)[name], half)))
+        for module, name, *half in STRUCK:
+            stack.enter_context(patch.object(module, name, struck(vars(module)[name], *half)))
         # few looks at a writer that hangs
         stack.enter_context(patch.object(checkpoint, "POLL_S", 1.0))
         try:
@@ -426,14 +390,11 @@ def try_seed(seed):
             return seed, "", f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 660), marks=pytest.mark.long)], ids=["few", "many"]
-)
-def test_no_seed_breaks_an_invariant(seeds):
+def test_no_seed_breaks_an_invariant():
     """A sample; the docstring above has the command for more."""
-    results = list(map(try_seed, seeds))
+    results = list(map(try_seed, range(60)))
     assert not [(seed, broken) for seed, _, broken in results if broken]
-    assert sum(ended == "done" for _, ended, _ in results) > 0.8 * len(seeds)
+    assert sum(ended == "done" for _, ended, _ in results) > 48
 
 
 def main():
@@ -444,12 +405,12 @@ def main():
     given = parser.parse_args()
     seeds, broken = range(given.first, given.first + given.seeds), []
     with multiprocessing.Pool(given.processes) as pool:
-        for done, (seed, ended, wrong) in enumerate(pool.imap(try_seed, seeds, 100), 1):
+        for done, (seed, _, wrong) in enumerate(pool.imap(try_seed, seeds, 100), 1):
             if wrong:
                 broken.append(seed)
                 print(f"seed {seed}: {wrong}", flush=True)
             if done % 2000 == 0 or done == given.seeds:
-                print(f"{done} seeds, the last: {ended}, broken: {broken or 'none'}", flush=True)
+                print(f"{done} seeds, broken: {broken or 'none'}", flush=True)
     sys.exit(bool(broken))
 
 

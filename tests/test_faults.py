@@ -30,9 +30,9 @@ def strike(verb, role, rank):
     return strike_now
 
 
-def ask_to_stop(rank, number=15):
+def ask_to_stop(rank):
     def ask(servers, controllers):
-        controllers[rank % len(controllers)].stop.asked = number
+        controllers[rank % len(controllers)].stop.asked = 15
 
     return ask
 
@@ -168,14 +168,6 @@ def test_an_engine_lost_asleep(mode, size, role, verb):
     assert all(c.report.notes == [f"{name}: others go on with its work"] for c in controllers)
 
 
-def test_an_engine_that_is_not_of_the_first_plan_dies_as_it_comes_up():
-    """Where the split moves, engines of all plans come up. It starts again at the first hand-over."""
-    events = [(0.01, strike("die", "genrm", 1))]
-    controllers, _ = simulate("partial", 4, events=events, rebalance=True, **UNBROKEN)
-    check_as_unbroken(controllers)
-    assert controllers[0].report.restarts == [1, 0, 0, 0]
-
-
 # ---------------------------------------------------------------- stops
 
 
@@ -208,17 +200,6 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         assert to_come[:50] == list(before)[:50]
     if over_dispatch == 1:
         assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
-
-
-@pytest.mark.parametrize("mode,verb", [("full", "die"), ("partial", "hang")])
-def test_a_stop_while_every_engine_is_down(mode, verb):
-    """Nobody waits for answers that will not be needed, and no engine is started again."""
-    moment = start_of("serve", mode, 2) + 0.35
-    events = [(moment, strike(verb, "rollout", None)), (moment, ask_to_stop(1, 2))]
-    controllers, _ = simulate(mode, 2, events=events, **UNBROKEN)
-    assert [(c.checkpoints.saved[0][0], c.stopping) for c in controllers] == [(1, 2)] * 2
-    servers = [engine.server for engine in engines_of(controllers, "rollout").values()]
-    assert {server.starts for server in servers} == {10**6}
 
 
 # ---------------------------------------------------------------- updates that aren't finite
