@@ -2,26 +2,21 @@
 
 import asyncio
 import random
-import sys
 from collections import deque
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import pytest
 
-import controller
-import rollout
 from engines.engine import Request, Sampling
 from sample import Sample
-from scheduling.costs import FULL, Decode, Device, Model, Passes, decode_of, passes_of
+from scheduling.costs import FULL, Decode, Device, Model, Passes, passes_of
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.engine import Batch, Moves, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.trainers import SimulatedTrainer
 
-ROOT = Path(__file__).parent.parent
 DECODE = Decode(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
 JUDGE = replace(DECODE, fixed=0.02)
 WORK = Workload(256, Lengths(300, 0.8, 2048), Lengths(120, 0.5, 480), keep=0.7)
@@ -37,10 +32,6 @@ SIZES = dict(prompts_per_step=16, answers_per_prompt=4, steps=3)
 
 def simulation(mode="partial", ranks=4, work=WORK, cluster=CLUSTER, **settings):
     return Simulation(mode, ranks, work, cluster, **SIZES | settings)
-
-
-def serve_s(steps):
-    return [step.stats.serve_s for step in steps]
 
 
 # ---------------------------------------------------------------- engines
@@ -78,9 +69,8 @@ def token_by_token(costs, arrivals, aborts):
         return len(live) < FULL or steps_since_read >= costs.apart
 
     while arrivals or waiting or live:
-        ended.update(
-            {s.index: (now, s.length, "stop") for s, tokens in live.items() if tokens == s.length}
-        )
+        done = [s for s, tokens in live.items() if tokens == s.length]
+        ended.update({s.index: (now, s.length, "stop") for s in done})
         live = {s: tokens for s, tokens in live.items() if tokens < s.length}
         if not live and not waiting:
             until(max(now, arrivals[0][0]) if arrivals else now)
@@ -120,9 +110,7 @@ def batched(costs, arrivals, aborts):
             ended[sequence.index] = (clock.now, tokens, finish)
 
     for seconds, sequences in arrivals:
-        clock.call_at(
-            seconds, batch.submit, [replace(sequence, ended=queue) for sequence in sequences]
-        )
+        clock.call_at(seconds, batch.submit, [replace(each, ended=queue) for each in sequences])
     for seconds in aborts:
         clock.call_at(seconds, batch.cut_off, lambda sequence: True)
     clock.run_until_complete(collect())
@@ -130,49 +118,53 @@ def batched(costs, arrivals, aborts):
     return ended
 
 
+def random_group(rng, numbers):
+    """One to four answers to a prompt, of which some were begun elsewhere."""
+    prompt, group = rng.randint(1, 80), []
+    for place in range(rng.randint(1, 4)):
+        begun = rng.choice([0, 0, rng.randint(1, 30)])
+        unread = begun if place else prompt + begun
+        group.append(Sequence(next(numbers), prompt + begun, unread, rng.randint(1, 60), None))
+    return group
+
+
 def random_workload(seed):
     rng, numbers, now, arrivals = random.Random(seed), count(), 0.0, []
     pause_s = rng.choice([0.001, 0.05, 0.3])
     for _ in range(rng.randint(1, 15)):
-        now, prompt = now + rng.expovariate(1 / pause_s), rng.randint(1, 80)
-        group = [
-            rng.choice([0, 0, rng.randint(1, 30)]) for _ in range(rng.randint(1, 4))
-        ]  # begun elsewhere
-        unread = [prompt + group[0], *group[1:]]
-        lengths = [rng.randint(1, 60) for _ in group]
-        whole = zip(group, unread, lengths, strict=True)
-        arrivals.append(
-            (now, [Sequence(next(numbers), prompt + b, u, n, None) for b, u, n in whole])
-        )
+        now += rng.expovariate(1 / pause_s)
+        arrivals.append((now, random_group(rng, numbers)))
     longest = max(sequence.room for _, sequences in arrivals for sequence in sequences)
     costs = Decode(
-        rng.uniform(0.005, 0.03),
-        rng.choice([0, 5e-4]),
-        rng.choice([0, 1e-6, 1e-5]),
-        rng.choice([0, 1e-4]),
-        rng.choice([0, 0.02]),
-        rng.choice([0, 3, 8]),
-        rng.randint(1, rng.choice([8, 24])),
-        rng.choice([float("inf"), longest * rng.uniform(1, 4)]),
+        fixed=rng.uniform(0.005, 0.03),
+        each=rng.choice([0, 5e-4]),
+        context=rng.choice([0, 1e-6, 1e-5]),
+        prefill=rng.choice([0, 1e-4]),
+        read=rng.choice([0, 0.02]),
+        apart=rng.choice([0, 3, 8]),
+        most=rng.randint(1, rng.choice([8, 24])),
+        kv_tokens=rng.choice([float("inf"), longest * rng.uniform(1, 4)]),
     )
     return costs, arrivals, sorted(rng.uniform(0, 2 * now + 1) for _ in range(rng.randint(0, 2)))
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
-def test_batch_as_token_by_token(first):
-    """200 random workloads: every sequence ends when it should, to a microsecond, with the same tokens."""
+def test_batch_as_token_by_token():
+    """150 random workloads: every sequence ends when it should, to a microsecond, with the same tokens."""
     cuts = 0
-    for seed in range(first, first + 50):
+    for seed in range(150):
         costs, arrivals, aborts = random_workload(seed)
         expected, found = token_by_token(costs, arrivals, aborts), batched(costs, arrivals, aborts)
         assert found.keys() == expected.keys()
         for index, (when, tokens, how) in expected.items():
             assert found[index] == (pytest.approx(when, abs=1e-6), tokens, how), (seed, index)
         cuts += sum(how == "abort" for *_, how in found.values())
-    assert cuts > 50
+    assert cuts > 150
 
 
-def engine_on(clock, costs=DECODE, write=lambda request: Reply([7] * request.limit)):
+def engine_on(clock, costs=DECODE):
+    def write(request):
+        return Reply([7] * request.limit)
+
     engine = SimulatedEngine("rollout", 0, 0, costs, Moves(), 8, write, clock)
     engine.awake = True
     return engine
@@ -184,42 +176,12 @@ def run_on(clock, work):
     return result
 
 
-def test_what_is_cut_off_goes_on_elsewhere():
-    """Tokens asked for are tokens written, however often answers are aborted; nothing is written twice."""
-    clock, rng, lengths = VirtualClock(), random.Random(0), {}
-    whole = {number: rng.randint(1, 300) for number in range(40)}
-
-    def rest(request):
-        return Reply([request.prompt[0]] * (whole[request.prompt[0]] + 10 - len(request.prompt)))
-
-    engines = [engine_on(clock, replace(DECODE, most=4), rest) for _ in range(2)]
-
-    async def answer(number):
-        prompt, finish = [number] + [0] * 9, ""
-        while finish != "stop":
-            (part,) = [
-                part async for part in engines[rng.random() < 0.5].generate(request_of(prompt))
-            ]
-            prompt, finish = prompt + part.tokens, part.finish
-        lengths[number] = len(prompt) - 10
-
-    async def all_answers():
-        working = asyncio.gather(*map(answer, whole))
-        while not working.done():
-            await asyncio.sleep(rng.uniform(0.1, 1.0))
-            await engines[rng.random() < 0.5].abort()
-        await working
-
-    run_on(clock, all_answers())
-    assert lengths == whole
-
-
 def request_of(*prompts, limit=50):
     return [Request(prompt, Sampling(1.0, limit), limit) for prompt in prompts]
 
 
 def test_who_leaves_frees_its_room():
-    """A caller that goes away takes its answers along; others gain its time."""
+    """A caller that goes away takes its answers along; others gain its time. What is aborted comes so far."""
     clock = VirtualClock()
     engine = engine_on(clock, replace(DECODE, most=2))
 
@@ -231,6 +193,11 @@ def test_who_leaves_frees_its_room():
         answer = await other
         assert (len(answer.tokens), answer.finish, engine.batch.room_used) == (50, "stop", 0)
         assert answer.first_token == pytest.approx(0.1, abs=0.02)  # it had waited for room
+        last = asyncio.ensure_future(anext(engine.generate(request_of([3]))))
+        await asyncio.sleep(0.1)
+        await engine.abort()
+        answer = await last
+        assert 5 < len(answer.tokens) == len(answer.logprobs) < 10 and answer.finish == "abort"
 
     run_on(clock, leave())
 
@@ -245,10 +212,8 @@ def test_a_groups_prompt_is_read_once():
 
     answers = sorted(run_on(clock, ask()), key=lambda answer: answer.index)
     assert [answer.cached_tokens for answer in answers] == [0, 1000, 1000]
-    first = [answer.first_token for answer in answers]
-    assert first == pytest.approx(
-        [1000 * DECODE.prefill, 1100 * DECODE.prefill, 1100 * DECODE.prefill]
-    )
+    read = [answer.first_token / DECODE.prefill for answer in answers]
+    assert read == pytest.approx([1000, 1100, 1100])
 
 
 # ---------------------------------------------------------------- costs
@@ -257,35 +222,13 @@ DEVICE = Device(flops=1e14, memory=80e9, hbm=2e12, network=5e9, host=2e10)
 MODEL = Model(params=7e9, layers=32, hidden=4096, kv_width=1024)
 
 
-def test_decode_seconds_are_the_sum_of_its_steps():
-    for batch, context, steps in ((1, 0, 1), (8, 4000, 333), (256, 1e6, 50)):
-        contexts = range(int(context), int(context) + steps * batch, batch)
-        total = sum(DECODE.fixed + DECODE.each * batch + DECODE.context * c for c in contexts)
-        assert DECODE.seconds(steps, batch, context) == pytest.approx(total)
-        assert DECODE.tokens(total, batch, context) == pytest.approx(steps)
-        assert coarse(DECODE, 16).seconds(steps / 16, batch, context / 16) == pytest.approx(total)
-
-
-def test_a_change_of_the_device_moves_its_part():
-    """Twice the time where a bandwidth is halved or a batch doubled, and nothing else."""
-    how = dict(weights=0.8, kv=0.3, flops=0.9, prefill=0.5, layer_s=1e-4, sequence_s=2e-5)
-    decode, on_top = decode_of(MODEL, DEVICE, 2, **how), MODEL.layers * 1e-4
-    slow = decode_of(MODEL, DEVICE._replace(hbm=1e12), 2, **how)
-    assert slow.fixed - on_top == pytest.approx(2 * (decode.fixed - on_top))
-    assert (slow.each, slow.prefill, slow.kv_tokens) == (
-        decode.each,
-        decode.prefill,
-        decode.kv_tokens,
-    )
-    assert slow.context == pytest.approx(2 * decode.context)
-    weak = decode_of(MODEL, DEVICE._replace(flops=5e13), 2, **how)
-    assert weak.each - 2e-5 == pytest.approx(2 * (decode.each - 2e-5))
-    assert weak.prefill == pytest.approx(2 * decode.prefill)
-    assert (
-        decode_of(MODEL, DEVICE, 1, **how).kv_tokens < decode.kv_tokens / 2
-    )  # of one copy of the weights
-    with pytest.raises(ValueError, match="leave 1 devices no room"):
-        decode_of(MODEL._replace(params=7e10), DEVICE, 1, **how)
+@pytest.mark.parametrize("batch,context,steps", [(1, 0, 1), (8, 4000, 333), (256, 10**6, 50)])
+def test_decode_seconds_are_the_sum_of_its_steps(batch, context, steps):
+    contexts = range(context, context + steps * batch, batch)
+    total = sum(DECODE.fixed + DECODE.each * batch + DECODE.context * c for c in contexts)
+    assert DECODE.seconds(steps, batch, context) == pytest.approx(total)
+    assert DECODE.tokens(total, batch, context) == pytest.approx(steps)
+    assert coarse(DECODE, 16).seconds(steps / 16, batch, context / 16) == pytest.approx(total)
 
 
 def test_training_seconds():
@@ -301,21 +244,6 @@ def test_training_seconds():
 
 
 # ---------------------------------------------------------------- clock, meetings, trainers
-
-
-def test_a_deadlock_and_a_run_without_end_are_errors():
-    async def wait_for_ever():
-        await asyncio.get_running_loop().create_future()
-
-    async def never_end():
-        while True:
-            await asyncio.sleep(1.0)
-
-    for work, error in ((wait_for_ever, RuntimeError), (never_end, AssertionError)):
-        clock = VirtualClock(longest_s=100.0)
-        with pytest.raises(error, match=r"deadlock|never ends"):
-            clock.run_until_complete(work())
-        end_all(clock)
 
 
 def meet(work, ranks=8, network=None):
@@ -374,25 +302,7 @@ def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
 # ---------------------------------------------------------------- the real controllers in it
 
 
-@pytest.mark.parametrize("algorithm", [("ppo", "kl_coef=0.1"), ("remax",)])
-def test_other_algorithms(algorithm):
-    cluster = replace(
-        CLUSTER, scores=True, decode=dict(rollout=DECODE, genrm=replace(JUDGE, most=1))
-    )
-    steps = simulation("full", cluster=cluster, algorithm=algorithm).run()
-    assert all(sum(map(len, step.trained.values())) == 64 for step in steps)
-
-
-@pytest.mark.parametrize("mode", ["full", "partial", "fused"])
-def test_the_same_again(mode):
-    """To the last digit."""
-    first, again = (simulation(mode).run() for _ in range(2))
-    assert first == again
-    other = simulation(mode, work=replace(WORK, seed=1)).run()
-    assert serve_s(first) != serve_s(other)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("mode", ["full", "partial", "fused"])
 def test_sharing_changes_nothing(mode, seed):
     """All facts of all steps are equal when every controller works out everything."""
@@ -406,83 +316,10 @@ def test_sharing_changes_nothing(mode, seed):
 @pytest.mark.parametrize("mode", ["full", "partial"])
 def test_grain_is_a_matter_of_speed(mode):
     """Tokens by 16 give the seconds of tokens one by one, within 1 %."""
-    cluster = replace(CLUSTER, meeting_s=0.1, actor=Passes(2e-5, 1e-9))
-    work = replace(WORK, answer=Lengths(600, 0.8, 4096))
-    fine, rough = (
-        simulation(mode, work=work, cluster=replace(cluster, grain=grain)).run()
-        for grain in (1, 16)
-    )
-    for one, other in zip(fine, rough, strict=True):
+    work, runs = replace(WORK, answer=Lengths(600, 0.8, 4096)), []
+    for grain in (1, 16):
+        cluster = replace(CLUSTER, meeting_s=0.1, actor=Passes(2e-5, 1e-9), grain=grain)
+        runs.append(simulation(mode, work=work, cluster=cluster).run())
+    for one, other in zip(*runs, strict=True):
         for phase in ("serve", "train"):
             assert other.seconds[phase] == pytest.approx(one.seconds[phase], rel=0.01), phase
-
-
-def test_a_change_moves_its_phase():
-    """Twice the batch: twice the passes. Half the bandwidth: twice the push. No other phase moves."""
-    alike = Workload(256, Lengths(512, 0.0, 512), Lengths(128, 0.0, 128))
-    plain = replace(CLUSTER, actor=Passes(2e-5, 1e-9), moves=dict(rollout=Moves(push_s=0.9)))
-    slow = replace(plain, moves=dict(rollout=Moves(push_s=1.8)))
-
-    def seconds(cluster, prompts):
-        sizes = dict(prompts_per_step=prompts, steps=1)
-        return simulation("full", work=alike, cluster=cluster, **sizes).run()[0].seconds
-
-    one, two, slowed = seconds(plain, 16), seconds(plain, 32), seconds(slow, 16)
-    assert one["train"] == pytest.approx(16 * 4 / 4 * 3 * plain.actor.cost(768))
-    assert two["train"] == pytest.approx(2 * one["train"])
-    assert (two["sync"], slowed["sync"]) == pytest.approx((one["sync"], 2 * one["sync"]))
-    assert (slowed["train"], slowed["serve"]) == pytest.approx((one["train"], one["serve"]))
-
-
-MINE = {  # the product's own, which serve, route, choose, deal and judge in a simulation
-    "controller.py": {
-        "train",
-        "exchange",
-        "deal",
-        "learn",
-        "compute_advantages",
-        "rebalance",
-        "advance",
-    },
-    "rollout.py": {
-        "collect",
-        "begin_wave",
-        "gather_finished_groups",
-        "judge_one",
-        "generate",
-        "ask",
-    },
-    "placement.py": {"to_training", "to_serving", "switch", "share"},
-    "engines/pool.py": {"generate", "route", "status", "apply_status", "use"},
-    "scheduling/balance.py": {"plan_batch", "karmarkar_karp"},
-    "scheduling/dynamic_sampling.py": {"next_wave", "chosen", "candidates", "wave_ends", "record"},
-    "scheduling/rebalance.py": {"choose_split"},
-    "rewards.py": {"score"},
-    "genrm.py": {"ask"},
-    "data.py": {"draw", "assign_owners"},
-}
-
-
-@pytest.mark.parametrize("mode", ["full", "partial", "fused"])
-def test_whose_functions_are_called(mode):
-    """The loop, the mode and every decision are the product's, with and without sharing."""
-    serve = rollout.MODES[mode]
-    for share in (True, False):
-        called, run = set(), simulation(mode, steps=1)
-
-        def note(frame, event, argument, called=called):
-            if event == "call":
-                called.add((frame.f_code.co_filename, frame.f_code.co_name))
-
-        sys.setprofile(note)
-        try:
-            run.run(share)
-        finally:
-            sys.setprofile(None)
-        assert {
-            (str(ROOT / file), name) for file, names in MINE.items() for name in names
-        } <= called
-        assert (serve.__code__.co_filename, serve.__name__) in called
-        assert all(
-            c.collect is rollout.collect and c.learn is controller.learn for c in run.controllers
-        )
