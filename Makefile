@@ -38,6 +38,7 @@ papers: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check tests
 
 install: .venv/installed
 

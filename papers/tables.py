@@ -156,10 +156,10 @@ def summary_of(rows: list[Row], constants: Constants) -> list[str]:
 
 
 def errors(rows: list[Row]) -> str:
-    found = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
-    if not found:
+    own = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
+    if not own:
         return ""
-    return f"{len(found)} predicted rows: median error {statistics.median(found):.1%}, largest {max(found):.1%}."
+    return f"{len(own)} predicted rows: median error {statistics.median(own):.1%}, largest {max(own):.1%}."
 
 
 def picture_of(rows: list[Row], path: Path) -> None:
