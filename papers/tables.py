@@ -116,15 +116,18 @@ def sections_of(rows: list[Row]) -> list[str]:
         own = [row for row in rows if row.figure == figure]
         shown = [row for row in own if row.kind != "not modelled"]
         lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
-        for row in (row for row in own if row not in shown):
-            lines += [f"Not modelled: {row.setting} {number(row.theirs, row.unit)} ({row.note})", ""]
+        left_out = [row for row in own if row.kind == "not modelled"]
+        for why in dict.fromkeys(row.note for row in left_out):
+            names = [f"{r.setting} {number(r.theirs, r.unit)}".strip() for r in left_out if r.note == why]
+            lines += [f"Not modelled: {'; '.join(names)} ({why})", ""]
     return lines
 
 
 def table_of(rows: list[Row]) -> list[str]:
     """Of a figure. What rows share is said once, above it; a row names its kind and unit if they differ."""
     parts = [[*row.setting.split(", "), row.note] for row in rows]
-    shared = [part for part in parts[0] if part and len(rows) > 1 and all(part in own for own in parts)]
+    told = [own for own, row in zip(parts, rows, strict=True) if row.theirs is not None] or parts
+    shared = [part for part in told[0] if part and len(rows) > 1 and all(part in own for own in told)]
     kind, unit = (statistics.mode(column) for column in ([r.kind for r in rows], [r.unit for r in rows]))
     columns = {
         "setting": [", ".join(part for part in own[:-1] if part not in shared) for own in parts],
@@ -136,8 +139,7 @@ def table_of(rows: list[Row]) -> list[str]:
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     above = ", ".join([kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit])
-    rules = ["--:" if name in ("theirs", "ours", "error") else "---" for name in columns]
-    table = [[*columns], rules, *zip(*columns.values(), strict=True)]
+    table = [[*columns], ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table]
     return [f"{above}. {errors(rows)}".strip(), "", *(f"| {line} |" for line in lines), ""]
 

@@ -74,6 +74,17 @@ def test_resharding_moves_what_table_2_says(sizes):
     assert mapping.reshard_s(LLAMA, sizes, SPEEDS) == pytest.approx(expected)
 
 
+def test_bytes_that_a_model_holds_by_hand():
+    """Weights 2 a parameter; of a learner 4 of gradients, and 12 of the optimizer, which its copies share."""
+    for role, learns in (("critic", 1), ("reward", 0)):
+        choices = [*mapping.choices_of(role, LLAMA, 8, 1e9, TASK, SPEEDS)]
+        assert {choice.sizes[role][:3] for choice in choices} >= {(1, 1, 8), (1, 8, 1)}
+        for choice in choices:
+            pp, tp, dp, _ = choice.sizes[role]
+            each = 2 + learns * (4 + 12 / dp)
+            assert choice.held == pytest.approx(1e9 + 6.74e9 / (pp * tp) * each)
+
+
 # ---------------------------------------------------------------- search
 
 

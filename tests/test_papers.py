@@ -156,7 +156,7 @@ def test_a_section_says_once_what_its_rows_share():
         "Form if no other kind is named, 7B, s.",
         "",
         "| setting | theirs | ours | error | kind | note |",
-        "| --- | --: | --: | --: | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- |",
         "| 8 GPUs | 12,346 | 0.01234 | -100.0% |  | slow |",
         "| 1\\|3 |  | 2 x |  | fitted |  |",
         "| 2\\|2 | 1 | 1.5 | +50.0% |  |  |",

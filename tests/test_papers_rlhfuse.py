@@ -69,6 +69,11 @@ def test_a_change_of_the_device_moves_generation_alone(base):
     assert after["training"] == pytest.approx(base["training"])
 
 
+def test_inference_by_hand():
+    """A reference of 13.0 billion parameters, a reward model and a critic of 32.5 billion each."""
+    assert inference_s(CONSTANTS, BASE) == pytest.approx(2.99 + 1.80 * 0.780 + 2.06 * 0.5)
+
+
 def test_base_is_its_parts(base):
     """The longest answer, alone at its end; all judgements, dealt evenly; two models in turns."""
     decode = cluster_of(CONSTANTS, BASE).decode["rollout"]
@@ -79,6 +84,7 @@ def test_base_is_its_parts(base):
     assert base["throughput"] == pytest.approx(512 / step_s)
 
 
+@pytest.mark.slow
 def test_fusing_hides_one_behind_the_other():
     """Where writing takes longer than judging; serving can't end before the longer of both."""
     setting = Setting(1024, "33", "65", 0.0)

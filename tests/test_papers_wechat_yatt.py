@@ -29,6 +29,7 @@ POINTS = [point for file in FILES for point in read_points(file)]
 PAPER = Paper(POINTS, read_constants(ROOT / "wechat_yatt.toml"), quick=True)
 
 
+@pytest.mark.slow
 def test_a_quick_map(monkeypatch):
     """By the product's own plans; each cell says its regime."""
     asked = []

@@ -117,6 +117,7 @@ def test_bytes_by_hand():
     assert +network.heard == {1: network.sent[0]}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     """It writes what it prints."""
     monkeypatch.setattr(central, "DOCS", tmp_path / "papers")
