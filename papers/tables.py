@@ -110,12 +110,14 @@ def read_constants(path: Path) -> Constants:
 
 
 def sections_of(rows: list[Row]) -> list[str]:
-    """Markdown, a table a figure; what isn't modelled is below it."""
+    """Markdown, a table a figure; exact closed forms, and what isn't modelled, are a line below it."""
     lines = []
     for figure in dict.fromkeys(row.figure for row in rows):
         own = [row for row in rows if row.figure == figure]
-        shown = [row for row in own if row.kind != "not modelled"]
+        exact = [row for row in own if row.kind == "form" and row.theirs and abs(row.error) < 1e-9]
+        shown = [row for row in own if row.kind != "not modelled" and row not in exact]
         lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
+        lines += [f"{len(exact)} closed forms agree to the last digit.", ""] if exact else []
         left_out = [row for row in own if row.kind == "not modelled"]
         for why in dict.fromkeys(row.note for row in left_out):
             names = [f"{r.setting} {number(r.theirs, r.unit)}".strip() for r in left_out if r.note == why]
@@ -141,7 +143,7 @@ def table_of(rows: list[Row]) -> list[str]:
     above = ", ".join([kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit])
     table = [[*columns], ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table]
-    return [f"{above}. {errors(rows)}".strip(), "", *(f"| {line} |" for line in lines), ""]
+    return [f"{above}. {errors(rows)}".strip(), "", *(line.rstrip(" |") for line in lines), ""]
 
 
 def number(value: float | None, unit: str, usual: str = "") -> str:
@@ -172,7 +174,6 @@ def picture_of(rows: list[Row], path: Path) -> None:
     for kind in dict.fromkeys(row.kind for row in both):
         own = {number: 100 * row.error for number, row in enumerate(both) if row.kind == kind}
         axes.plot(own.values(), own.keys(), "o", label=f"{len(own)} {kind}")
-    axes.margins(y=0.01)
     axes.set_yticks(range(len(both)), [f"{row.figure}: {row.setting}" for row in both], fontsize=6)
     axes.set_xlabel("ours against theirs, %")
     axes.axvline(0, color="black")
