@@ -217,4 +217,4 @@ def test_a_quick_command(path):
     command = [sys.executable, path.with_suffix(".py"), "--quick"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
-    assert re.search(SUMMARY, ran.stdout) and ran.stdout.count(" | ") > 10
+    assert re.search(SUMMARY, ran.stdout, re.MULTILINE) and ran.stdout.count(" | ") > 10

@@ -72,6 +72,7 @@ def test_a_link_is_first_come_first_served():
     assert ended == {"a": 2.0, "b": 2.5, "c": 3.5}
 
 
+@pytest.mark.slow
 def test_one_process_passes_on_every_sample_five_times():
     """It is busy for all of their bytes; more than that and a step without them a step can't take."""
     constants, media, rate = PAPER.constants, 15e6, 0.3e9

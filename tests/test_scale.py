@@ -80,6 +80,7 @@ def test_the_closed_forms_stand_on_what_was_counted(found):
         )
 
 
+@pytest.mark.slow
 def test_media_go_through_one_controller_alone():
     """1 MB each: none of ours (tests/fakes.py asserts it of every simulated run); the one process all."""
     for ranks in (64, 128):
