@@ -44,6 +44,7 @@ results: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check tests
 
 install: .venv/installed
 

@@ -1,7 +1,6 @@
 """HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
 
     python papers/hybridflow.py                                       all, in a minute or two
-    python papers/hybridflow.py --quick                               points on at most 16 GPUs alone
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
 Figures 9, 11 and 15 are simulated in full colocation, in sizes by scheduling/mapping.py. Else: closed forms.

@@ -155,7 +155,6 @@ def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
 
 
 def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
-    """Of figures 7 to 9."""
     rows = []
     for point in chosen(paper, figure):
         ours = steps[setting := fastest(steps, paper, point)]

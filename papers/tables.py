@@ -112,21 +112,26 @@ def read_constants(path: Path) -> Constants:
 
 
 def sections_of(rows: list[Row]) -> list[str]:
-    """Markdown, a table a figure; what isn't modelled is below it."""
+    """Markdown, a table a figure; exact closed forms, and what isn't modelled, are a line below it."""
     lines = []
     for figure in dict.fromkeys(row.figure for row in rows):
         own = [row for row in rows if row.figure == figure]
-        shown = [row for row in own if row.kind != "not modelled"]
+        exact = [row for row in own if row.kind == "form" and row.theirs and abs(row.error) < 1e-9]
+        shown = [row for row in own if row.kind != "not modelled" and row not in exact]
         lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
-        for row in (row for row in own if row not in shown):
-            lines += [f"Not modelled: {row.setting} {number(row.theirs, row.unit)} ({row.note})", ""]
+        lines += [f"{len(exact)} closed forms agree to the last digit.", ""] if exact else []
+        left_out = [row for row in own if row.kind == "not modelled"]
+        for why in dict.fromkeys(row.note for row in left_out):
+            names = [f"{r.setting} {number(r.theirs, r.unit)}".strip() for r in left_out if r.note == why]
+            lines += [f"Not modelled: {'; '.join(names)} ({why})", ""]
     return lines
 
 
 def table_of(rows: list[Row]) -> list[str]:
     """Of a figure. What rows share is said once, above it; a row names its kind and unit if they differ."""
     parts = [[*row.setting.split(", "), row.note] for row in rows]
-    shared = [part for part in parts[0] if part and len(rows) > 1 and all(part in own for own in parts)]
+    told = [own for own, row in zip(parts, rows, strict=True) if row.theirs is not None] or parts
+    shared = [part for part in told[0] if part and len(rows) > 1 and all(part in own for own in told)]
     kind, unit = (statistics.mode(column) for column in ([r.kind for r in rows], [r.unit for r in rows]))
     columns = {
         "setting": [", ".join(part for part in own[:-1] if part not in shared) for own in parts],
@@ -138,10 +143,9 @@ def table_of(rows: list[Row]) -> list[str]:
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     above = ", ".join([kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit])
-    rules = ["--:" if name in ("theirs", "ours", "error") else "---" for name in columns]
-    table = [[*columns], rules, *zip(*columns.values(), strict=True)]
+    table = [[*columns], ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table]
-    return [f"{above}. {errors(rows)}".strip(), "", *(f"| {line} |" for line in lines), ""]
+    return [f"{above}. {errors(rows)}".strip(), "", *(line.rstrip(" |") for line in lines), ""]
 
 
 def number(value: float | None, unit: str, usual: str = "") -> str:
@@ -158,10 +162,10 @@ def summary_of(rows: list[Row], constants: Constants) -> list[str]:
 
 
 def errors(rows: list[Row]) -> str:
-    found = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
-    if not found:
+    own = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
+    if not own:
         return ""
-    return f"{len(found)} predicted rows: median error {statistics.median(found):.1%}, largest {max(found):.1%}."
+    return f"{len(own)} predicted rows: median error {statistics.median(own):.1%}, largest {max(own):.1%}."
 
 
 def picture_of(rows: list[Row], path: Path) -> None:
@@ -172,7 +176,6 @@ def picture_of(rows: list[Row], path: Path) -> None:
     for kind in dict.fromkeys(row.kind for row in both):
         own = {number: 100 * row.error for number, row in enumerate(both) if row.kind == kind}
         axes.plot(own.values(), own.keys(), "o", label=f"{len(own)} {kind}")
-    axes.margins(y=0.01)
     axes.set_yticks(range(len(both)), [f"{row.figure}: {row.setting}" for row in both], fontsize=6)
     axes.set_xlabel("ours against theirs, %")
     axes.axvline(0, color="black")

@@ -199,8 +199,7 @@ def h20(paper: Paper) -> list[Row]:
 
 
 def claims(paper: Paper) -> list[Row]:
-    reason = "their set-up is unknown: lines on our maps"
-    return [paper.row(point, None, "not modelled", reason) for point in paper.of("claims")]
+    return [paper.row(p, None, "not modelled", "set-up unknown: lines on maps") for p in paper.of("claims")]
 
 
 def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:

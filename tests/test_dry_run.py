@@ -176,31 +176,41 @@ def test_what_resharding_moves_by_hand():
 # ---------------------------------------------------------------- --dry-run
 
 
-def command(*arguments, **environment):
-    """run.py as a user starts it; what it printed."""
-    command = [sys.executable, "run.py", *map(str, arguments)]
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
-    )
-    assert "Traceback" not in ran.stderr
-    return ran
+@pytest.fixture
+def said(capsys, monkeypatch):
+    """What a dry run prints on rank 0."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def said(*arguments, ranks=2, maps=False):
+        config = parse_config(["--dry-run", *map(str, arguments)])
+        dry_run.dry_run(config, run.check_settings(config, ranks), ranks, maps)
+        return capsys.readouterr().out
+
+    return said
 
 
-@pytest.mark.parametrize("ranks", [None, 4])
-def test_a_dry_run_starts_nothing(tmp_path, ranks):
-    """Alone it speaks of two ranks, else of WORLD_SIZE; no folder; status 0; every setting is there."""
+def test_a_dry_run_starts_nothing(tmp_path):
+    """As a user starts it: status 0, no folder, every rank and every setting."""
     out = tmp_path / "out"
-    world = {} if ranks is None else {"WORLD_SIZE": str(ranks)}
-    ran = command("--dry-run", "--out", out, "--lr", "0.25", "--port", 23020, **world)
+    command = [sys.executable, "run.py", "--dry-run", "--out", str(out), "--lr", "0.25"]
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "4"}
+    )
     assert ran.returncode == 0 and not ran.stderr
     lines = ran.stdout.splitlines()
-    assert lines[0].startswith(f"nanoYATT: partial colocation on {ranks or 2} ranks")
+    assert lines[0].startswith("nanoYATT: partial colocation on 4 ranks")
     assert lines[-1] == "nothing was started"
-    assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == (ranks or 2)
+    assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == 4
     named = set(re.findall(r"(?:^|\s)([a-z0-9-]+)(?=\s)", ran.stdout))
     assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
     assert "lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
     assert not out.exists()
+
+
+def test_other_ranks_say_nothing(said, monkeypatch):
+    assert "actor: weights 2.9" in said("--preset", "images")
+    monkeypatch.setenv("RANK", "1")
+    assert said() == ""
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
@@ -215,22 +225,11 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
     assert parts["activations"] == 2 * (40 * 96 + 12 * keys + 20 * width) * 2000
 
 
-def test_a_dry_run_of_the_drawn_demo():
-    ran = command("--dry-run", "--map", "--preset", "images")
-    assert ran.returncode == 0 and not ran.stderr and "actor: weights 2.9" in ran.stdout
-
-
-def test_a_dry_run_with_a_map():
+def test_a_dry_run_with_a_map(said):
     """The best mapping of both placements of a policy and a judge; which can be run, and how."""
-    ran = command("--dry-run", "--map", WORLD_SIZE="4")
-    assert ran.returncode == 0 and not ran.stderr
-    shown = ran.stdout[
-        ran.stdout.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :
-    ]
-    assert (
-        "(an assumption)" in shown
-        and "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
-    )
+    text = said(ranks=4, maps=True)
+    shown = text[text.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :]
+    assert "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
     found = re.findall(r"^    ([\d.e-]+) s = generation .*(?:\n        .*)*", shown, re.MULTILINE)
     assert len(found) == 2 and [*map(float, found)] == sorted(map(float, found))
     assert shown.count("|") == 3  # one between two sets, two in words
@@ -248,95 +247,59 @@ def test_a_map_has_every_model_of_the_algorithm(tmp_path):
     actor, judge = models["actor"], models["judge 1"]
     assert actor._replace(cuts=0) == judge and actor.cuts == 2
     assert (actor.layers, actor.hidden, actor.kv_width) == (2, 64, 32)
-    ran = command("--map", WORLD_SIZE="4")
-    assert ran.returncode == 2 and "--map belongs to --dry-run" in ran.stderr
+    with pytest.raises(ValueError, match="--map belongs to --dry-run"):
+        run.start(["--map"], None)
 
 
-def test_a_dry_run_without_a_judge(tmp_path):
+def test_a_dry_run_without_a_judge(tmp_path, said):
     """Rules reward alone: no genrm anywhere."""
     save_model(tmp_path / "model")
-    ran = command(
-        "--dry-run", "--model", tmp_path / "model", "--rule", "right", "--out", tmp_path / "out"
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in ran.stdout
-    assert (
-        ran.stdout.count("rollout on port ") == 2
-        and "genrm on port" not in ran.stdout
-        and "    genrm" not in ran.stdout
-    )
+    text = said("--model", tmp_path / "model", "--rule", "right")
+    assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in text
+    assert text.count("rollout on port ") == 2
+    assert "genrm on port" not in text and "    genrm" not in text
 
 
-def test_a_dry_run_of_several_ranks_speaks_once(tmp_path):
-    """Rank 0 does; torchrun ends well."""
-    torchrun = [
-        Path(sys.executable).with_name("torchrun"),
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "23029",
-    ]
-    arguments = ["run.py", "--dry-run", "--out", tmp_path / "out"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*torchrun, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("nothing was started") == 1 and not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_refuses_what_the_run_would(tmp_path):
-    """The split, the model's directory, how it is cut, and the address, each in one line; status 2."""
+def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
+    """The split, the model's directory, how it is cut, and the address."""
     save_model(tmp_path / "model")
-    own = ["--model", tmp_path / "model", "--judge", tmp_path / "model"]
+    here, nowhere = tmp_path / "model", tmp_path / "nowhere"
+    own = ["--model", here, "--judge", here]
     for arguments, named in (
         (["--rollout-ranks", "8"], "--rollout-ranks 8"),
-        (["--model", tmp_path / "nowhere", "--judge", tmp_path / "model"], "nowhere"),
-        (["--model", tmp_path / "model", "--judge", tmp_path / "nowhere"], "nowhere"),
+        (["--model", nowhere, "--judge", here], "nowhere"),
+        (["--model", here, "--judge", nowhere], "nowhere"),
         ([*own, "--pp", "2", "--tp", "4", "--mode", "full"], "--tp 4 does not divide"),
         (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
     ):
-        ran = command("--dry-run", *arguments, WORLD_SIZE="8")
-        assert ran.returncode == 2 and named in ran.stderr and len(ran.stderr.splitlines()) == 1, (
-            ran.stderr
-        )
+        with pytest.raises(ValueError, match=named):
+            said(*arguments, ranks=8)
 
 
 # ---------------------------------------------------------------- check
 
 
-def test_check_is_one_screen_and_says_yes():
+def test_check_is_one_screen(capsys):
     """Here all is installed."""
-    ran = command("check", "--port", 23024)
-    assert ran.returncode == 0 and not ran.stderr, ran.stdout
-    lines = ran.stdout.splitlines()
-    assert (
-        len(lines) <= 24
-        and max(map(len, lines)) <= 120
-        and lines[-1] == "a run of 2 ranks can start"
-    )
-    for name in (
-        "Python",
-        "torch",
-        "megatron-core",
-        "sglang",
-        "accelerator",
-        "ports",
-        "disk",
-        "memory",
-    ):
+    dry_run.check(settings(port=23024))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 120
+    for name in ("Python", "torch", "megatron-core", "sglang", "accelerator"):
         assert any(line.startswith(f"  {name} ") for line in lines), name
+    assert {line[2:].split()[0] for line in lines} >= {"ports", "disk", "memory"}
 
 
 def test_check_names_a_taken_port(capsys):
     """And no other."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 23026))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert dry_run.check(settings(port=23024)) == 1
+        port = taken.getsockname()[1]
+        assert dry_run.check(settings(port=port - 2)) == 1
     printed = capsys.readouterr().out
-    assert "! ports" in printed and "23024-23027 on 127.0.0.1: 23026 taken" in printed
-    assert printed.endswith("missing: ports\n")
+    said = f"{port - 2}-{port + 1} on 127.0.0.1: "
+    assert said in printed and str(port) in printed.split(said)[1].split(" taken")[0]
+    assert "! ports" in printed and "ports" in printed.splitlines()[-1]
 
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):
@@ -349,4 +312,5 @@ def test_check_names_what_is_not_there(capsys, monkeypatch):
     assert dry_run.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
     assert "! sglang         not installed (pinned: ==0.5.23)" in printed
-    assert printed.endswith("missing: sglang, memory\n")
+    missing = printed.splitlines()[-1]
+    assert missing.startswith("missing: sglang") and "memory" in missing

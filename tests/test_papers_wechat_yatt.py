@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import placement
-from bench.workloads import WORKLOADS, YATT_TOKENS, critique_of, length_of
+from bench.workloads import YATT_TOKENS
 from papers import wechat_yatt as paper_of_yatt
 from papers.tables import ROOT, Paper, Point, Row, read_constants, read_points
 from papers.wechat_yatt import (
@@ -14,7 +14,6 @@ from papers.wechat_yatt import (
     JUDGES,
     POLICY,
     Link,
-    command_for,
     decisive,
     engine_of,
     regime_of,
@@ -30,19 +29,7 @@ POINTS = [point for file in FILES for point in read_points(file)]
 PAPER = Paper(POINTS, read_constants(ROOT / "wechat_yatt.toml"), quick=True)
 
 
-@pytest.mark.parametrize(
-    "change,regime",
-    [
-        (-0.30, "partial gains more than published"),
-        (-0.20, "as published"),
-        (-0.05, "gains less"),
-        (0.05, "full wins"),
-    ],
-)
-def test_regimes(change, regime):
-    assert regime_of(change) == regime
-
-
+@pytest.mark.slow
 def test_a_quick_map(monkeypatch):
     """By the product's own plans; each cell says its regime."""
     asked = []
@@ -54,7 +41,7 @@ def test_a_quick_map(monkeypatch):
     assert {plan[0].mode for plan in asked} == {"partial", "full"}
     for row in cells:
         assert 0.4 < row.ours < 1.2 and row.theirs is None
-        assert row.note.startswith(regime_of(row.ours - 1))
+        assert row.note == regime_of(row.ours - 1)
     assert len(cells) == 2 and cells[0].ours < cells[1].ours  # the best split, and halves
 
 
@@ -85,6 +72,7 @@ def test_a_link_is_first_come_first_served():
     assert ended == {"a": 2.0, "b": 2.5, "c": 3.5}
 
 
+@pytest.mark.slow
 def test_one_process_passes_on_every_sample_five_times():
     """It is busy for all of their bytes; more than that and a step without them a step can't take."""
     constants, media, rate = PAPER.constants, 15e6, 0.3e9
@@ -132,48 +120,6 @@ def test_ranks_play_their_part_of_an_engine(judge):
     assert at.most == (4096 // 20, 1000 // 20)
 
 
-def test_swaps_are_what_engines_take_and_more():
-    """20 s, 5 times as fast, are 4; the engines' own 0.45 s among them."""
-    swaps = [set_up_of(PAPER.constants, "32B", seconds) for seconds in (2.0, 20.0)]
-    assert [at.swap_s + at.more_s for at in swaps] == pytest.approx([0.45, 4.0])
-
-
-def test_a_cell_is_one_command():
-    """Its pace is that of the set-up, in milliseconds: a step, a sequence, a prompt that is read."""
-    line = command_for(PAPER.constants, "32B", 20, (1.0, 0.5), 16)
-    assert line[1:4] == ["bench/modes.py", "--ranks", "4"]
-    said = {
-        flag: line[line.index(flag) + 1] for flag in ("--pace", "--swap", "--steps", "--moving")
-    }
-    assert (said["--swap"], said["--steps"], said["--moving"]) == ("3.55", "3", "16")
-    at = set_up_of(PAPER.constants, "32B", 20)
-    for pace, decode in zip(said["--pace"].split(";"), at.decode.values(), strict=True):
-        fixed, each, read = (float(number) / 1000 for number in pace.split(","))
-        assert fixed == pytest.approx(decode.fixed, abs=1e-5) and each == pytest.approx(
-            decode.each, abs=1e-5
-        )
-        assert read > decode.prefill
-    assert line[-2:] == ["yatt 1", "yatt 0.5"] and all(name in WORKLOADS for name in line[-2:])
-    assert line[line.index("--sides") + 1 : line.index("--workloads")] == [
-        "full",
-        "1|3",
-        "2|2",
-        "rebalance",
-        "auto",
-    ]
-
-
-def test_real_texts_are_those_of_the_map_in_fewer_tokens():
-    answers = sorted(
-        length_of("yatt 1", prompt, index) for prompt in range(300) for index in range(8)
-    )
-    assert (
-        answers[len(answers) // 2] == pytest.approx(600 / 20, abs=2) and answers[-1] == 4096 // 20
-    )
-    critiques = sorted(critique_of("yatt 1", prompt, 0) for prompt in range(1000))
-    assert critiques[500] == pytest.approx(250 / 20, abs=1) and critiques[-1] <= 1000 // 20
-
-
 def measured_point(side, value, cell="32B judge, keep 1, swap 2 s"):
     source = "0", "RUN", "x", "-", "2 steps"
     return Point("real", "nanoYATT", f"{cell}, {side}", "4", "serving", "s", value, *source)
@@ -186,9 +132,7 @@ def test_measured_rows(monkeypatch):
     points = [measured_point("full", "15.0"), measured_point("1|3", "12.0")]
     full, split = FIGURES["real"](PAPER._replace(points=points))
     name, kind = "32B judge, keep 1, swap 2 s", "measured"
-    assert full == Row(
-        "real", f"{name}, full", 15.0, 16.0, "s", kind, "2 steps; 15.0 s, simulated 16.0 s"
-    )
+    assert full == Row("real", f"{name}, full", 15.0, 16.0, "s", kind, "2 steps")
     assert split[:-1] == ("real", f"{name}, 1|3", 0.8, 0.75, "x full", kind)
     for bad in (points[1:], [measured_point("full", "1.0", "8B judge, keep 1, swap 2 s")]):
         with pytest.raises(ValueError, match="isn't as `32B judge, keep 1, swap 2 s, full`"):

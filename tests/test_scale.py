@@ -1,24 +1,16 @@
 """bench/central.py: what is counted, by hand; flat or not, and with which exponent; who decides."""
 
-import ast
-import asyncio
 import subprocess
 import sys
-import weakref
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
-import rollout
 from bench import central
-from bench.central import TOKEN_BYTES, Alike, Busiest, Counting, Even, exponents
-from data import Prompts
+from bench.central import TOKEN_BYTES, Counting, exponents
 from sample import Sample
-from simulation.meetings import SimulatedWorld
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,6 +80,7 @@ def test_the_closed_forms_stand_on_what_was_counted(found):
         )
 
 
+@pytest.mark.slow
 def test_media_go_through_one_controller_alone():
     """1 MB each: none of ours (tests/fakes.py asserts it of every simulated run); the one process all."""
     for ranks in (64, 128):
@@ -98,42 +91,6 @@ def test_media_go_through_one_controller_alone():
         more = with_media.ways()["central"].sent - plain.ways()["central"].sent
         assert more == pytest.approx(kept * 1e6)
         assert with_media.ways()["ours"][:5] == plain.ways()["ours"][:5]
-
-
-def test_nothing_is_held_of_the_step_before(monkeypatch):
-    """When its step begins, a controller holds no sample: neither of those drawn nor of those received."""
-    held, found = Counter(), []
-
-    def watched(rank, samples):
-        held[rank] += len(samples)
-        for sample in samples:
-            weakref.finalize(sample, held.subtract, [rank])
-        return samples
-
-    group, received = Prompts.group, SimulatedWorld._received
-
-    async def look(c):
-        found.append(held[c.world.rank])
-        return await rollout.collect(c)
-
-    monkeypatch.setattr(
-        Prompts, "group", lambda self, *more: watched(rank_of[self], group(self, *more))
-    )
-    monkeypatch.setattr(
-        SimulatedWorld, "_received", lambda w, parcel: watched(w.rank, received(w, parcel))
-    )
-    run = central.Scaled(64, steps=3)
-    rank_of = {c.prompts: c.world.rank for c in run.controllers}
-    for c in run.controllers:
-        c.collect = look
-    run.run(share=False)
-    assert found == [0] * 8 * 3
-
-
-def test_exponents_are_slopes():
-    values = {n: Busiest(5, 2 * n, 0, 3 * n**0.5, n**2, 1 / n) for n in (8, 64, 512)}
-    slopes = dict(samples=0, sent=1, relayed=0, heard=0.5, requests=2, seconds=-1)
-    assert exponents(values) == pytest.approx(slopes)
 
 
 def test_bytes_by_hand():
@@ -161,35 +118,7 @@ def test_bytes_by_hand():
     assert +network.heard == {1: network.sent[0]}
 
 
-def test_units_are_alike():
-    lengths, work = (
-        Alike(600, 1.0, 4096, 4),
-        Even(512, *[Alike(600, 1.0, 4096, 4)] * 2, keep=0.5, units=4),
-    )
-    for prompt_id in range(0, 40, 4):
-        first, again = ([lengths.of(7, prompt_id + unit, 1) for unit in range(4)] for _ in range(2))
-        assert first == again and 0.89 * max(first) <= min(first) < max(first)
-        assert len({work.is_right(prompt_id + unit, 1) for unit in range(4)}) == 1
-    assert len({lengths.of(prompt_id, 1) for prompt_id in range(0, 40, 4)}) > 5
-
-
-def test_samples_held_and_requests_by_hand():
-    """4 drawn, one of them trained on here beside two of others; 3 requests asked, one served for another."""
-    run, stats = central.Scaled(64), SimpleNamespace(requests=1)
-    spans = [SimpleNamespace(name="rollout", rank=5), SimpleNamespace(name="train", rank=5)]
-    c = SimpleNamespace(world=SimpleNamespace(rank=2), timeline=SimpleNamespace(spans=spans))
-    samples = [Sample(p, 0, [1]) for p in range(6)]
-    batch = rollout.RolloutBatch(samples[:2], samples[2:3], [samples[3:4]])
-    batch.stats = SimpleNamespace(rollout=stats, genrm=SimpleNamespace(requests=2))
-    with mock.patch.object(central.Scaled.__mro__[2], "step", mock.AsyncMock()):
-        asyncio.run(run.step(c, 0, batch, [samples[0], *samples[4:]], {}))
-    assert (run.drawn, run.held, run.requests) == (
-        Counter({2: 4}),
-        Counter({2: 6}),
-        Counter({2: 3, 5: 1}),
-    )
-
-
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys):
     """It writes what it prints."""
     monkeypatch.setattr(central, "DOCS", tmp_path / "papers")
@@ -200,19 +129,3 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "papers/scale.png").stat().st_size > 10_000
     helped = [sys.executable, str(ROOT / "bench/central.py"), "--help"]
     assert "--quick" in subprocess.run(helped, capture_output=True, text=True, check=True).stdout
-
-
-def test_it_takes_no_decision_itself():
-    """Nothing of serving, routing or balancing is defined in bench/central.py."""
-    product = {*rollout.MODES, "route", "generate", "judge", "serve", "collect", "exchange", "deal"}
-    product |= {
-        "plan_batch",
-        "karmarkar_karp",
-        "choose_split",
-        "next_wave",
-        "status",
-        "apply_status",
-    }
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    tree = ast.parse((ROOT / "bench/central.py").read_text())
-    assert not {node.name for node in ast.walk(tree) if isinstance(node, kinds)} & product

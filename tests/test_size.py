@@ -25,6 +25,7 @@ CHECKED = (
     PRODUCT + OUTSIDE + sorted(ROOT.glob("bench/*.py")) + sorted(ROOT.glob("examples/**/*.py"))
 )
 MOST_OUTSIDE = 1_800  # lines around the product in which papers are looked at
+MOST_TEST_LINES, MOST_WORDS = 16_000, 18_000  # of tests/, as `ruff format` lays them out; of docs/
 MOST_LINES, MOST_ROOT_LINES, MOST_ROOT_FILES, MOST_COLUMNS = 11_018, 3_480, 13, 110
 LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
@@ -122,6 +123,12 @@ def test_budget_of_the_whole():
     assert lines_of(OUTSIDE) <= MOST_OUTSIDE
     lengths = [f.end_lineno - f.lineno + 1 for path in PRODUCT for f in functions_of(path)]
     assert statistics.median(lengths) <= 10
+
+
+def test_budget_of_tests_and_docs():
+    assert lines_of((ROOT / "tests").rglob("*.py")) <= MOST_TEST_LINES
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("path", PRODUCT + OUTSIDE, ids=name_of)

@@ -1,0 +1,27 @@
+"""The lists of planted bugs: each can be planted, each module has some."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from planted_bugs import ROOT, read_bugs
+from test_size import ROOMS, ROOT_FILES, room_of
+
+BUGS = read_bugs()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.module}.{bug.name}")
+def test_a_bug_can_be_planted(bug):
+    """Its place is there once, it changes something, and a test file is said to find it."""
+    assert bug.planted() != (ROOT / bug.file).read_text()
+    assert Path(bug.found_by).name.startswith("test_")
+    assert (ROOT / "tests" / bug.found_by).is_file()
+
+
+def test_every_module_has_its_bugs():
+    """By the file in which they are: three of each root file and room."""
+    found = Counter(room_of(ROOT / bug.file) for bug in BUGS)
+    modules = [*map(room_of, ROOT_FILES), *ROOMS]
+    assert not [name for name in modules if found[name] < 3]
+    assert len(BUGS) >= 60
