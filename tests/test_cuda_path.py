@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+import run
 from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
-from config import PRESETS, parse_config
-from engines.server import server_flags
+from config import PRESETS, UserError, parse_config
+from engines import server
+from engines.server import server_environment, server_flags
 from fakes import simulate
 
 ROOT = Path(__file__).parent.parent
@@ -136,3 +140,37 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     assert peak + ASLEEP == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
     assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
+
+
+def test_an_engine_with_cuda_finds_what_pip_put_beside_python(monkeypatch, tmp_path):
+    """`ninja` of a virtual environment that isn't activated, whose Python is a link."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    (tmp_path / "venv" / "ninja").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = server_environment("key", "/tmp/x", "cuda")["PATH"]
+    assert shutil.which("ninja", path=path) == str(tmp_path / "venv" / "ninja")
+
+
+@pytest.mark.parametrize("where", ["CUDA_HOME", "PATH", ""])
+def test_engines_need_a_compiler(models, monkeypatch, tmp_path, where):
+    """nvcc is looked for where SGLang does; without it one line comes before anything starts."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(server, "NVCC", tmp_path / "bin" / "nvcc")
+    for name in ("CUDA_HOME", "CUDA_PATH", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if where == "PATH":
+        (tmp_path / "nvcc").touch(mode=0o755)
+    elif where:
+        monkeypatch.setenv(where, "/opt/cuda")
+    config = settings(models, "7B")
+    if where:
+        run.choose_device(config)
+        return
+    with pytest.raises(UserError, match=r"^--device cuda: engines compile kernels, .* no nvcc"):
+        run.choose_device(config)
+    run.choose_device(replace(config, command="sft"))  # starts no engine

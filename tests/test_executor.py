@@ -85,6 +85,7 @@ class Wires:
         calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
         monkeypatch.setattr(executor, "dist", SimpleNamespace(**calls))
         self.steps = [[] for _ in table]  # of each rank: (kind, pair, group, direction)
+        self.most = 0  # tensors that a rank holds at once for messages under way
         for self.rank, tasks in enumerate(table):
             trainer = SimpleNamespace(
                 pipeline=executor.Pipeline(self.rank, list(range(len(table))), "up", "down"),
@@ -98,6 +99,7 @@ class Wires:
             for task in tasks:
                 messages.receive(task)
                 messages.send(task, torch.zeros(1))
+                self.most = max(self.most, sum(map(len, messages.leaving.values())))
             messages.finish()
             assert not any(messages.leaving.values())
 
@@ -149,3 +151,12 @@ def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
     table = SCHEDULES[schedule].table(pipes)
     assert Wires(monkeypatch, table, pipes).end()
     assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule != "fused")
+
+
+def test_what_has_arrived_is_let_go(monkeypatch):
+    """Nothing but what is under way is held, however many micro-batches a table has."""
+    held = {}
+    for count in (8, 32):
+        pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]
+        held[count] = Wires(monkeypatch, SCHEDULES["1f1b"].table(pipes), pipes).most
+    assert held[8] == held[32] <= 8

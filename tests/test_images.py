@@ -1,6 +1,7 @@
 """Images: tokens one way and the other, positions against transformers', and what is refused."""
 
 import io
+import random
 from functools import partial
 
 import pytest
@@ -106,3 +107,24 @@ def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not an image that can be read"):
         reader.decoded(file.getvalue(), "a.png")
     assert not started.exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", reader.FORMATS)
+def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
+    """200 times with some bytes changed, lost or added, near the beginning, where the headers are."""
+    rng, refused = random.Random(kind), 0
+    file = io.BytesIO()
+    pillow.frombytes("RGB", (24, 17), rng.randbytes(24 * 17 * 3)).save(file, kind)
+    for _ in range(200):
+        data = bytearray(file.getvalue())
+        for _ in range(rng.randint(1, 8)):
+            place = rng.randrange(min(len(data), 200))
+            lost, added = rng.choice(((1, 1), (rng.randint(1, 20), 0), (0, 10)))
+            data[place : place + lost] = rng.randbytes(added)
+        try:
+            reader.decoded(bytes(data), "a file")
+        except UserError as error:
+            assert str(error).startswith("a file: ")
+            refused += 1
+    assert refused > 20  # else nothing was damaged

@@ -2,14 +2,18 @@
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import actor
+import run
 from config import Config
 from scheduling.balance import packed_length
+from training import model, ptx
 from training.ptx import add_texts, choose, metrics, read_texts
 
 TEXTS = [([1], [number]) for number in range(7)]
@@ -89,3 +93,33 @@ def test_the_longest_sequence_fits_a_micro_batch(budget, cp, data):
     tokens = data.draw(st.integers(1, config.token_budget))
     assert packed_length(tokens, cp) <= config.max_tokens_per_micro_batch
     assert config.token_budget > config.max_tokens_per_micro_batch - 2 * cp
+
+
+def test_every_rank_has_as_many_micro_batches(monkeypatch):
+    """Replicas that train on other numbers of texts would sum gradients in another order."""
+
+    def reduced(values, op):
+        return values | ({"count": 5.0} if "count" in values else {})  # another rank has 5
+
+    monkeypatch.setattr(actor, "all_reduce", reduced)
+    monkeypatch.setattr(actor.Actor, "pack", lambda self, texts: [[0, 1], [2]])
+    one = actor.Actor.__new__(actor.Actor)
+    one.texts, one.version, one.dp_rank, one.dp_size = [([1], [2])], 0, 0, 1
+    one.config = Config()
+    one.algorithm = SimpleNamespace(ptx_batch=3, ptx_coef=0.1)
+    packed, _ = one._add_texts(0, SimpleNamespace(divisors=torch.ones(4)), None)
+    assert [len(texts) for texts in packed] == [2, 1, 0, 0, 0]
+
+
+def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
+    """Where the model's context is longer, a step that draws a long text would end the run."""
+    texts = ("grpo", "ptx_data=x.jsonl", "ptx_coef=0.1")
+    config = Config(model="m", judge=("j",), algorithm=texts, cp=3)
+    monkeypatch.setattr(run.server, "context_length", lambda *_: 32768)
+    elsewhere = [(model, "read_hf_config"), (run, "reader_of"), (run, "Addition"), (run, "data")]
+    for where, name in [*elsewhere, (run.rewards, "build")]:
+        monkeypatch.setattr(where, name, mock.MagicMock())
+    monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
+    _, longest, _ = run.load_inputs(config, print)
+    assert packed_length(longest, 3) <= config.max_tokens_per_micro_batch == 8192
+    assert longest == 8190
