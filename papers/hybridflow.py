@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import UserError
-from papers.tables import Paper, Point, Row, command, values
+from papers.tables import Paper, Point, Row, command, known, values
 from scheduling import mapping
 from scheduling.costs import Decode, Device, Model, Passes
 from scheduling.mapping import Choice, Sizes, Speeds, Task
@@ -103,12 +103,6 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     device = Device(**of["device"], **of["transition"])
     speeds = Speeds(device, **of["speeds"], **of["compute"], **generation)
     return Setting(models, int(point.gpus), task, speeds)
-
-
-def known(point: Point, name: str, table: dict[str, Any]) -> Any:
-    if name not in table:
-        raise UserError(f"{point.where}: {name} is none of {', '.join(table)}")
-    return table[name]
 
 
 def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:

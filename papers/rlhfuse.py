@@ -23,7 +23,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import UserError
-from papers.tables import ROOT, Constants, Paper, Point, Row, command, values
+from papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
 from scheduling import pipeline
 from scheduling.costs import Decode, Device, Model, Passes, decode_of
 from scheduling.fusion import TAILS
@@ -109,14 +109,11 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     updates, grain = system["batch"] / system["mini_batch"], max(1, setting.most // 256)
     longest = system["prompt"] + setting.most + 8 * grain  # tokens, and some that `config_of` adds
     seconds = [training_s(constants, model, setting.most) for model in (setting.actor, setting.critic)]
-    return Cluster(
-        dict(
-            rollout=replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest),
-            genrm=Decode(0.0, judgement_s / grain),
-        ),
-        *(Passes(0.0, update=each_s / updates) for each_s in seconds),
-        speed_up=speed_up(constants, setting), grain=grain, meeting_s=setting.most / 10_000,
-    )  # fmt: skip
+    rollout = replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest)
+    engines = dict(rollout=rollout, genrm=Decode(0.0, judgement_s / grain))
+    passes = (Passes(0.0, update=each_s / updates) for each_s in seconds)
+    rest = dict(speed_up=speed_up(constants, setting), grain=grain, meeting_s=setting.most / 10_000)
+    return Cluster(engines, *passes, **rest)
 
 
 def simulate(constants: Constants, setting: Setting) -> dict[str, float]:
@@ -158,10 +155,9 @@ def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
     rows = []
     for point in chosen(paper, figure):
         ours = steps[setting := fastest(steps, paper, point)]
-        if point.metric not in ours:
-            raise UserError(f"{point.where}: its metric is none of {', '.join(ours)}")
+        seconds = known(point, point.metric, ours)
         stage = f" {point.system} {'training' if 'training' in point.metric else 'serving'}"
-        row = paper.row(point, ours[point.metric], note=f"tail {setting.tail:g}" * (point.system != "Base"))
+        row = paper.row(point, seconds, note=f"tail {setting.tail:g}" * (point.system != "Base"))
         rows.append(row._replace(figure=figure + stage * (figure == "8")))
     missing = NOT_MODELLED.get(figure, {}).items()
     return rows + [Row(figure, name, None, None, "", "not modelled", why) for name, why in missing]

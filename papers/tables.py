@@ -102,6 +102,12 @@ def read_points(path: Path) -> list[Point]:
     return points
 
 
+def known(point: Point, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        raise UserError(f"{point.where}: {name} is none of {', '.join(table)}")
+    return table[name]
+
+
 def read_constants(path: Path) -> Constants:
     """UserError for a table that says neither what it was fitted on nor where it is from."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))

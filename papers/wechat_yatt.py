@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.paced import MOVING, SetUp, command_of, measure, serving_s
 from bench.workloads import YATT_TOKENS, length_of
 from config import UserError
-from papers.tables import ROOT, Constants, Paper, Row, command, read_constants, values
+from papers.tables import ROOT, Constants, Paper, Row, command, known, read_constants, values
 from scheduling.costs import Decode, Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
 from simulation.engine import Moves, SimulatedEngine
@@ -83,8 +83,7 @@ def partial_s(constants: Constants, judge: str, swap_s: float, keep: float, spli
 
 def regime_of(change: float) -> str:
     """By the published range."""
-    least, most = PUBLISHED[::-1]
-    names = ((most, "gains more"), (least, "as published"), (0.0, "gains less"))
+    names = ((PUBLISHED[0], "gains more"), (PUBLISHED[1], "as published"), (0.0, "gains less"))
     return next((name for bound, name in names if change < bound), "full wins")
 
 
@@ -99,8 +98,8 @@ def partial(paper: Paper) -> list[Row]:
         for swap_s in SWAPS_S[:1] if paper.quick else SWAPS_S:
             full_s = simulate(paper.constants, judge, "full", swap_s, keep)[0].seconds["serve"]
             for split in dict.fromkeys((best, RANKS // 2)):
-                known = swap_s == SWAPS_S[0]
-                own = took[split] if known else partial_s(paper.constants, judge, swap_s, keep, split)
+                again = swap_s != SWAPS_S[0]
+                own = partial_s(paper.constants, judge, swap_s, keep, split) if again else took[split]
                 cell = f"{judge} judge, keep {keep:g}, swap {swap_s} s, {split}|{RANKS - split}"
                 ratio = own / full_s
                 rows.append(Row("partial", cell, None, ratio, "x full", "predicted", regime_of(ratio - 1)))
@@ -190,9 +189,8 @@ def h20(paper: Paper) -> list[Row]:
     rows = []
     for point in paper.of("h20"):
         name, tp, batch, *_ = point.setting.split()
-        if name not in MODELS:
-            raise UserError(f"{point.where}: {name} is none of {', '.join(MODELS)}")
-        decode, size = engine_of(paper.constants, MODELS[name], int(tp.removeprefix("TP"))), int(batch)
+        model, size = known(point, name, MODELS), int(batch)
+        decode = engine_of(paper.constants, model, int(tp.removeprefix("TP")))
         context = CONTEXTS[point.metric]
         rows.append(paper.row(point, size / decode.seconds(1, size, context * size), note=point.note))
     return rows

@@ -211,7 +211,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {}, raising=False)
+    monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {"weight": 1}, raising=False)
     monkeypatch.setattr(FakeActor, "write_hf", write_hf, raising=False)
     simulate("full", 1, steps=1, save_every=1, save_hf_every=1, out=tmp_path)
     folder = tmp_path / "checkpoints" / "step_1"
