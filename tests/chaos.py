@@ -3,15 +3,14 @@
     python tests/chaos.py --trials 30 --first 0 [--mode MODE]    a line a trial; exit 1 if one broke
 
 A trial runs the demo with one or two faults: kill -9 of any process of the run at any moment, SIGSTOP of an
-engine's, replies of engines that are lost or late (broken_replies.py). It is started again with the same
-command until its steps are done. Then it has the unbroken run's numbers and final weights, to the last bit;
-or it ended with a clear stop of docs/faults.md. No process may be left behind. Needs Linux.
+engine's, kill -9 of all in a save. It is started again with the same command until its steps are done. Then
+it has the unbroken run's numbers and final weights, to the last bit; or it ended with a clear stop of
+docs/faults.md. No process may be left behind. Needs Linux.
 """
 
 import argparse
 import contextlib
 import functools
-import os
 import random
 import shutil
 import signal
@@ -100,12 +99,7 @@ def kill_in_a_save(run: Run, rng: random.Random) -> str:
     return f"kill -9 of all processes in the save of step {step}"
 
 
-def lose_replies(run: Run, rng: random.Random) -> str:
-    return "replies of engines are lost or late"  # by broken_replies.py, all the time
-
-
 FAULTS = [kill] * 4 + [stop] * 3 + [kill_in_a_save] * 2
-FAULTS += [lose_replies]
 
 
 # ---------------------------------------------------------------- trials
@@ -117,12 +111,10 @@ def trial(number: int, mode: str) -> bool:
     faults = [FAULTS[number % len(FAULTS)], *rng.choices(FAULTS, k=rng.random() < 0.3)]
     arguments, expected = (*SMALL.split(), "--mode", mode), unbroken(mode)
     shutil.rmtree(folder, ignore_errors=True)
-    os.environ["CHAOS_REPLIES"] = str(number)
     for start in range(MOST_STARTS):
         fault = faults[start] if start < len(faults) else None
-        program = "tests/broken_replies.py" if fault is lose_replies else "run.py"
-        how = dict(launch=("--max-restarts", rng.choice([0, 2])), program=program)
-        run = Run(folder / f"start-{start}", *arguments, **how, out=folder / "out").start()
+        launch, out = ("--max-restarts", rng.choice([0, 2])), folder / "out"
+        run = Run(folder / f"start-{start}", *arguments, launch=launch, out=out).start()
         if fault:
             told.append(fault(run, rng))
         end = end_of(run.finish(DEADLINE_S), expected)
