@@ -86,7 +86,7 @@ class FakeEngine:
     """One for all ranks: a handle, and its server with those that take its place.
 
     version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
-    swap_s: to sleep or wake. is_deaf: it hears no abort. starts: how many more times it can be started.
+    swap_s: to sleep or wake. starts: how many more times it can be started.
     drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
     """
 
@@ -96,7 +96,7 @@ class FakeEngine:
         self.role, self.rank, self.device, self.model = role, rank, device, model
         self.name, self._write, self.server = f"{role} engine of rank {rank}", write, self
         self.version, self.awake, self.runs, self.hangs = None, False, True, False
-        self.pace, self.part, self.swap_s, self.is_deaf = SECONDS_PER_TOKEN, 10**6, 0.1, False
+        self.pace, self.part, self.swap_s = SECONDS_PER_TOKEN, 10**6, 0.1
         self.requests, self.asked, self.aborts = [], [], []
         self.starts, self.drops = 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
@@ -182,7 +182,7 @@ class FakeEngine:
         clock = asyncio.get_running_loop().time
         while True:
             changed = asyncio.ensure_future(self.changed.wait())
-            waiting = [changed] if self.hangs or self.is_deaf else [changed, aborted]
+            waiting = [changed] if self.hangs else [changed, aborted]
             timeout = None if self.hangs else max(0.0, due - clock())
             try:
                 done, _ = await asyncio.wait(
@@ -198,7 +198,7 @@ class FakeEngine:
     async def abort(self):
         await self.answer()
         assert self.awake, "told to abort while it slept"
-        for aborted in () if self.is_deaf else self.aborts:
+        for aborted in self.aborts:
             if not aborted.done():
                 aborted.set_result(None)
 

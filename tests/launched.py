@@ -43,10 +43,10 @@ def free_ports() -> int:
 class Run:
     """One `torchrun run.py` on a few ranks. `again` is the same command, started once more."""
 
-    def __init__(self, folder, *arguments, ranks=2, launch=(), program="run.py", out=None):
+    def __init__(self, folder, *arguments, ranks=2, launch=(), out=None):
         self.folder, self.ranks, self.out = folder, ranks, out or folder / "out"
         self.port, self._arguments = free_ports(), arguments
-        self._launch, self._program, self._seen = launch, program, set()
+        self._launch, self._seen = launch, set()
         self.status: int | None = None
         self.left: list[str] = []  # command lines of what outlived it
         self.bystander_spared = False  # whether it killed nobody else's process
@@ -56,7 +56,7 @@ class Run:
         command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
         command += [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", self.ranks]
         command += ["--master-port", self.port + PORTS - 1, *self._launch]
-        command += [self._program, *self._arguments, "--out", self.out, "--port", self.port]
+        command += ["run.py", *self._arguments, "--out", self.out, "--port", self.port]
         # seconds for a save after a signal, as the Makefile says
         settings = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
@@ -66,7 +66,7 @@ class Run:
 
     def again(self) -> "Run":
         """The same command, from its start to its end; it says what it has to in a folder of its own."""
-        how = dict(ranks=self.ranks, launch=self._launch, program=self._program, out=self.out)
+        how = dict(ranks=self.ranks, launch=self._launch, out=self.out)
         return Run(self.folder / "again", *self._arguments, **how).start().finish()
 
     def struck(self, *strikes) -> "Run":
@@ -131,7 +131,7 @@ class Run:
     def rank_processes(self) -> list[psutil.Process]:
         """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
         children = self.launcher().children()
-        return [process for process in children if self._program in " ".join(process.cmdline())]
+        return [process for process in children if "run.py" in " ".join(process.cmdline())]
 
     def engine(self, role: str, rank: int, name: str) -> psutil.Process:
         """The process called `name` of a role's server on a rank."""

@@ -150,24 +150,6 @@ def test_a_role_without_engines_ends_the_run_which_goes_on_from_its_checkpoint(
     assert resumed[0].report.accuracies.items() <= unbroken[0].report.accuracies.items()
 
 
-@pytest.mark.parametrize("mode,size", LAYOUTS)
-@pytest.mark.parametrize("role", ["rollout", "genrm"])
-@pytest.mark.parametrize("verb", ["die", "hang"])
-def test_an_engine_lost_asleep(mode, size, role, verb):
-    """It is found when it is to wake, and passed over in the step; the only one of its role ends the run."""
-    rank = size - 1 if role == "genrm" else 0
-    events = [(start_of("train", mode, size) + 0.1, strike(verb, role, rank))]
-    name = f"the {role} engine of rank {rank} didn't answer"
-    if len(engines_of(without_faults(mode, size), role)) == 1:
-        with pytest.raises(ValueError, match=name):
-            simulate(mode, size, events=events, **UNBROKEN)
-        return
-    controllers, _ = simulate(mode, size, events=events, **UNBROKEN)
-    check_as_unbroken(controllers)
-    assert controllers[0].report.restarts == [0, 0, 1, 0]
-    assert all(c.report.notes == [f"{name}: others go on with its work"] for c in controllers)
-
-
 # ---------------------------------------------------------------- stops
 
 

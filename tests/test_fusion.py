@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -119,21 +118,6 @@ def test_an_engine_lost_in_a_move(role, rank, later_s):
     assert sum(controllers[0].report.restarts) == 1
 
 
-def test_whoever_moves_is_dealt():
-    """Requests that move at once go to the kept engines in turns: none gets two more than another."""
-    options = dict(UNBROKEN, tail=0.9, prompts_per_step=32, steps=1)
-    latency = TokenLatency(0.01, 0.01 / 50)  # so that the tail keeps 3 engines of 8
-    with mock.patch.object(rollout, "token_latency", lambda *_: latency):
-        controllers, _ = simulate("fused", 8, **options)
-    moved_at = next(time for time, _, text in tail_marks(controllers) if text == "3|5")
-    asked = Counter()
-    for engine in controllers[0].placement.rollout.all_engines:
-        sent = [sent for sent, _ in engine.server.asked if moved_at < sent < moved_at + 0.4]
-        asked += Counter({engine.rank: len(sent)})
-    assert len(asked) == 3 and sum(asked.values()) > 10
-    assert max(asked.values()) - min(asked.values()) <= 1
-
-
 # ---------------------------------------------------------------- which tail
 
 
@@ -185,18 +169,6 @@ def simulated(workload, mode, steps=6, **settings):
 def serving_s(steps, first=1):
     """In the median; the slowest controller's."""
     return median(step.stats.serve_s for step in steps[first:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", ["tail", "longer tail"])
-def test_the_model_says_what_steps_take(workload):
-    """With the engines' true latencies, within 10 % of the controllers on engines that decode in steps."""
-    latency, (_, _, critique, _) = TokenLatency(DECODE.fixed, DECODE.each), WORKLOADS[workload]
-    for tail in (0.0, 0.1, 0.2, 0.9):
-        steps = simulated(workload, "fused", tail=tail)
-        model = FluidModel((4, 4), latency, latency, 128, 0.3)
-        said = [model.seconds(tail, step.stats.lengths, 128, critique + 1) for step in steps[1:]]
-        assert median(said) == pytest.approx(serving_s(steps), rel=0.1), tail
 
 
 SPLITS = [dict(mode="partial", rollout_ranks=ranks) for ranks in (1, 2, 3)]

@@ -83,21 +83,10 @@ def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size,
         assert not c.placement.rollout.all_engines and not c.placement.genrm.all_engines
 
 
-def test_train_only_stops_at_steps(tmp_path):
-    """Fewer steps when fewer are asked for; more than the file has are refused."""
-    rollout_only(tmp_path, steps=3)
-    path = tmp_path / "replay.jsonl"
-    (c,) = train_only(path, steps=2)
-    assert c.placement.actor.version == 2 and not c.report.notes
-    refused = r"--replay .*replay\.jsonl holds 3 steps, but 9 are left up to --steps 9"
-    with pytest.raises(ValueError, match=refused):
-        train_only(path, steps=9)
-
-
 def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path):
     """What a run that was resumed after two steps served is trained on after those two steps.
 
-    With other weights it is refused.
+    With other weights it is refused, and so are more steps than the file has.
     """
     rollout_only(tmp_path, steps=4, done=2)
     path = tmp_path / "replay.jsonl"
@@ -108,19 +97,8 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
     refused = r"--replay .*replay\.jsonl: step 0 is of weights v2, newer than the actor's v0"
     with pytest.raises(ValueError, match=refused):
         train_only(path, steps=2)
-
-
-def test_a_step_that_kept_nothing_is_a_step_of_the_replay_too(tmp_path):
-    """It has no row in the file. The steps after it keep their place, and it trains on nothing."""
-    rollout_only(tmp_path, steps=3)
-    path = tmp_path / "replay.jsonl"
-    whole = read_replay(path)
-    rows = path.read_text().splitlines()
-    path.write_text("".join(row + "\n" for row in rows if json.loads(row)["step"] != 1))
-    steps = read_replay(path)
-    assert steps == [whole[0], [], whole[2]]
-    (c,) = train_only(path)
-    assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in steps]
+    with pytest.raises(ValueError, match="holds 2 steps, but 7 are left up to --steps 9"):
+        train_only(path, steps=9, done=2)
 
 
 # ---------------------------------------------------------------- the file
@@ -133,7 +111,9 @@ def row(step, sample):
 PLACE = (st.integers(0, 9), st.integers(0, 9), st.just([1]))
 FACTS = dict(question=st.text(), logprobs=st.lists(st.floats(-80, 0), max_size=5))
 SAMPLES = st.builds(Sample, *PLACE, verdict=st.none() | st.booleans(), **FACTS)
-STEPS = st.lists(st.lists(SAMPLES, min_size=1, max_size=4), min_size=1, max_size=4)
+ROWS = st.lists(SAMPLES, min_size=1, max_size=4)
+BETWEEN = st.lists(ROWS | st.just([]), max_size=3)
+STEPS = st.builds(lambda first, between, last: [first, *between, last], ROWS, BETWEEN, ROWS)
 
 
 @settings(deadline=None)
@@ -141,7 +121,8 @@ STEPS = st.lists(st.lists(SAMPLES, min_size=1, max_size=4), min_size=1, max_size
 def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     """Whatever text and numbers the samples hold, and in whatever order the ranks wrote the steps' samples.
 
-    JSON keeps a float exactly, and a line end in a text isn't one in the file.
+    JSON keeps a float exactly, and a line end in a text isn't one in the file. A step that kept nothing has
+    no row, and the steps after it keep their place.
     """
     path = tmp_path_factory.mktemp("replay") / "replay.jsonl"
     steps = [without_advantages(step) for step in steps]

@@ -1,12 +1,10 @@
 """Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes, the meeting.
 
-And engines and judges that are slow, silent or wrong.
+And judges that are wrong.
 """
 
-import asyncio
 import random
 from collections import Counter
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,14 +21,11 @@ from fakes import (
     batches_of,
     judge_on,
     number_in,
-    part_of,
     samples_of,
     simulate,
     text_answer,
     to_text,
-    write_on,
 )
-from sample import Sample
 
 
 def tokens_of(groups):
@@ -116,25 +111,6 @@ def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, see
         check_continued(controllers)
 
 
-def test_a_judgement_is_not_begun_once_all_is_cut_off():
-    """An answer that finished in the moment in which its group is cut off: a call would outlive the step."""
-    asked = []
-
-    class Rewards:
-        async def score(self, sample, pool):
-            asked.append(sample)
-
-    async def close_before_it_begins():
-        c = SimpleNamespace(rewards=Rewards())
-        step = rollout.RolloutStep(c, rollout.DynamicSampler(1), rollout.is_informative)
-        judging = asyncio.create_task(rollout.judge_one(step, Sample(0, 0, [1])))
-        step.tasks.closed = True
-        await judging
-
-    asyncio.run(close_before_it_begins())
-    assert not asked
-
-
 # ---------------------------------------------------------------- the tail
 
 
@@ -185,33 +161,7 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
     assert (7 in controllers[0].prompts.requeued) == (over_dispatch > 1)
 
 
-@pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4)])
-def test_the_longest_prompt_is_trained_on_in_the_end(mode, size):
-    """Cut off in every step, it goes on where it was: no prompt starves."""
-    controllers, _ = simulate(mode, size, over_dispatch=1.25, steps=10, **TAIL)
-    kept = [(step, s) for step in range(10) for b in batches_of(controllers, step) for s in b.kept]
-    long = [(step, s) for step, s in kept if s.prompt_id == 7]
-    assert len(long) == 4 and len({step for step, _ in long}) == 1 and long[0][0] > 1
-    assert all(len(s.response) == 100 and len(set(s.versions)) > 1 for _, s in long)
-    check_tokens(controllers)
-
-
 # ---------------------------------------------------------------- where controllers meet
-
-
-def test_a_stop_comes_before_lost_engines():
-    """All controllers that follow the meeting know of it; nobody needs an engine to save what there is."""
-
-    async def loop(c):
-        await c.placement.begin()
-        if c.placement.rollout.own:
-            c.placement.rollout.own.server.die()
-        c.stop.asked = 15 * (c.world.rank == 1)
-        await asyncio.sleep(1.0)
-        rollout.follow(c, await rollout.sync_controllers(c, 0))
-
-    controllers, _ = simulate("partial", 4, loop=loop)
-    assert [c.stopping for c in controllers] == [15] * 4
 
 
 def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
@@ -231,59 +181,6 @@ def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
     assert 7 in controllers[0].report.requeued[0]
     check_prompts(controllers)
     check_tokens(controllers)
-
-
-# ---------------------------------------------------------------- bad engines
-
-
-STALLS = [("rollout", "full", 2, 1), ("rollout", "partial", 4, 0)]
-STALLS += [("genrm", "full", 2, 1), ("genrm", "partial", 4, 3)]
-
-
-@pytest.mark.parametrize("role,mode,size,rank", STALLS)
-def test_an_engine_that_stalls_is_passed_over(role, mode, size, rank):
-    """Others do its work after stalled_s, no sample is lost; nobody asks it again until it wakes again."""
-
-    def silence(engines):
-        for engine in engines:
-            if (engine.role, engine.rank) == (role, rank):
-                engine.pace, engine.is_deaf = 1e9, True
-
-    options = dict(steps=3, eval_every=100, rollout_ranks=2 * (mode == "partial"))
-    controllers, _ = simulate(mode, size, prepare=silence, **options)
-    check_prompts(controllers)
-    stalled_s = controllers[0].config.stalled_s
-    assert max(serving_seconds(controllers, 0)) < stalled_s + 10
-    rewards = [sample.reward for batch in all_batches(controllers) for sample in batch.kept]
-    assert rewards and None not in rewards
-    if role == "rollout":
-        engines = controllers[0].placement.rollout.all_engines
-        [asked] = [engine.asked for engine in engines if engine.rank == rank]
-        first_step = [sent for sent, version in asked if version == 0]
-        assert first_step and max(first_step) < stalled_s
-
-
-@pytest.mark.parametrize("mode,size,part", [("full", 2, 0), ("partial", 4, 0.5)])
-def test_answers_that_an_engine_aborts_are_continued(mode, size, part):
-    """All answers are aborted once, in the queue or half generated, by nobody's wish.
-
-    They go on where they were, in the same step.
-    """
-    aborted = set()
-
-    def abort_once(prompt, index, sampling):
-        answer, key = write_on(prompt, index, sampling), (number_in(prompt), index)
-        if key in aborted:
-            return answer
-        aborted.add(key)
-        return part_of(answer, 0, int(part * len(answer.tokens)), "abort")
-
-    controllers, _ = simulate(mode, size, steps=2, eval_every=100, write=abort_once)
-    check_prompts(controllers)
-    check_tokens(controllers)
-    batches = all_batches(controllers)
-    assert [s.finish for batch in batches for s in batch.kept] == ["stop"] * (2 * 8 * 4)
-    assert sum(batch.moved for batch in batches)
 
 
 # ---------------------------------------------------------------- bad judges
