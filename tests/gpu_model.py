@@ -17,16 +17,14 @@ class Sizes(NamedTuple):
     prompt: int
     answer: int
     answers: int  # of a batch that is trained on and compared
-    speed_answer: int  # of the answers that are timed
     sequence: int  # of a timed training pass
     micro_batch: int
-    copy_bytes: int  # of the copy that measures PCIe
     widths: dict[str, int]
 
 
 SIZES = {
-    "cuda": Sizes(64, 256, 64, 256, 2048, 16384, 2 << 30, WIDTHS),  # 541 million parameters
-    "cpu": Sizes(16, 24, 8, 4, 64, 128, 1 << 20, SMALL),
+    "cuda": Sizes(64, 256, 64, 2048, 16384, WIDTHS),  # 541 million parameters
+    "cpu": Sizes(16, 24, 8, 64, 128, SMALL),
 }
 
 

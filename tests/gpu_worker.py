@@ -13,7 +13,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +34,10 @@ from sample import Sample
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
-BATCHES = (1, 8, 64, 256)
 START_S = 400.0  # for an engine to come up
 WEIGHT_BYTES = 2 * sum(
     torch.Size(shape).numel() for shape in server.checkpoint_shapes(MODEL).values()
 )
-# FLOP/s of a device in bfloat16, dense, by its name; the same chips with PCIe have less
-PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-PEAKS |= {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 figures: dict[str, dict[str, float]] = {}
 
@@ -53,11 +49,11 @@ def note(check: str, **found: float) -> None:
 
 
 def settings(**changes) -> Config:
-    context = SIZE.prompt + max(SIZE.answer, SIZE.speed_answer) + 8
+    context = SIZE.prompt + SIZE.answer + 8
     sizes = dict(
         max_model_len=context, max_new_tokens=SIZE.answer, judge_max_new_tokens=SIZE.answer
     )
-    sizes |= dict(max_tokens_per_micro_batch=SIZE.micro_batch, max_running_requests=max(BATCHES))
+    sizes |= dict(max_tokens_per_micro_batch=SIZE.micro_batch, max_running_requests=SIZE.answers)
     learning = dict(lr=3e-5, lr_warmup_steps=0, mem_fraction=0.5, deterministic=False)
     return Config(**sizes | learning | dict(device=DEVICE, dtype="bfloat16") | changes)
 
@@ -80,14 +76,6 @@ def timed(work: Callable[[], object]) -> float:
     synchronize()
     start = time.perf_counter()
     work()
-    synchronize()
-    return time.perf_counter() - start
-
-
-async def waited(work: Awaitable[None]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    await work
     synchronize()
     return time.perf_counter() - start
 
@@ -182,10 +170,10 @@ def nap() -> None:
         if HAS_GPU:
             torch.cuda.empty_cache()  # what passes left isn't counted
         before = used_bytes()
-        first_s = timed(actor.sleep)  # pins the host's memory
+        actor.sleep()
         parts = trainer_parts(server.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
         states = parts["weights"] + parts["gradients"] + parts["optimizer"]
-        note("release", given_back=before - used_bytes(), states=states, first_sleep_s=first_s)
+        note("release", given_back=before - used_bytes(), states=states)
         fill_the_device()
         actor.wake()
         note("nap", lost=furthest(state_of(actor), begun))
@@ -195,31 +183,12 @@ def nap() -> None:
     note("nap", moved=moved, repeated=furthest(again(lambda: None), plain))
     note("nap", napped=furthest(again(sleep), plain))
     torch.use_deterministic_algorithms(False)
-    hand_over(actor)
-
-
-def hand_over(actor) -> None:
-    """Seconds of the trainer's moves once its host memory is pinned, beside plain copies."""
-    naps = [(timed(actor.sleep), timed(actor.wake)) for _ in range(5)]
-    sleep_s, wake_s = map(statistics.median, zip(*naps, strict=True))
-    moved = sum(len(copy) for copy in actor._host_copies._host)
-    note("hand_over", bytes=moved, sleep_s=sleep_s, wake_s=wake_s)
-    there = torch.empty(SIZE.copy_bytes, dtype=torch.uint8, device=DEVICE)
-    here = torch.zeros(SIZE.copy_bytes, dtype=torch.uint8, pin_memory=HAS_GPU)
-    pairs = {"to_device": (there, here), "to_host": (here, there)}
-    for name, (to, source) in pairs.items():
-        times = [
-            timed(lambda to=to, source=source: to.copy_(source, non_blocking=True))
-            for _ in range(6)
-        ]
-        note("hand_over", **{f"{name}_bytes_per_s": SIZE.copy_bytes / statistics.median(times[1:])})
 
 
 def training_pass(recompute: str = "") -> None:
     """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step."""
     from actor import Actor, cross_entropy_loss
     from commands.memory import trainer_parts
-    from training.model import forward_cost, read_hf_config
 
     actor = Actor(settings(recompute=bool(recompute)), MODEL)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
@@ -235,20 +204,8 @@ def training_pass(recompute: str = "") -> None:
     seconds = statistics.median(
         timed(lambda: actor._passes(packed, cross_entropy_loss)) for _ in range(5)
     )
-    # a multiply-add is two operations; going back takes twice what going forward takes
-    products = sum(
-        forward_cost(read_hf_config(MODEL), SIZE.sequence) for chosen in packed for _ in chosen
-    )
-    rate = 2 * 3 * products / seconds
     tokens_per_s = sum(map(len, packed)) * SIZE.sequence / seconds
-    note(
-        "pass", seconds=seconds, flop_per_s=rate, tokens_per_s=tokens_per_s, mfu=rate / peak_rate()
-    )
-
-
-def peak_rate() -> float:
-    """FLOP/s; infinite if unknown: then MFU is 0."""
-    return PEAKS.get(torch.cuda.get_device_name() if HAS_GPU else "", float("inf"))
+    note("pass", tokens_per_s=tokens_per_s)
 
 
 # ---------------------------------------------------------------- an engine
@@ -283,22 +240,6 @@ async def sampled(engine: Engine) -> list[Sample]:
     return samples
 
 
-async def speed(engine: Engine) -> None:
-    sampling = Sampling(1.0, SIZE.speed_answer, ignore_eos=True)
-    for batch in BATCHES:
-        seconds = []
-        for attempt in range(3):  # the first may still be loading kernels
-            prompts = [
-                random_tokens(SIZE.prompt, 1000 * attempt + number) for number in range(batch)
-            ]
-            requests = [Request(prompt, sampling, SIZE.speed_answer) for prompt in prompts]
-            start = time.perf_counter()
-            answers = await answers_of(engine, requests)
-            seconds.append(time.perf_counter() - start)
-            assert {len(answer.tokens) for answer in answers} == {SIZE.speed_answer}
-        note("speed", **{f"tokens_per_s_{batch}": batch * SIZE.speed_answer / min(seconds)})
-
-
 async def serve_and_learn(tp: str = "1") -> None:
     """An engine and a trainer take turns on the device, as in a run; two updates, each pushed."""
     from actor import Actor
@@ -308,8 +249,6 @@ async def serve_and_learn(tp: str = "1") -> None:
     try:
         await engine.ready(START_S)
         written = await sampled(engine)
-        if tp == "1":
-            await speed(engine)
         awake = used_bytes()
         await engine.sleep()
         total = torch.cuda.mem_get_info()[1] if HAS_GPU else 0
@@ -328,7 +267,7 @@ async def serve_and_learn(tp: str = "1") -> None:
             await push(engine, actor)
             written = await sampled(engine)
             assert {v for sample in written for v in sample.versions} == {version}
-            note("moves", engine_sleep_s=await waited(engine.sleep()))
+            await engine.sleep()
             actor.wake()
             note("push", **differences(written, actor.logprobs(written)))
     finally:
@@ -338,19 +277,11 @@ async def serve_and_learn(tp: str = "1") -> None:
 async def push(engine: Engine, actor) -> None:
     """From training to serving, in placement.py's order."""
     asleep = used_bytes()
-    weights_s = await waited(engine.wake_weights())
-    room = used_bytes() - asleep
-    push_s = await waited(engine.load_weights(actor.named_weights(), actor.version))
+    await engine.wake_weights()
+    note("push", weights=WEIGHT_BYTES, room=used_bytes() - asleep)
+    await engine.load_weights(actor.named_weights(), actor.version)
     actor.sleep()
-    kv_s = await waited(engine.wake_kv_cache())
-    note(
-        "moves",
-        weights=WEIGHT_BYTES,
-        room=room,
-        wake_weights_s=weights_s,
-        push_s=push_s,
-        wake_kv_s=kv_s,
-    )
+    await engine.wake_kv_cache()
 
 
 async def same_tokens() -> None:
@@ -365,13 +296,12 @@ async def same_tokens() -> None:
         together = (await answers_of(engine, others + asked))[-len(asked) :]
         note("deterministic", **equal_answers(alone, together))
         before = used_bytes()
-        sleep_s = await waited(engine.sleep())
+        await engine.sleep()
         given_back = before - used_bytes()
-        weights_s = await waited(engine.wake_weights())
-        kv_s = await waited(engine.wake_kv_cache())
+        await engine.wake_weights()
+        await engine.wake_kv_cache()
         note("judge", **equal_answers(alone, await answers_of(engine, asked)))
-        times = dict(sleep_s=sleep_s, wake_weights_s=weights_s, wake_kv_s=kv_s)
-        note("judge", weights=WEIGHT_BYTES, given_back=given_back, **times)
+        note("judge", weights=WEIGHT_BYTES, given_back=given_back)
     finally:
         await engine.close()
 

@@ -156,23 +156,6 @@ def test_the_device_map_names_who_owns_which_server():
     assert not any("on port" in line for line in lines(without, 2))
 
 
-def test_what_resharding_moves_by_hand():
-    """The demo's 366,384 numbers are 1.4655 MB; tp 4 twice, engines of 2 ranks: the paper's groups."""
-    assert dry_run.resharding(settings(tp=4, rollout_tp=2), 8) == [
-        "  MB of a rank, pp-tp-dp 1-4-2 to engines of 2, by HybridFlow's table 2 "
-        "(a push receives as HybridFlow-V):",
-        "    DeepSpeed-Chat: receives 1.3, holds at most 1.5, of it redundant 0.2",
-        "    HybridFlow-V: receives 1.1, holds at most 1.5, of it redundant 0.4",
-        "    HybridFlow: receives 0.4, holds at most 0.7, of it redundant 0.0",
-        "    tensor-parallel groups: [0,2] [1,3] [4,6] [5,7]",
-        "    micro-data-parallel groups: [0,1] [2,3] [4,5] [6,7]",
-    ]
-    assert dry_run.resharding(settings(rollout_tp=2), 2) == [
-        "  HybridFlow can't reshard pp-tp-dp 1-1-2 to engines of 2: --rollout-tp doesn't divide --tp"
-    ]
-    assert max(map(len, dry_run.resharding(settings(tp=4, rollout_tp=2), 512))) <= 110
-
-
 # ---------------------------------------------------------------- --dry-run
 
 
@@ -251,15 +234,6 @@ def test_a_map_has_every_model_of_the_algorithm(tmp_path):
         run.start(["--map"], None)
 
 
-def test_a_dry_run_without_a_judge(tmp_path, said):
-    """Rules reward alone: no genrm anywhere."""
-    save_model(tmp_path / "model")
-    text = said("--model", tmp_path / "model", "--rule", "right")
-    assert "2 ranks: rollout on ranks 0-1, actor on ranks 0-1\n" in text
-    assert text.count("rollout on port ") == 2
-    assert "genrm on port" not in text and "    genrm" not in text
-
-
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
     """The split, the model's directory, how it is cut, and the address."""
     save_model(tmp_path / "model")
@@ -277,16 +251,6 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
 
 
 # ---------------------------------------------------------------- check
-
-
-def test_check_is_one_screen(capsys):
-    """Here all is installed."""
-    dry_run.check(settings(port=23024))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 120
-    for name in ("Python", "torch", "megatron-core", "sglang", "accelerator"):
-        assert any(line.startswith(f"  {name} ") for line in lines), name
-    assert {line[2:].split()[0] for line in lines} >= {"ports", "disk", "memory"}
 
 
 def test_check_names_a_taken_port(capsys):

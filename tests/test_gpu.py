@@ -77,10 +77,6 @@ def gb(size: float) -> str:
     return f"{size / GB:.2f} GB"
 
 
-def pace(size: float, seconds: float) -> str:
-    return f"{seconds:.3f} s, {size / GB / seconds:.1f} GB/s"
-
-
 def record_difference(record, found: dict[str, float]) -> None:
     record(**{f"{name}_difference": f"{found[name]:.4f}" for name in ("mean", "p999", "max")})
 
@@ -99,7 +95,6 @@ def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
     """Weights, gradients and optimizer, as --dry-run counts them."""
     found = work(device, "nap")("release")
     record(given_back=gb(found["given_back"]), counted=gb(found["states"]))
-    record(first_sleep=f"{found['first_sleep_s']:.2f} s")
     assert device == "cpu" or found["given_back"] > 0.95 * found["states"]
 
 
@@ -117,30 +112,13 @@ def test_a_trainer_that_slept_lost_nothing(device, work, record):
 
 
 @needs_device
-def test_a_trainer_moves_at_the_pace_of_the_bus(device, work, record):
-    """Once its host memory is pinned; a plain pinned copy is what the bus can do."""
-    found = work(device, "nap")("hand_over", "to_host_bytes_per_s")
-    bus = {name: found[f"{name}_bytes_per_s"] for name in ("to_host", "to_device")}
-    record(sleep=pace(found["bytes"], found["sleep_s"]), wake=pace(found["bytes"], found["wake_s"]))
-    record(**{f"copy_{name}": f"{rate / GB:.1f} GB/s" for name, rate in bus.items()})
-    for name, seconds in (("to_host", found["sleep_s"]), ("to_device", found["wake_s"])):
-        assert device == "cpu" or found["bytes"] / seconds > 0.3 * bus[name]
-
-
-@needs_device
 @pytest.mark.parametrize("recompute", ["", "recompute"])
 def test_a_training_pass(device, work, record, recompute):
-    """Model FLOPs of forward and backward; the memory of a step is at most what --dry-run says."""
+    """Forward and backward of full micro-batches; a step's memory is at most what --dry-run says."""
     check = work(device, "pass", *[recompute] * bool(recompute))
-    found, memory = check("pass", "mfu"), check("memory")
-    record(
-        tflop_per_s=f"{found['flop_per_s'] / 1e12:.1f}", tokens_per_s=f"{found['tokens_per_s']:.0f}"
-    )
-    record(
-        MFU=f"{100 * found['mfu']:.1f} %" if found["mfu"] else "unknown, as is the device's peak"
-    )
+    found, memory = check("pass"), check("memory")
+    record(tokens_per_s=f"{found['tokens_per_s']:.0f}")
     record(peak_memory=gb(memory["peak"]), predicted=gb(memory["predicted"]))
-    assert found["flop_per_s"] > 0 and found["mfu"] <= 1
     assert memory["peak"] < 1.1 * memory["predicted"]
 
 
@@ -176,27 +154,7 @@ def test_a_push_arrives(device, work, record, tp):
     record_difference(record, found)
     assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
     assert found["stale"] > 2 * found["mean"]
-
-
-@needs_device
-def test_hand_over_of_an_engine(device, work, record):
-    """Seconds of each move of a rollout engine; its weights' bytes a second."""
-    found = work(device, "serve")("moves", "engine_sleep_s")
-    record(wake_weights=pace(found["weights"], found["wake_weights_s"]))
-    record(
-        push=pace(found["weights"], found["push_s"]), wake_KV_cache=f"{found['wake_kv_s']:.3f} s"
-    )
-    record(sleep=f"{found['engine_sleep_s']:.3f} s")
     assert device == "cpu" or found["room"] > 0.9 * found["weights"]
-
-
-@needs_device
-def test_tokens_per_second(device, work, record):
-    """Of one engine, answers of one length; more at once are more a second."""
-    found = work(device, "serve")("speed", "tokens_per_s_256")
-    rates = {batch: found[f"tokens_per_s_{batch}"] for batch in (1, 8, 64, 256)}
-    record(**{f"batch_{batch}": f"{rate:.0f}/s" for batch, rate in rates.items()})
-    assert sorted(rates.values()) == list(rates.values())
 
 
 @needs_device
@@ -215,14 +173,11 @@ def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
 @needs_device
 def test_a_judge_that_slept_lost_nothing(device, work, record):
     """Nobody pushes it: its weights come back from pinned host memory."""
-    found = work(device, "same")("judge", "wake_kv_s")
+    found = work(device, "same")("judge", "given_back")
     record(
         same_tokens=f"{found['same_tokens']} of {found['answers']}",
         given_back=gb(found["given_back"]),
     )
-    record(sleep=pace(found["weights"], found["sleep_s"]))
-    record(wake_weights=pace(found["weights"], found["wake_weights_s"]))
-    record(wake_KV_cache=f"{found['wake_kv_s']:.3f} s")
     assert found["same_tokens"] == found["answers"]
     assert device == "cpu" or found["given_back"] > found["weights"]
 

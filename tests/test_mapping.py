@@ -8,7 +8,6 @@ import pytest
 from scheduling import mapping
 from scheduling.costs import Device, Model
 from scheduling.mapping import Sizes, Speeds, Task
-from training.resharding import Layout
 
 DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, link=2e11)
 SPEEDS = Speeds(DEVICE, mfu=0.8, half=2000, layer_s=2e-4, reduce_s=1e-4, update_s=0.3)
@@ -64,14 +63,6 @@ def test_generation_is_the_sum_of_its_steps():
     assert mapping.generate_s(decode, 100, TASK) == pytest.approx(seconds)
     with pytest.raises(ValueError, match="no room"):
         mapping.generate_s(mapping.engine(LLAMA, 2, 73.2e9, SPEEDS), 100, TASK)
-
-
-@pytest.mark.parametrize("sizes", [Sizes(1, 8, 2, 2), Sizes(4, 8, 2, 8), Sizes(2, 2, 1, 1)])
-def test_resharding_moves_what_table_2_says(sizes):
-    cost = Layout(sizes.pp, sizes.tp, sizes.dp, sizes.parts).costs()["HybridFlow"]
-    band = 2e11 if sizes.pp * sizes.tp <= 8 else 3e9
-    expected = LLAMA.bytes * (float(cost.received) / band + float(cost.peak) / 2e10)
-    assert mapping.reshard_s(LLAMA, sizes, SPEEDS) == pytest.approx(expected)
 
 
 def test_bytes_that_a_model_holds_by_hand():
@@ -172,13 +163,3 @@ def test_a_mapping_keeps_to_memory_machines_and_heads():
             assert each.seconds == pytest.approx(total)
             used = [next(iter(choice.sizes.values())) for choice in each.choices]
             assert sum(sizes.pp * sizes.tp * sizes.dp for sizes in used) == devices
-
-
-def test_less_memory_is_never_faster_and_then_nothing_fits():
-    last = 0.0
-    for memory in (80e9, 60e9, 45e9):
-        best = mapping.best_of((ROLES,), PPO, 8, TASK, on(memory=memory))
-        assert best.seconds >= last
-        last = best.seconds
-    assert mapping.best_of((ROLES,), PPO, 8, TASK, on(memory=30e9)) is None
-    assert mapping.search(PPO, 8, TASK, on(memory=20e9)) == []

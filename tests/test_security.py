@@ -20,7 +20,6 @@ from config import parse_config, printable
 from engines.server import end_stale_servers, server_flags, write_pid_file
 from launched import ROOT, Run
 from models import save_model
-from reporting.progress import Progress
 
 SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12")
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks
@@ -39,14 +38,6 @@ def test_what_a_terminal_sees_is_printable(text):
     assert printable(shown) == shown == shown.encode().decode()
     harmless = all(c.isprintable() or c in "\n\t" for c in text)
     assert (shown == text) == harmless
-
-
-def test_the_progress_lines_are_printable(capsys):
-    """Whatever a note quotes."""
-    progress = Progress(1, is_main=True)
-    progress.line("an answer: \x1b[2Jcleared")
-    progress.close()
-    assert capsys.readouterr().out == "an answer: \\x1b[2Jcleared\n"
 
 
 # ---------------------------------------------------------------- a model's own code
@@ -231,18 +222,3 @@ def test_nobody_comes_in_without_the_key(served):
     addresses = {address for found in seen.values() for address in found}
     assert {ip for ip, _ in addresses} == {"127.0.0.1"}, seen
     assert {run.port, run.port + 3} <= {port for _, port in addresses}
-
-
-@pytest.mark.slow
-def test_training_alone_trains_on_what_was_served_alone(served, tmp_path):
-    """No server is started; every token is trained on."""
-    replay = served[0].out / "replay.jsonl"
-    run = Run(tmp_path, *SMALL, "--train-only", "--replay", replay, "--steps", "3").start().finish()
-    assert run.status == 0, run.stderr + run.stdout
-    run.check_nothing_is_left()
-    assert not list((run.out / "logs").iterdir())
-    rows = served[0].rows("replay.jsonl")
-    for step, row in enumerate(run.rows()[:3]):
-        responses = [each["response"] for each in rows if each["step"] == rows[0]["step"] + step]
-        assert row["step"] == step and row["train/tokens"] == sum(map(len, responses))
-        assert 0 <= row["train/engine_logprob_diff_max"] <= 1e-4
