@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-import placement
 from bench.workloads import YATT_TOKENS
 from papers import wechat_yatt as paper_of_yatt
-from papers.tables import ROOT, Paper, Point, Row, read_constants, read_points
+from papers.tables import ROOT, Paper, read_constants, read_points
 from papers.wechat_yatt import (
     FASTER,
     FIGURES,
@@ -16,33 +15,15 @@ from papers.wechat_yatt import (
     Link,
     decisive,
     engine_of,
-    regime_of,
     set_up_of,
     simulate,
     step_s,
 )
 from scheduling.costs import Decode
-from simulation.clock import VirtualClock
 
 FILES = sorted((ROOT / "published").glob("wechat_yatt_*.csv"))
 POINTS = [point for file in FILES for point in read_points(file)]
 PAPER = Paper(POINTS, read_constants(ROOT / "wechat_yatt.toml"), quick=True)
-
-
-@pytest.mark.slow
-def test_a_quick_map(monkeypatch):
-    """By the product's own plans; each cell says its regime."""
-    asked = []
-    plans = placement.make_plans
-    monkeypatch.setattr(
-        placement, "make_plans", lambda *a, **k: asked.append(plans(*a, **k)) or asked[-1]
-    )
-    cells = [row for row in FIGURES["partial"](PAPER) if row.unit == "x full"]
-    assert {plan[0].mode for plan in asked} == {"partial", "full"}
-    for row in cells:
-        assert 0.4 < row.ours < 1.2 and row.theirs is None
-        assert row.note == regime_of(row.ours - 1)
-    assert len(cells) == 2 and cells[0].ours < cells[1].ours  # the best split, and halves
 
 
 def test_what_decides_by_hand():
@@ -54,22 +35,6 @@ def test_what_decides_by_hand():
         "what decides: the judge": pytest.approx(1.25),
         "what decides: the swap": pytest.approx(2.0),
     }
-
-
-def test_a_link_is_first_come_first_served():
-    clock, ended = VirtualClock(100.0), {}
-
-    async def carry(link, name, size):
-        await link.carry(size)
-        ended[name] = clock.time()
-
-    async def both():
-        link = Link(10.0)
-        await asyncio.gather(carry(link, "a", 20.0), carry(link, "b", 5.0))
-        await carry(link, "c", 10.0)
-
-    clock.run_until_complete(both())
-    assert ended == {"a": 2.0, "b": 2.5, "c": 3.5}
 
 
 @pytest.mark.slow
@@ -118,25 +83,6 @@ def test_ranks_play_their_part_of_an_engine(judge):
             ranks * whole.prefill * YATT_TOKENS / FASTER
         )
     assert at.most == (4096 // 20, 1000 // 20)
-
-
-def measured_point(side, value, cell="32B judge, keep 1, swap 2 s"):
-    source = "0", "RUN", "x", "-", "2 steps"
-    return Point("real", "nanoYATT", f"{cell}, {side}", "4", "serving", "s", value, *source)
-
-
-def test_measured_rows(monkeypatch):
-    """Full in seconds, others by it; measured on the left, the simulation of the same on the right."""
-    seconds = {"full": 16.0, "1|3": 12.0}
-    monkeypatch.setattr(paper_of_yatt, "serving_s", lambda name, side, *_: seconds[side])
-    points = [measured_point("full", "15.0"), measured_point("1|3", "12.0")]
-    full, split = FIGURES["real"](PAPER._replace(points=points))
-    name, kind = "32B judge, keep 1, swap 2 s", "measured"
-    assert full == Row("real", f"{name}, full", 15.0, 16.0, "s", kind, "2 steps")
-    assert split[:-1] == ("real", f"{name}, 1|3", 0.8, 0.75, "x full", kind)
-    for bad in (points[1:], [measured_point("full", "1.0", "8B judge, keep 1, swap 2 s")]):
-        with pytest.raises(ValueError, match="isn't as `32B judge, keep 1, swap 2 s, full`"):
-            FIGURES["real"](PAPER._replace(points=bad))
 
 
 def test_what_was_measured_and_its_simulation():

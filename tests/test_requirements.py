@@ -8,12 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-LINUX = {
-    "extra": "",
-    "sys_platform": "linux",
-    "platform_machine": "x86_64",
-    "platform_system": "Linux",
-}
+LINUX = {"extra": "", "sys_platform": "linux", "platform_machine": "x86_64"}
 
 
 def read(name):

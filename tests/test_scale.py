@@ -1,16 +1,12 @@
 """bench/central.py: what is counted, by hand; flat or not, and with which exponent; who decides."""
 
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from bench import central
-from bench.central import TOKEN_BYTES, Counting, exponents
-from sample import Sample
+from bench.central import TOKEN_BYTES, exponents
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,15 +28,11 @@ def test_what_ours_holds_and_sends_is_flat(found):
     """Within a tenth of the mean: of 8 units each keeps an eighth at home. It thinks for little of a step."""
     ways, step_s, _ = found
     for name in ("samples", "sent"):
-        values = [vars_of(busiest)[name] for busiest in ways["ours"].values()]
+        values = [busiest._asdict()[name] for busiest in ways["ours"].values()]
         assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
     assert exponents(ways["ours"])["requests"] < 0.2
     for ranks, busiest in ways["ours"].items():
         assert 0 < busiest.seconds < 0.01 * step_s[ranks]
-
-
-def vars_of(busiest):
-    return busiest._asdict()
 
 
 def test_what_grows_is_named(found):
@@ -91,41 +83,3 @@ def test_media_go_through_one_controller_alone():
         more = with_media.ways()["central"].sent - plain.ways()["central"].sent
         assert more == pytest.approx(kept * 1e6)
         assert with_media.ways()["ours"][:5] == plain.ways()["ours"][:5]
-
-
-def test_bytes_by_hand():
-    """Three units: a gather, a reduction (0 merges 1, then 2; tells both), parcels of two samples."""
-    network, size = Counting(16), len
-    vars(network)["_bytes"] = lambda value: size(value)
-    network.gather_s(["a", "bb", "cccc"])
-    assert network.sent == {0: 1, 1: 2, 2: 4} and network.heard == {0: 6, 1: 5, 2: 3}
-    assert network.reduced("".join, ["a", "bb", "cccc"]) == "abbcccc"
-    assert network.sent == {0: 2, 1: 4, 2: 8} and network.heard == {
-        0: 6 + 2 + 4,
-        1: 5 + 7,
-        2: 3 + 7,
-    }
-    assert +network.relayed == {0: 7 - 1}
-    four = Counting(16)
-    vars(four)["_bytes"] = lambda value: size(value)
-    assert four.reduced("".join, ["a", "bb", "cccc", "d"]) == "abbccccd"
-    assert +four.relayed == {0: 8 - 1, 2: 1}  # 2 tells 0 what it heard of 3
-    samples = [Sample(0, i, [1] * 10, response=[2] * 5) for i in range(2)]
-    network = Counting(16)
-    network.exchange_s([{0: samples, 1: samples}, {}])
-    assert network.dealt == (4, 2 * network.sent[0])
-    assert network.sent == Counter({0: 2 * (200 + 16 * (50 + 5 * TOKEN_BYTES))})
-    assert +network.heard == {1: network.sent[0]}
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, monkeypatch, capsys):
-    """It writes what it prints."""
-    monkeypatch.setattr(central, "DOCS", tmp_path / "papers")
-    monkeypatch.setattr(central, "QUICK", (16, 32))
-    central.main(["--quick", "--write"])
-    text = (tmp_path / "papers/scale.md").read_text()
-    assert capsys.readouterr().out.strip() in text
-    assert (tmp_path / "papers/scale.png").stat().st_size > 10_000
-    helped = [sys.executable, str(ROOT / "bench/central.py"), "--help"]
-    assert "--quick" in subprocess.run(helped, capture_output=True, text=True, check=True).stdout
