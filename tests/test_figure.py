@@ -68,17 +68,6 @@ def test_the_answers_are_drawn_as_they_lived():
     assert lanes.get_position().y0 > answers.get_position().y0
 
 
-def test_marks_are_drawn_and_named():
-    """At the lowest rank's time; waves go through the answers as dotted lines, steps as whole ones."""
-    panels = figure.make_figure(figure.Picture("t", tl.Records(MIXED, CUT + WHOLE, MARKS), 4)).axes
-    texts = {text.get_text().strip(): text.get_position()[0] for text in panels[0].texts}
-    steps = {"step 0": 0, "step 1": 9}
-    assert texts == steps | {"split 1|1": 5.125, "v1": 4.875, "wave 2": 2.125}
-    for axes in panels:
-        verticals = [(line.get_xdata()[0], line.get_linestyle() == "-") for line in axes.lines]
-        assert sorted(verticals) == [(0.0, True), (2.125, False), (9.0, True)]
-
-
 def test_a_figure_of_nothing_is_a_picture(tmp_path):
     """A PNG that isn't blank."""
     figure.make_figure(figure.Picture("a title", tl.Records(), 4)).savefig(tmp_path / "none.png")
@@ -125,19 +114,6 @@ def test_steps_of_a_run_are_drawn(tmp_path, monkeypatch):
     figure.main()
     picture = matplotlib.image.imread(tmp_path / "a.png")
     assert picture.std() > 0 and picture.shape[1] > 1000
-
-
-@pytest.mark.parametrize(
-    "folder,message", [("run", "no steps 7 to 9"), ("x", "not what a run left")]
-)
-def test_nothing_to_draw_is_said_in_one_line(tmp_path, monkeypatch, folder, message):
-    write_run(tmp_path / "run", "full", MIXED)
-    path = tmp_path / "x.png"
-    command = ["figure.py", f"{tmp_path}/{folder}", "--steps", "7", "9", "--figure", str(path)]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit, match=message) as error:
-        figure.main()
-    assert "\n" not in str(error.value) and not path.exists()
 
 
 def test_the_bars_are_the_spans():

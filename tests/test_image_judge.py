@@ -13,7 +13,6 @@ from engines.engine import Answer
 from images.reader import reader_of
 from images.tokens import expand
 from sample import Sample
-from test_genrm import Characters
 from vision_models import IMAGE, encoded_picture, make_vision_model
 
 
@@ -51,10 +50,9 @@ def score(listed, text, *samples):
     return pool.asked
 
 
-def listed_for(model, sees=True):
+def listed_for(model):
     config = Config(model="m", judge=(model,), judge_format=("addition",), max_model_len=2000)
-    tokenizer = data.load_tokenizer(model) if sees else Characters()
-    return rewards.build(config, [tokenizer], "".join, [reader_of(model) if sees else None])
+    return rewards.build(config, [data.load_tokenizer(model)], "".join, [reader_of(model)])
 
 
 def sample_of(media, prompt_id=0, answer=">5"):
@@ -82,8 +80,3 @@ def test_a_judgement_is_shared_only_if_the_images_are_the_same(model, pictures):
     samples = [sample_of(media, number) for number, media in enumerate((first, second, same))]
     asked = score(listed_for(model), data.load_tokenizer(model)("Y")["input_ids"], *samples)
     assert [images for _, images, _ in asked] == [first, second]
-
-
-def test_a_judge_of_texts_is_asked_as_before(model, pictures):
-    ((prompt, images, _),) = score(listed_for(model, sees=False), ["Y"], sample_of(pictures[0]))
-    assert ("".join(prompt), images) == ("<image>=>5?", ())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from config import UserError
 from papers import tables
 from papers.tables import COLUMNS, Paper, Point, Row, command, read_constants, read_points, values
 
@@ -75,17 +74,6 @@ def test_a_bad_line_is_named(house, capsys, line, named):
     assert not printed.out
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a,b\n", "figure,system\n1,2\n", "\N{BYTE ORDER MARK}" + COLUMNS]
-)
-def test_other_columns_are_named(house, capsys, text):
-    path = house / "theirs.csv"
-    path.write_text(text)
-    assert run("--published", path) == 2
-    error = capsys.readouterr().err
-    assert "its columns are" in error and str(path) in error and error.count("\n") == 1
-
-
 def test_a_constant_needs_a_reason(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[good]\nsource = "data sheet"\nx = 1\n[bad]\ny = 2\n')
@@ -112,18 +100,6 @@ def test_a_row_is_fitted_where_its_point_was_used():
     assert paper.of("9") == [POINT] and not paper.of("10")
 
 
-def test_a_command_asks_for_what_was_chosen(house, capsys):
-    asked = []
-    figures = {"9": lambda paper: asked.append(paper.quick) or [], "10": lambda paper: 1 / 0}
-    assert run("--figure", "9", "--quick", figures=figures) == 0 and asked == [True]
-
-    def refuse(paper):
-        raise UserError(f"{paper.points[0].where}: what is 7B?")
-
-    assert run(figures={"9": refuse}) == 2
-    assert capsys.readouterr().err.endswith("mine_fig9.csv:2: what is 7B?\n")
-
-
 def test_what_follows_from_fitted_points_is_no_prediction():
     other = POINT._replace(gpus="16")
     constants = {"speeds": FITTED["speeds"] | {"follows": [other.name]}}
@@ -142,34 +118,6 @@ def test_a_summary_counts_the_predicted_alone():
     assert first == "4 predicted rows: median error 15.0%, largest 30.0%."
     assert second.startswith("Rows: 1 fitted, 1 follows, 5 predicted, 1 form, 0 measured, ")
     assert second.endswith("2 constants were fitted on 1 points.")
-
-
-def test_a_section_says_once_what_its_rows_share():
-    rows = [Row("9", "7B, 8 GPUs", 12345.6, 0.01234, "s", "form", "slow")]
-    rows += [
-        Row("9", "7B, 1|3", None, 2.0, "x", "fitted"),
-        Row("9", "7B, 2|2", 1.0, 1.5, "s", "form"),
-    ]
-    rows += [
-        Row("9", "7B, 4|4", 2.0, 2.0, "s", "form"),
-        Row("9", "70B", 5.0, None, "s", "not modelled", "why"),
-    ]
-    assert tables.sections_of(rows) == [
-        "## 9",
-        "",
-        "Form if no other kind is named, 7B, s.",
-        "",
-        "setting | theirs | ours | error | kind | note",
-        "--- | --- | --- | --- | --- | ---",
-        "8 GPUs | 12,346 | 0.01234 | -100.0% |  | slow",
-        "1\\|3 |  | 2 x |  | fitted",
-        "2\\|2 | 1 | 1.5 | +50.0%",
-        "",
-        "1 closed forms agree to the last digit.",
-        "",
-        "Not modelled: 70B 5 s (why)",
-        "",
-    ]
 
 
 def test_a_command_writes_its_page(house, capsys):

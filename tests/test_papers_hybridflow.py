@@ -83,19 +83,6 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
     )  # the product's own loop ran
 
 
-def test_an_engine_takes_what_the_closed_form_says():
-    """Figure 15, where one engine is alone: to a thousandth."""
-    for setting, parts in (("13B t_g=8", 8), ("7B t_g=2", 2)):
-        p = point("15", setting, 16, metric="generation")
-        models, _, task, speeds = setting_of(PAPER, p)
-        own = models["actor"].params / 8
-        held = speeds.reserve + 2 * own * (6 + 12 / 2) + 2 * own * 2
-        decode = mapping.engine(models["actor"], parts, held, speeds)
-        assert ours(PAPER, p) == [
-            pytest.approx(mapping.generate_s(decode, 64 * parts, task), rel=1e-3)
-        ]
-
-
 # ---------------------------------------------------------------- what moves them
 
 

@@ -1,6 +1,5 @@
 """RLHFuse's tables: which of the product's functions make them, and what they depend on."""
 
-import copy
 from unittest import mock
 
 import pytest
@@ -56,19 +55,6 @@ def test_who_does_the_work():
     assert {call.args[0] for call in ranks_of_tail.call_args_list} == {0.3}
 
 
-def test_a_change_of_the_device_moves_generation_alone(base):
-    """At half the bandwidth weights and KV caches are read in twice the time; nothing else changes."""
-    slow = copy.deepcopy(CONSTANTS)
-    slow["device"]["hbm"] /= 2
-    layers_s = 40 * CONSTANTS["decode"]["layer_s"] * 512
-    after = simulate(slow, BASE)
-    assert after["generation"] - layers_s == pytest.approx(
-        2 * (base["generation"] - layers_s), rel=0.03
-    )
-    assert after["inference"] == pytest.approx(base["inference"], rel=0.03)
-    assert after["training"] == pytest.approx(base["training"])
-
-
 def test_inference_by_hand():
     """A reference of 13.0 billion parameters, a reward model and a critic of 32.5 billion each."""
     assert inference_s(CONSTANTS, BASE) == pytest.approx(2.99 + 1.80 * 0.780 + 2.06 * 0.5)
@@ -82,15 +68,6 @@ def test_base_is_its_parts(base):
     assert base["training"] == pytest.approx(base["actor training"] + base["critic training"])
     step_s = (base[SERVING] + base["training"]) / 0.97
     assert base["throughput"] == pytest.approx(512 / step_s)
-
-
-@pytest.mark.slow
-def test_fusing_hides_one_behind_the_other():
-    """Where writing takes longer than judging; serving can't end before the longer of both."""
-    setting = Setting(1024, "33", "65", 0.0)
-    base, fused = (simulate(CONSTANTS, setting._replace(tail=tail)) for tail in (0.0, 0.3))
-    assert base["generation"] < fused[SERVING] < 0.85 * base[SERVING]
-    assert base["training"] / fused["training"] == pytest.approx(speed_up(CONSTANTS, setting))
 
 
 def test_training_gains_what_its_instance_of_table_3_does():
@@ -118,9 +95,3 @@ def test_the_numbers_of_figure_7_are_the_sums_of_figure_8():
     for point in (p for p in POINTS if p.figure == "7"):
         seconds = sum(float(p.value) for p in points_of("8", point.system, point.setting))
         assert 0.95 < seconds * float(point.value) / 512 < 1
-
-
-@pytest.mark.parametrize("setting", ["1024", "1024 33/33", "1024 33/65 tail", "x 33/65"])
-def test_a_setting_of_another_form(setting):
-    with pytest.raises(ValueError, match=r"here:7: .* isn't as `1024 33/65`"):
-        setting_of(POINTS[0]._replace(setting=setting, where="here:7"))

@@ -4,18 +4,12 @@ import asyncio
 
 import pytest
 
-from bench.workloads import YATT_TOKENS
 from papers import wechat_yatt as paper_of_yatt
 from papers.tables import ROOT, Paper, read_constants, read_points
 from papers.wechat_yatt import (
-    FASTER,
     FIGURES,
-    JUDGES,
-    POLICY,
     Link,
     decisive,
-    engine_of,
-    set_up_of,
     simulate,
     step_s,
 )
@@ -65,24 +59,6 @@ def test_its_percentages_are_no_targets():
 
 
 # ---------------------------------------------------------------- on real engines
-
-
-@pytest.mark.parametrize("judge", JUDGES)
-def test_ranks_play_their_part_of_an_engine(judge):
-    """tp ranks with b sequences each take as long over a token as an engine of tp with tp * b over 4."""
-    constants, (model, tp) = PAPER.constants, JUDGES[judge]
-    at = set_up_of(constants, judge, 0.0)
-    for role, whole, ranks, context in (
-        ("rollout", engine_of(constants, POLICY, 1), 1, 512 + 300),
-        ("genrm", engine_of(constants, model, tp), tp, 512 + 600 + 125),
-    ):
-        for b in (1, 16):
-            step_s = whole.fixed + ranks * b * (whole.each + context * whole.context)
-            assert at.decode[role].seconds(1, b, 0) == pytest.approx(step_s * YATT_TOKENS / FASTER)
-        assert at.decode[role].prefill == pytest.approx(
-            ranks * whole.prefill * YATT_TOKENS / FASTER
-        )
-    assert at.most == (4096 // 20, 1000 // 20)
 
 
 def test_what_was_measured_and_its_simulation():

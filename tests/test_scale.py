@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from bench import central
-from bench.central import TOKEN_BYTES, exponents
+from bench.central import exponents
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,27 +49,6 @@ def test_what_grows_is_named(found):
         "samples" not in lines["| ours", "grows:"]
         and "samples ranks^" in lines["| central", "grows:"]
     )
-
-
-def test_the_closed_forms_stand_on_what_was_counted(found):
-    """Of the same run: every sample is drawn by one unit; each request is asked once and served once."""
-    ways, _, runs = found
-    for ranks, run in runs.items():
-        units, (step,) = ranks // central.UNIT, run.steps
-        one, coordinator = ways["central"][ranks], ways["coordinator"][ranks]
-        assert sum(map(len, step.trained.values())) == central.PROMPTS * central.ANSWERS * units
-        assert one.samples == coordinator.samples == sum(run.drawn.values()) >= 2 * 32 * units
-        assert one.requests == sum(run.requests.values()) / 2 > coordinator.samples
-        assert coordinator.sent == coordinator.heard == central.METADATA * coordinator.samples
-        kept = central.PROMPTS * central.ANSWERS * units
-        lengths = [
-            run._author.workload.answer.of(0, *key)
-            for keys in step.trained.values()
-            for key in keys
-        ]
-        assert one.sent == pytest.approx(
-            kept * (200 + 5 * 512) + TOKEN_BYTES * sum(lengths), rel=0.01
-        )
 
 
 @pytest.mark.slow

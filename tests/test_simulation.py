@@ -217,15 +217,6 @@ DEVICE = Device(flops=1e14, memory=80e9, hbm=2e12, network=5e9, host=2e10)
 MODEL = Model(params=7e9, layers=32, hidden=4096, kv_width=1024)
 
 
-@pytest.mark.parametrize("batch,context,steps", [(1, 0, 1), (8, 4000, 333), (256, 10**6, 50)])
-def test_decode_seconds_are_the_sum_of_its_steps(batch, context, steps):
-    contexts = range(context, context + steps * batch, batch)
-    total = sum(DECODE.fixed + DECODE.each * batch + DECODE.context * c for c in contexts)
-    assert DECODE.seconds(steps, batch, context) == pytest.approx(total)
-    assert DECODE.tokens(total, batch, context) == pytest.approx(steps)
-    assert coarse(DECODE, 16).seconds(steps / 16, batch, context / 16) == pytest.approx(total)
-
-
 def test_training_seconds():
     """6 FLOPs a parameter and token, attention, a pipeline's ends, the update."""
     passes = passes_of(MODEL, DEVICE, 4, mfu=0.5, update=1.0, stages=3)

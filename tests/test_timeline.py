@@ -28,14 +28,6 @@ def test_busy_on_hand_worked_spans():
     assert tl.busy(spans_of([(0, 4), (1, 1), (2, 1)])) == [(0, 4, 1.5)]
 
 
-@pytest.mark.parametrize("others", [[], [(1, 2)], [(5, 1)], [(7, 1)]])
-def test_an_instant_adds_no_time(others):
-    """A span of no length, as one below a microsecond becomes in its file, changes no seconds."""
-    stretches = tl.busy(spans_of([*others, (5, 0)]))
-    assert sum(end - start for start, end, _ in stretches) == sum(length for _, length in others)
-    assert all(flying >= 1 for _, _, flying in stretches)
-
-
 NAMES = st.sampled_from(["rollout", "genrm"])
 
 
@@ -82,23 +74,6 @@ def test_a_timeline_on_a_clock(tmp_path):
     line.drain()
     assert tl.read(tmp_path) == tl.Records([*expected, tl.Span("genrm", 0, 3.0, 4.0, 2)])
     assert [path.name for path in tmp_path.iterdir()] == ["rank3.jsonl"]
-
-
-def test_samples_and_marks_go_to_the_file_alone(tmp_path):
-    """On the clock of the spans, with their step; `drain` keeps nothing."""
-    line = tl.Timeline(1, lambda: 110.0, tmp_path)
-    line.start()
-    line.sample("queued", 7, 3, 2, 110.0, 110.5)
-    line.mark("weights", "v1")
-    assert line.drain().spans == [] and line.spans == line.samples == line.marks == []
-    line.step = 1
-    line.mark("split", "3|1")
-    line.request("rollout", 2, 112.0, 113.0)
-    spans = [tl.Span("rollout", 2, 2.0, 3.0, 1)]
-    assert line.drain().spans == spans
-    samples = [tl.SampleSpan("queued", 7, 3, 2, 0.0, 0.5, 0)]
-    marks = [tl.Mark("weights", "v1", 1, 0.0, 0), tl.Mark("split", "3|1", 1, 0.0, 1)]
-    assert tl.read(tmp_path) == tl.Records(spans, samples, marks)
 
 
 def test_tables_that_were_run(tmp_path):
