@@ -180,6 +180,7 @@ def test_a_groups_image_is_sent_once():
     mixed = prompts_of([group[0], text, both])
     assert mixed["image_data"] == [[image], [None], [other, image]]
     assert mixed["input_ids"] == [[1, IMAGE, 9], [7], [1, IMAGE, 9] * 2]
+    assert prompts_of([both, both])["image_data"] == [[other, image]] * 2
     assert "image_data" not in prompts_of([text])
 
 
