@@ -131,10 +131,7 @@ def gradient(actor, samples, monkeypatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
 def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
-    """With a KL to a reference and the entropy in the loss.
-
-    Off-policy, in two optimizer steps of several micro-batches each.
-    """
+    """Off-policy, with KL and entropy, in two optimizer steps of several micro-batches each."""
     changes = dict(kl_coef=0.3, entropy_coef=0.2, updates_per_step=2, max_tokens_per_micro_batch=60)
     changes |= dict(clip_low=0.2, clip_high=0.28)  # gspo's own would cut everything
     actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
@@ -144,13 +141,14 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
         sample.reference_logprobs = [logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs]
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    optimizer, losses = plain_optimizer(model), []
+    optimizer, losses, norms = plain_optimizer(model), [], []
     for part in (samples[0::2], samples[1::2]):
         optimizer.zero_grad()
         losses.append(plain_row_loss(model, part, actor.config, actor.algorithm))
         losses[-1].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
         optimizer.step()
+    assert metrics["train/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-3)
     sizes = [
         len(part) if row != "cispo" else sum(len(sample.response) for sample in part)
         for part in (samples[0::2], samples[1::2])
@@ -215,8 +213,7 @@ def optimizer_state(actor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("where, value", [("loss", "nan"), ("gradient", "inf")])
 def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypatch, where, value):
-    """Weights and AdamW's state stay bit-equal, it is counted, and the next update is what it would have
-    been."""
+    """Weights and AdamW's state stay bit-equal; it is counted; the next update isn't skipped."""
     actor = make_actor(model_dir)
     update(actor, on_policy_samples(actor))
     samples, weights, adam = on_policy_samples(actor), weights_of(actor), optimizer_state(actor)
@@ -224,7 +221,7 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
         weight = next(iter(actor.parameters()))
-        hook = weight.register_hook(lambda gradient: gradient * float(value))
+        hook = weight.register_hook(lambda gradient: gradient + float(value))
     metrics = update(actor, samples)
     names = ("not_finite", "skipped", "grad_norm")
     assert [metrics[f"train/{name}"] for name in names] == [1, 1, 0]
@@ -286,10 +283,7 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
 def test_the_gradient_of_a_stale_token_has_its_importance_weight(
     make_actor, model_dir, monkeypatch
 ):
-    """At ratio 1 a loss with a weight is the loss of an advantage with it.
-
-    Only fresh tokens are compared with the engine.
-    """
+    """As if its advantage had it, at ratio 1. Only fresh tokens are compared with the engine."""
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir, **STALE)
     stale, fresh, weights = with_stale_tokens(actor, on_policy_samples(actor))
@@ -451,10 +445,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, 
 def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(
     sequences, cp, tp_with_sp
 ):
-    """In micro-batches of which some are empty.
-
-    A micro-batch has the tokens that packing counted, and few more for sp.
-    """
+    """Some micro-batches are empty; each has the tokens that packing counted, and few more for sp."""
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
     sequences = [
         ([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences

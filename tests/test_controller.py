@@ -28,10 +28,7 @@ def events_of(log, rank, *who):
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_devices_change_hands_in_order(mode, size, tp):
-    """Nobody takes a device that another role holds (the fakes assert it).
-
-    The KV cache comes back only once the actor is out.
-    """
+    """Nobody takes a device that another role holds: the fakes assert it."""
     controllers, log = simulate(mode, size, tp=tp)
     steps = controllers[0].config.steps
     for rank in range(size):

@@ -227,6 +227,8 @@ def test_training_seconds():
     assert passes.forward_s([[500, 500], []]) == pytest.approx((one - 1.0) / 3)
     grainy = coarse(passes, 10)
     assert grainy.update_s([[50, 50]]) == pytest.approx(one)
+    decode = Decode(fixed=2.0, each=0.3, context=0.1)
+    assert coarse(decode, 10).seconds(5, 4, 20) == pytest.approx(decode.seconds(50, 4, 200))
 
 
 # ---------------------------------------------------------------- clock, meetings, trainers

@@ -83,6 +83,13 @@ def test_answers_verdicts_and_slips_by_hand():
     assert {text: task.addition_parse(text) for text in VERDICTS} == VERDICTS
 
 
+def test_of_a_pair_the_right_answer_is_chosen():
+    for row in pairs.example_rows("dpo", 0, 50):
+        a, b = map(int, row["prompt"].rstrip("=").split("+"))
+        assert task.addition_answer(row["chosen"]) == str(a + b)
+        assert task.addition_answer(row["rejected"]) != str(a + b)
+
+
 def test_how_the_judges_are_asked():
     """A critic sees the final answer alone, and one that it is unsure of is a reject."""
     critic, scorer = FORMATS["addition"], FORMATS["addition_score"]
