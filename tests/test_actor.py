@@ -261,7 +261,6 @@ STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[float]]:
     """At version 1: every third answer gets a first half from weights 0, likelier or less likely by up to e.
-
     Also returns the same answers as if fresh, whose advantages have the weights that the loss of stale tokens
     should have.
     """

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,37 +24,43 @@ ROOT = Path(__file__).parent.parent
 # ---------------------------------------------------------------- signals
 
 
-async def signalled(stop, times, seconds, cleaned):
-    """A rank's program of so many seconds, with a cleanup, that gets signals: {after seconds: number}."""
+async def signalled(stop, times, clock, cleaned):
+    """A rank's program, with a cleanup, that gets signals and then ends: {at this time: number}."""
+    strikes_are_over = asyncio.Event()
 
     async def work():
         try:
-            await asyncio.sleep(seconds)
+            await strikes_are_over.wait()
             return "done"
         finally:
             await asyncio.sleep(0.1)
             cleaned.append(True)
 
-    for after, number in times.items():
-        asyncio.get_running_loop().call_later(after, os.kill, os.getpid(), number)
-    return await shutdown.run_until_signal(work(), stop)
+    async def strike():
+        for clock[0], number in times.items():
+            signal.raise_signal(number)
+            for _ in range(5):  # until the loop has called its handler
+                await asyncio.sleep(0)
+        strikes_are_over.set()
+
+    return (await asyncio.gather(shutdown.run_until_signal(work(), stop), strike()))[0]
 
 
 @pytest.mark.parametrize(
     "trains,times,is_done",
     [
-        (True, {0.05: SIGINT, 0.1: SIGINT}, True),  # torchrun passes it on again; stops by itself
-        (True, {0.05: SIGINT, 0.3: SIGINT}, False),  # somebody means it
-        (True, {0.05: SIGINT, 0.3: SIGTERM}, False),  # torchrun's, at a second Ctrl-C
-        (False, {0.05: SIGINT, 0.1: SIGTERM}, False),  # the cleanup isn't cut short
+        (True, {1.0: SIGINT, 3.9: SIGINT}, True),  # torchrun passes it on again; stops by itself
+        (True, {1.0: SIGINT, 4.1: SIGINT}, False),  # somebody means it
+        (True, {1.0: SIGINT, 4.1: SIGTERM}, False),  # torchrun's, at a second Ctrl-C
+        (False, {1.0: SIGINT, 3.9: SIGTERM}, False),  # the cleanup isn't cut short
     ],
 )
 def test_signals(monkeypatch, trains, times, is_done):
     """Whatever comes, the cleanup runs to its end; the first signal is remembered."""
-    monkeypatch.setattr(shutdown, "ECHO_S", 0.15)
-    stop, cleaned = shutdown.Stop(graceful=trains), []
+    stop, clock, cleaned = shutdown.Stop(graceful=trains), [0.0], []
+    monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with contextlib.nullcontext() if is_done else pytest.raises(asyncio.CancelledError):
-        assert asyncio.run(signalled(stop, times, 0.5, cleaned)) == "done"
+        assert asyncio.run(signalled(stop, times, clock, cleaned)) == "done"
     assert cleaned == [True] and stop.asked == SIGINT
 
 
