@@ -27,8 +27,6 @@ from reporting.metrics import Report
 from rollout import RolloutBatch
 from sample import Sample
 
-SPANS = ("serve", "rollout", "train", "switch", "sync")
-
 
 class MeasuredReport:
     """The run's own report, with a row for the meter after each step."""
@@ -44,15 +42,14 @@ class MeasuredReport:
     ) -> None:
         spans = list(c.timeline.spans)
         await self._report.step(c, step, batch, samples, stats)
-        now, seconds = self._meter.mark(), {name: timeline.seconds(spans, name) for name in SPANS}
+        now = self._meter.mark()
         self._meter.rows[-1] |= {
             "step": self._last.to(now),
             "tokens": sum(len(sample.response) for sample in batch.kept),
             "answers": len(batch.kept),
             "reward": sum(sample.reward for sample in batch.kept),
             "prompt_tokens": sum(len(sample.prompt) for sample in batch.kept),
-            "update_s": seconds["train"],
-            "spans": seconds,
+            "update_s": timeline.seconds(spans, "train"),
         }
         self._last = now
 

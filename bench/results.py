@@ -1,6 +1,6 @@
 """README's results: run each row's command, one after the other, and write the table from what came of it.
 
-    python bench/results.py                all rows -> docs/results.json, README, its pictures: 20 minutes
+    python bench/results.py                all rows -> docs/results.json, README, its pictures: 30 minutes
     python bench/results.py --only modes   this row again; the others stay as they were
     python bench/results.py --render       README alone, from docs/results.json and the papers' pages
 
@@ -11,6 +11,7 @@ from docs/papers/, which `make papers` writes.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -73,6 +74,13 @@ def save_values(printed: str, seconds: float) -> Values:
     return {"size": [size]} | {kind: [float(number) for number in numbers] for kind, *numbers in rows}
 
 
+def trl_values(printed: str, seconds: float) -> Values:
+    """Tokens a second in whole steps, ours over TRL's: median, smallest, largest."""
+    label = "tokens per wall-second, whole steps"
+    (row,) = (line for line in printed.splitlines() if line.startswith(f"| {label} |"))
+    return {"ratio": [float(number) for number in re.findall(r"[\d.]+", row.split("|")[-2])]}
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of the table. text: a sentence with each value's median, and its _low and _high."""
@@ -114,18 +122,24 @@ ROWS = {
         "which is written beside the next step; {synchronous:.1f} s if it isn't",
         "measured", "docs/faults.md", "python bench/checkpoint.py", save_values,
     ),
+    "trl": Row(
+        "At 0.37 M parameters on a CPU a whole step makes {ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) "
+        "of TRL's tokens a second",
+        "measured", "docs/trl.md", "python bench/vs_trl.py --repeats 3 --steps 8", trl_values,
+    ),
 }  # fmt: skip
 
 
 def measure(name: str, commit: str) -> dict:
     """Run a row's command to its end. Returns what docs/results.json keeps of it."""
-    row, log, start = ROWS[name], FOLDER / f"{name}.log", time.monotonic()
+    row, log = ROWS[name], FOLDER / f"{name}.log"
+    load, start = os.getloadavg()[0], time.monotonic()
     program, *options = shlex.split(row.command)
     run_to_its_end([sys.executable if program == "python" else TORCHRUN, *options], log)
     found = {}
     for value, numbers in row.values(log.read_text(), time.monotonic() - start).items():
         found[value] = {"value": median(numbers), "spread": [min(numbers), max(numbers)]}
-    return {"values": found, "kind": row.kind, "command": row.command, "commit": commit}
+    return {"values": found, "kind": row.kind, "command": row.command, "commit": commit, "load": load}
 
 
 def current_commit() -> str:
@@ -175,7 +189,9 @@ def render(results: dict[str, dict], papers: list[str]) -> str:
         lines.append(f"| {row.text.format(**numbers)} | {row.kind} | `{command}`: [page]({row.page}) |")
     lines += papers
     if commits:
-        lines += ["", f"Rows with a command of their own are of commit {commits[0]}, one machine, 2 cores."]
+        loads = [row["load"] for row in results.values()]
+        load = f"load average before each {min(loads):.1f} to {max(loads):.1f}, the row before still in it"
+        lines += ["", f"Rows with a command of their own: commit {commits[0]}, one machine, 2 cores, {load}."]
     return "\n".join(lines) + "\n"
 
 

@@ -25,7 +25,7 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -143,9 +143,6 @@ def merge(ranks: list[dict]) -> dict:
             row[f"{phase}_s"] = max(r[phase]["wall"] for r in of_step)
             row[f"{phase}_cpu_s"] = sum(r[phase]["cpu"] for r in of_step)
         row["update_s"] = max(r["update_s"] for r in of_step)
-        if "spans" in of_step[0]:
-            names = of_step[0]["spans"]
-            row["spans"] = {name: max(r["spans"][name] for r in of_step) for name in names}
         rows.append(row)
     summed = ("processes", "peak_rss_mb", "pss_mb", "startup_cpu_s")
     sums = {name: sum(rank[name] for rank in ranks) for name in summed}
@@ -176,7 +173,7 @@ def alternate(settings: Namespace) -> dict[str, list[dict]]:
 def summarize(run: dict, warmup: int) -> dict[str, float]:
     """The table's figures of one run."""
     rows = run["rows"][warmup:]
-    total = {name: sum(row[name] for row in rows) for name in rows[0] if name != "spans"}
+    total = {name: sum(row[name] for row in rows) for name in rows[0]}
     return {
         "tokens per wall-second, whole steps": total["tokens"] / total["step_s"],
         "tokens per CPU-second, whole steps": total["tokens"] / total["step_cpu_s"],
@@ -195,20 +192,7 @@ def summarize(run: dict, warmup: int) -> dict[str, float]:
     }
 
 
-def where_time_goes(runs: list[dict], warmup: int) -> dict[str, float]:
-    """Mean seconds of nanoYATT's step by phase, from the timeline's spans.
-
-    `rest`: dealing samples, rewards, the report.
-    """
-    rows = [row for run in runs for row in run["rows"][warmup:]]
-    mean = {name: fmean(row["spans"][name] for row in rows) for name in rows[0]["spans"]}
-    step = fmean(row["step_s"] for row in rows)
-    parts = {"rollout": mean["rollout"], "serve, besides rollout": mean["serve"] - mean["rollout"]}
-    parts |= {name: mean[name] for name in ("train", "switch", "sync")}
-    return parts | {"rest": step - sum(parts.values()), "step": step}
-
-
-def print_figures(summaries: dict[str, list[dict]], parts: dict[str, float]) -> None:
+def print_figures(summaries: dict[str, list[dict]]) -> None:
     """Medians over the repeats with the smallest and the largest; ratios are of neighbouring repeats."""
     table = []
     for label, digits in FIGURES.items():
@@ -216,8 +200,6 @@ def print_figures(summaries: dict[str, list[dict]], parts: dict[str, float]) -> 
         ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
         table.append([label, spread(ours, digits), spread(theirs, digits), spread(ratios) if ratios else ""])
     print_table(["median (smallest-largest)", *SIDES, "nanoYATT / TRL"], table)
-    spans = [[name, f"{1000 * s:.0f}", f"{s / parts['step']:.0%}"] for name, s in parts.items()]
-    print_table(["where nanoYATT's step goes", "ms", "part"], spans)
 
 
 def main() -> None:
@@ -242,10 +224,9 @@ def main() -> None:
     settings.model, settings.problems = make_model(settings), write_problems(settings)
     results = alternate(settings)
     summaries = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
-    parts = where_time_goes(results["nanoYATT"], settings.warmup)
-    print_figures(summaries, parts)
+    print_figures(summaries)
     print(f"\nload average before the first run: {load:.1f} on {os.cpu_count()} cores")
-    found = {"figures": summaries, "nanoYATT_step_s": parts, "runs": results}
+    found = {"figures": summaries, "runs": results}
     text = json.dumps({"settings": vars(settings), "load": load} | found, indent=1, default=str)
     (settings.out / "results.json").write_text(text + "\n")
     print(f"wrote {settings.out.relative_to(ROOT)}/results.json")

@@ -11,7 +11,7 @@ from test_docs import check_program, check_run
 def row(**values):
     """A row of docs/results.json: of each value the median, the smallest and the largest."""
     found = {name: {"value": v, "spread": [low, high]} for name, (v, low, high) in values.items()}
-    return {"values": found, "kind": "measured", "command": "c", "commit": "abc"}
+    return {"values": found, "kind": "measured", "command": "c", "commit": "abc", "load": 0.4}
 
 
 FOUND = {
@@ -29,7 +29,8 @@ def test_readme_shows_what_was_measured():
 def test_a_table_has_one_commit():
     table = results.render(FOUND, ["| a paper | simulated | page |"])
     assert "0.73 (0.70 to 0.75)" in table and "holds 115 to 117 samples" in table
-    assert "668 to 42,744" in table and "of commit abc," in table
+    assert "668 to 42,744" in table and "commit abc, one machine, 2 cores" in table
+    assert "load average before each 0.4 to 0.4" in table
     assert table.index("0.73") < table.index("42,744") < table.index("a paper")
     other = FOUND | {"modes": FOUND["modes"] | {"commit": "def"}}
     with pytest.raises(ValueError, match="several commits"):
@@ -46,12 +47,15 @@ def test_every_value_is_read_and_every_command_understood():
         "demo": "eval/accuracy 0.265 on\nstep 1\neval/accuracy 0.980 on\n",
         "central": "| ours | 64 | 115 | 0.5 |\n| central | 4,096 | 42,744 | 1.0 |\n",
         "images": "| 2 | text | 0.01 | 1 |\n| 2 | images | 0.01 | 1 |\n| 2 | central | 32.68 | 1 |\n",
+        "trl": "| step, s | 1.0 (1.0-1.0) | 2.0 (2.0-2.0) | 0.50 (0.50-0.50) |\n"
+        "| tokens per wall-second, whole steps | 5401 (5-6) | 7174 (6-7) | 0.75 (0.69-0.79) |\n",
         "save": "checkpoint of 3.75 GiB\n| forked | 0.18 (0.16-0.59) |\n| synchronous | 8.5 (8.4-10.7) |\n",
     }
     values = {name: results.ROWS[name].values(text, 150.0) for name, text in printed.items()}
     assert values["demo"] == {"before": [0.265], "after": [0.98], "minutes": [2.5]}
     assert values["central"] == {"ours": [115.0], "central": [42744.0]}
     assert values["images"] == {"images": [0.01], "central": [32.68]}
+    assert values["trl"] == {"ratio": [0.75, 0.69, 0.79]}
     assert values["save"]["forked"] == [0.18, 0.16, 0.59] and values["save"]["size"] == [3.75]
     for row in results.ROWS.values():
         words = row.command.replace('"', "").split()
