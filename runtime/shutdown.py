@@ -49,7 +49,8 @@ def prepare() -> None:
     os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for name in ("megatron", "torch.utils.cpp_extension"):  # a build for CUDA says that there is no device
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def die_with_parent(number: int) -> None:
