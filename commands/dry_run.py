@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from algorithms import algorithm_of
-from commands.memory import BYTES, PROCESS, embedding, memory, read_model
+from commands.memory import PROCESS, embedding, memory, read_model
 from config import Config, as_text, dashed
 from placement import Plan
 from reporting.describe import describe
@@ -39,7 +39,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -
     model.check_sizes(hf, config)
     if config.critic:
         model.check_critic(config)
-    lines = device_map(config, plans, ranks) + ([] if config.train_only else resharding(config, ranks))
+    lines = device_map(config, plans, ranks)
     lines += [*memory(config, plans, ranks), *(placements(config, ranks, hf) if maps else [])]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
@@ -56,27 +56,6 @@ def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         for offset, role in enumerate(("rollout", "genrm")):
             if any(rank in plan.leads(role) for plan in plans):
                 lines[-1] += f"; {role} on port {config.port + 2 * rank + offset}"
-    return lines
-
-
-def resharding(config: Config, ranks: int) -> list[str]:
-    """What three systems move from training to engines of --rollout-tp ranks, and HybridFlow's groups."""
-    from training.resharding import Layout
-
-    sizes = config.pp, config.tp, ranks // (config.pp * config.tp)
-    way = f"pp-tp-dp {'-'.join(map(str, sizes))} to engines of {config.rollout_tp}"
-    if config.tp % config.rollout_tp:
-        return [f"  HybridFlow can't reshard {way}: --rollout-tp doesn't divide --tp"]
-    layout, shapes = Layout(*sizes, config.rollout_tp), read_model(config.model, config)[0]
-    lines = [f"  MB of a rank, {way}, by HybridFlow's table 2 (a push receives as HybridFlow-V):"]
-    for system, cost in layout.costs().items():
-        size = BYTES[config.dtype] * sum(map(prod, shapes.values())) / 1e6
-        numbers = (f"{part * size:.1f}" for part in cost)
-        lines.append("    {}: receives {}, holds at most {}, of it redundant {}".format(system, *numbers))
-    indents = dict(initial_indent=4 * " ", subsequent_indent=6 * " ")
-    for kind, groups in zip(("tensor", "micro-data"), layout.groups(), strict=True):
-        each = " ".join(str(group).replace(" ", "") for group in groups)
-        lines += textwrap.wrap(f"{kind}-parallel groups: {each}", 106, **indents)
     return lines
 
 

@@ -41,7 +41,9 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     with a few long sequences among many short ones; the more even that fits is taken. The longest come first:
     attention takes neighbours of equal length together. UserError if a sequence alone is over the budget.
     """
-    check_budget(lengths, budget)
+    if (longest := max(lengths, default=0)) > budget:
+        flag = f"--max-tokens-per-micro-batch {budget}"
+        raise UserError(f"a sequence of {longest} tokens does not fit into {flag}; raise it")
 
     def largest(values: list[int], micro_batches: list[list[int]]) -> int:
         return max(sum(values[sample] for sample in chosen) for chosen in micro_batches)
@@ -106,25 +108,6 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
         work[best] += costs[sample]
         heapq.heapreplace(by_work, (work[best], best))
     return micro_batches
-
-
-def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Fill micro-batches of at most `budget` tokens one by one, longest first. UserError as pack_evenly."""
-    check_budget(lengths, budget)
-    micro_batches, room = [], -1  # no room: the first sequence opens a micro-batch
-    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        if lengths[sample] > room:
-            micro_batches.append([])
-            room = budget
-        micro_batches[-1].append(sample)
-        room -= lengths[sample]
-    return micro_batches
-
-
-def check_budget(lengths: list[int], budget: int) -> None:
-    if (longest := max(lengths, default=0)) > budget:
-        flag = f"--max-tokens-per-micro-batch {budget}"
-        raise UserError(f"a sequence of {longest} tokens does not fit into {flag}; raise it")
 
 
 def flat(mini_batches: list[list[list]]) -> list:

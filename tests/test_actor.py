@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from algorithms import Algorithm
 from parallel_worker import actor_config, balanced, save, set_constants, supervised, weights_of
 from sample import Sample
-from scheduling.balance import pack, packed_length
+from scheduling.balance import pack_evenly, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag
 
 VOCAB = 64
@@ -450,7 +450,8 @@ def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(
         ([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences
     ]
     lengths = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences]
-    packed = [[sequences[index] for index in chosen] for chosen in [[], *pack(lengths, 64), []]]
+    chosen = [[], *pack_evenly(lengths, lengths, 64, multiple=1), []]
+    packed = [[sequences[index] for index in numbers] for numbers in chosen]
     responses = [token for chosen in packed for _, response in chosen for token in response]
     seen = []
     for rank in range(cp):

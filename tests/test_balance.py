@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import controller
 from fakes import FakeWorld
 from sample import Sample
-from scheduling.balance import flat, karmarkar_karp, pack, pack_evenly, packed_length, plan_batch
+from scheduling.balance import flat, karmarkar_karp, pack_evenly, packed_length, plan_batch
 
 
 def cost(tokens: int) -> int:
@@ -65,14 +65,6 @@ def test_even_micro_batches_are_few(lengths, budget, multiple):
         assert sum(mine) <= budget and mine == sorted(mine, reverse=True)
 
 
-@given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90))
-def test_pack_deals_each_sequence_once_within_the_budget(lengths, budget):
-    """One rank's own packing."""
-    packed = pack(lengths, budget)
-    assert sorted(flat([packed])) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[index] for index in chosen) <= budget for chosen in packed)
-
-
 def test_room_in_a_micro_batch_by_hand():
     """The last token is only a target; two context-parallel ranks cut four equal pieces."""
     assert [packed_length(tokens, 1) for tokens in (2, 10)] == [1, 9]
@@ -80,10 +72,7 @@ def test_room_in_a_micro_batch_by_hand():
 
 
 def test_a_sequence_that_does_not_fit_is_named():
-    """By both ways of packing, with the setting."""
     message = "31 tokens does not fit into --max-tokens-per-micro-batch 30"
-    with pytest.raises(ValueError, match=message):
-        pack([5, 31], 30)
     with pytest.raises(ValueError, match=message):
         pack_evenly([5, 31], [1, 1], 30, 2)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from config import Config
 from sample import Sample
-from scheduling.balance import flat, pack, packed_length
+from scheduling.balance import flat, pack_evenly, packed_length
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
 from training.executor import Phase, Update, Work, join_pipeline, run, together
@@ -252,9 +252,9 @@ class Trainer:
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """This rank's own micro-batches, where ranks need not do equal work. UserError as balance.pack."""
+        """This rank's own micro-batches, where ranks need not do equal work. UserError as pack_evenly."""
         lengths = [packed_length(len(prompt) + len(r), self.config.cp) for prompt, r, *_ in sequences]
-        return pack(lengths, self.config.max_tokens_per_micro_batch)
+        return pack_evenly(lengths, lengths, self.config.max_tokens_per_micro_batch, multiple=1)
 
     def _passes(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> list[Stats]:
         """A pass by itself: each micro-batch's statistics on the last stage. Collective as executor.run."""
