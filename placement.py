@@ -39,11 +39,12 @@ class Plan:
     actor: tuple[int, ...]
     rollout_tp: int = 1  # ranks of one rollout engine
     genrm_tp: int = 1
-    tail: float = 0.0  # fused: part of the answers begun that may be unwritten when genrm gets ranks
+    tail: float = 0.0  # fused: part of the answers begun that may be unwritten as genrm gets ranks
 
     def leads(self, role: str) -> tuple[int, ...]:
         """The ranks that own a server of `role`."""
-        return {"rollout": self.rollout[:: self.rollout_tp], "genrm": self.genrm[:: self.genrm_tp]}[role]
+        steps = {"rollout": self.rollout_tp, "genrm": self.genrm_tp}
+        return vars(self)[role][:: steps[role]]
 
     @property
     def units(self) -> list[tuple[int, ...]]:
@@ -58,7 +59,8 @@ class Plan:
     def __str__(self) -> str:
         roles = {"rollout": self.rollout, "genrm": self.genrm, "actor": self.actor}
         ends = {role: sorted({ranks[0], ranks[-1]}) for role, ranks in roles.items() if ranks}
-        return ", ".join(f"{role} on ranks {'-'.join(map(str, pair))}" for role, pair in ends.items())
+        each = (f"{role} on ranks {'-'.join(map(str, pair))}" for role, pair in ends.items())
+        return ", ".join(each)
 
 
 def full_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
@@ -117,7 +119,10 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
         mode = "partial" if config.mode in ("fused", "auto") else config.mode
         return [Plan(mode, everyone, (), everyone, config.rollout_tp, tp)]
     plans = PLANS[config.mode](everyone, config)
-    return [p for p in plans if len({judge_of(rank, tp, judges) for rank in p.leads("genrm")}) == judges]
+    def served(plan: Plan) -> set[int]:
+        return {judge_of(rank, tp, judges) for rank in plan.leads("genrm")}
+
+    return [plan for plan in plans if len(served(plan)) == judges]
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
@@ -129,7 +134,8 @@ def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
         if len(plan.rollout) == wanted if splits else plan.tail in (0, config.tail):
             return plan
     left = f"{world_size - wanted} of {world_size} ranks for genrm"
-    raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {', '.join(map(str, splits))}")
+    known = ", ".join(map(str, splits))
+    raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {known}")
 
 
 def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
@@ -178,7 +184,8 @@ class Placement:
         """Fused mode: share the ranks as the answers that are left say (collective). See ranks_of_tail."""
         tp, plan = self.plan.rollout_tp, self.plan
         held = tuple(rank for lead in self.rollout.awake for rank in range(lead, lead + tp))
-        up = [{engine.rank: engine.model for engine in pool.up} for pool in (self.rollout, self.genrm)]
+        pools = (self.rollout, self.genrm)
+        up = [{engine.rank: engine.model for engine in pool.up} for pool in pools]
         ranks = ranks_of_tail(plan.tail, plan.units, held, left, keep * tp, owed, *up)
         if ranks != held:
             self._timeline.mark("tail", f"{len(ranks)}|{len(plan.rollout) - len(ranks)}")

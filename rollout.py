@@ -40,7 +40,8 @@ class RolloutBatch:
     """What this controller's prompts came to in one step. Every group is kept, filtered or carried."""
 
     kept: list[Sample] = field(default_factory=list)  # samples to train on
-    dropped: list[Sample] = field(default_factory=list)  # of kept groups: without a reward, and greedy ones
+    # of kept groups: without a reward, and greedy ones
+    dropped: list[Sample] = field(default_factory=list)
     filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing
     carried: list[list[Sample]] = field(default_factory=list)  # groups whose prompts come again
     waves: int = 0
@@ -56,7 +57,8 @@ class Tasks:
 
     def __init__(self):
         self.running: dict[int, asyncio.Task] = {}
-        self.closed, self._end = False, None  # the latter: the wait for all of them, or for one that fails
+        self.closed = False
+        self._end = None  # the wait for all of them, or for one that fails
 
     def start(self, key: int, work: Coroutine) -> None:
         self.running[key] = asyncio.create_task(work)
@@ -81,7 +83,7 @@ class RolloutStep:
     def __init__(self, c: Controller, sampler: DynamicSampler, keeps: Callable[[list[Sample]], bool]):
         self.c, self.sampler, self.keeps = c, sampler, keeps  # keeps: does a judged group teach something?
         self.groups: dict[int, list[Sample]] = {}  # by prompt_id
-        self.unwritten: dict[int, int] = {}  # prompt_id -> answers of its group that aren't finished
+        self.unwritten: dict[int, int] = {}  # prompt_id -> answers that aren't finished
         self.tasks, self.batch = Tasks(), RolloutBatch()
         self.judging = 0  # answers, those that wait for an engine, too
 
@@ -150,7 +152,7 @@ async def generate_then_judge(step: RolloutStep) -> None:
     """Full colocation: rollout holds all ranks until a wave is generated, then genrm holds them."""
     c, placement = step.c, step.c.placement
     while not step.is_over:
-        unfinished = [prompt_id for prompt_id, group in step.groups.items() if not is_generated(group)]
+        unfinished = [p for p, group in step.groups.items() if not is_generated(group)]
         wave = step.begin_wave() + unfinished
         await placement.share(rollout=placement.plan.leads("rollout"))
         step.start(wave, generate)
@@ -176,7 +178,8 @@ async def judge_as_generated(step: RolloutStep) -> None:
 async def judge_beside_the_tail(step: RolloutStep) -> None:
     """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left unwritten."""
     c, rollout = step.c, step.c.placement.rollout
-    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp, c.placement.plan.mode)
+    mode = c.placement.plan.mode
+    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp, mode)
     capacity = rollout.capacity
     while not step.is_over:
         step.start(step.begin_wave(), generate_and_judge)
@@ -195,8 +198,10 @@ async def ask(c: Controller, group: list[Sample], tasks: Tasks) -> AsyncIterator
     while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
         requests = []
         for sample in unfinished:
-            rule, seed = c.greedy if sample.greedy else c.sampling, seed_of(c.config.seed, *sample.key)
-            prompt, limit = sample.prompt + sample.response, rule.max_new_tokens - len(sample.response)
+            rule = c.greedy if sample.greedy else c.sampling
+            seed = seed_of(c.config.seed, *sample.key)
+            limit = rule.max_new_tokens - len(sample.response)
+            prompt = sample.prompt + sample.response
             requests.append(Request(prompt, rule, limit, seed, sample.media))
         async for answer in c.placement.rollout.generate(requests):
             yield unfinished[answer.index], answer
@@ -223,7 +228,8 @@ def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
     step.unwritten[sample.prompt_id] -= sample.is_finished
     if not sample.is_finished:
         is_over = step.tasks.closed  # else another engine goes on with it
-        timeline.sample("aborted" if is_over else "moved", *key, answer.rank, answer.end, answer.end)
+        state = "aborted" if is_over else "moved"
+        timeline.sample(state, *key, answer.rank, answer.end, answer.end)
         step.batch.aborted += is_over
         step.batch.moved += not is_over
 
@@ -263,7 +269,8 @@ def partition(step: RolloutStep) -> None:
         if prompt_id in chosen:
             set_baseline(group, c.algorithm)
             for sample in group:
-                (batch.dropped if sample.reward is None or sample.greedy else batch.kept).append(sample)
+                is_dropped = sample.reward is None or sample.greedy
+                (batch.dropped if is_dropped else batch.kept).append(sample)
         else:
             (batch.carried if prompt_id in requeued else batch.filtered).append(group)
     c.prompts.requeue(sampler.requeued(), batch.carried)
@@ -284,7 +291,8 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable[[list], An
 
     def total_of(parts: list[Meeting]) -> Meeting:
         facts, rollout, genrm, asked = zip(*parts, strict=True)
-        return Meeting(total(facts), EngineStatus.total(rollout), EngineStatus.total(genrm), max(asked))
+        statuses = (EngineStatus.total(rollout), EngineStatus.total(genrm))
+        return Meeting(total(facts), *statuses, max(asked))
 
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
     return await c.world.reduce(Meeting(facts, *statuses, c.stop.asked), total_of)

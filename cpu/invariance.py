@@ -7,8 +7,9 @@ thread; tests/test_engine.py shows it. Attention is over the whole batch: a call
 
 import torch
 
-LEAST_ROWS = 4  # MKL multiplies a matrix of 1, 2 or 3 rows by other code, whose sums differ in the last bits
-UNSPLIT = 192  # MKL cuts a longer sum into parts of nearly equal length, which then depend on all of it
+# MKL multiplies a matrix of 1, 2 or 3 rows by other code, whose sums differ in the last bits
+LEAST_ROWS = 4
+UNSPLIT = 192  # MKL cuts a longer sum into nearly equal parts, which then depend on all of it
 
 
 def at_least_four_rows(multiply):
@@ -18,7 +19,8 @@ def at_least_four_rows(multiply):
         rows = x.shape[0]
         if rows >= LEAST_ROWS or x.ndim > 2:  # [1, patches, width] of an image, which has four at least
             return multiply(x, *args, **kwargs)
-        return multiply(torch.nn.functional.pad(x, (0, 0, 0, LEAST_ROWS - rows)), *args, **kwargs)[:rows]
+        padded = torch.nn.functional.pad(x, (0, 0, 0, LEAST_ROWS - rows))
+        return multiply(padded, *args, **kwargs)[:rows]
 
     return padded
 

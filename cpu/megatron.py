@@ -29,14 +29,19 @@ REWRITES = {  # of a module's source, in this order
 class CpuDevice:
     """What megatron.core sees in place of `torch.cuda`: the names that training and checkpointing touch."""
 
-    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
-    Stream, Event = torch.Stream, torch.Event  # named in annotations and default arguments, never made here
+    FloatTensor = torch.FloatTensor
+    HalfTensor = torch.HalfTensor
+    BFloat16Tensor = torch.BFloat16Tensor
+    # named in annotations and default arguments, never made here
+    Stream = torch.Stream
+    Event = torch.Event
     is_available = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: torch.device("cpu"))
     set_device = synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
-    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})  # by current_device
+    # by current_device
+    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
@@ -73,8 +78,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Make megatron.core importable here, before its first import. A second call does nothing."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # of packages that are missing on purpose
-    if not torch.cuda.is_available() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    # of packages that are missing on purpose
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    if not torch.cuda.is_available() and not is_there:
         assert "megatron.core" not in sys.modules, "install() must run before megatron.core is imported"
         sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())

@@ -23,13 +23,15 @@ def plan_batch(
     token budget.
     """
     keys, plan, seeing = sorted(tokens), [[] for _ in range(dp_size)], image_costs or {}
-    for mini_batch in (keys[first :: config.updates_per_step] for first in range(config.updates_per_step)):
+    updates = config.updates_per_step
+    for mini_batch in (keys[first::updates] for first in range(updates)):
         lengths = [packed_length(tokens[key], config.cp) for key in mini_batch]
         costs = [cost(tokens[key]) + seeing.get(key[0], 0) for key in mini_batch]
         micro_batches = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         work = [sum(costs[sample] for sample in chosen) for chosen in micro_batches]
         for rank, numbers in enumerate(karmarkar_karp(work, dp_size)):
-            plan[rank].append([[mini_batch[sample] for sample in micro_batches[n]] for n in numbers])
+            mine = [micro_batches[number] for number in numbers]
+            plan[rank].append([[mini_batch[sample] for sample in chosen] for chosen in mine])
     return plan
 
 
@@ -83,7 +85,8 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
         heapq.heappush(deals, (each[-1][0] - each[0][0], start, each))
     while len(deals) > 1:
         (_, number, a), (_, _, b) = heapq.heappop(deals), heapq.heappop(deals)
-        merged = [(dear + cheap, s + t) for (dear, s), (cheap, t) in zip(a, reversed(b), strict=True)]
+        pairs = zip(a, reversed(b), strict=True)
+        merged = [(dear + cheap, s + t) for (dear, s), (cheap, t) in pairs]
         merged.sort(key=lambda share: -share[0])
         heapq.heappush(deals, (merged[-1][0] - merged[0][0], number, merged))
     return [sorted(samples) for _, samples in deals[0][2]]
@@ -92,7 +95,8 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
 def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
     """Longest first, each where there is room and least work (Graham, 1969); empty if one finds no room."""
     micro_batches, room, work = [[] for _ in range(count)], [budget] * count, [0] * count
-    by_work, full = [(0, number) for number in range(count)], []  # heaps; full: no room for this length
+    by_work = [(0, number) for number in range(count)]  # a heap
+    full = []  # another, of those that have no room for this length
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
         while full and -full[0][0] >= lengths[sample]:
             _, number = heapq.heappop(full)
@@ -112,7 +116,7 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
 
 def flat(mini_batches: list[list[list]]) -> list:
     """All samples (or keys) of mini-batches of micro-batches."""
-    return [sample for mini_batch in mini_batches for micro_batch in mini_batch for sample in micro_batch]
+    return [sample for micro_batches in mini_batches for each in micro_batches for sample in each]
 
 
 def packed_length(tokens: int, cp: int) -> int:

@@ -108,8 +108,10 @@ def decode_of(
     """
     room = memory * device.memory * tp - model.bytes
     if room <= 0:
-        raise UserError(f"{model.bytes / 1e9:.0f} GB of weights leave {tp} devices no room for a KV cache")
-    reducing, layer_s = model.reduced_bytes(tp) / device.link, layer_s + 2 * reduce_s * math.log2(tp)
+        weights_gb = f"{model.bytes / 1e9:.0f} GB of weights"
+        raise UserError(f"{weights_gb} leave {tp} devices no room for a KV cache")
+    reducing = model.reduced_bytes(tp) / device.link
+    layer_s += 2 * reduce_s * math.log2(tp)
     return Decode(
         fixed=model.layers * layer_s + model.bytes / tp / (weights * device.hbm),
         each=sequence_s + model.flops / tp / (flops * device.flops) + reducing,
@@ -156,7 +158,8 @@ def passes_of(
     Causal attention over s tokens forward: 2 * layers * hidden * s**2 FLOPs. The stages' all-reduces, each of
     tp ranks, run beside each other; backward has as many of them as forward.
     """
-    speed, reducing = ranks * mfu * device.flops, model.reduced_bytes(tp) / device.link / (ranks // tp)
+    speed = ranks * mfu * device.flops
+    reducing = model.reduced_bytes(tp) / device.link / (ranks // tp)
     token = model.flops / speed + reducing
     more = {"backward": 2 - reducing / token} | more
     return Passes(token, 2 * model.layers * model.hidden / speed, **more)

@@ -67,7 +67,7 @@ class DynamicSampler:
     def record(self, finished: dict[int, bool]) -> None:
         """Groups finished on some controller: prompt_id -> whether it is informative."""
         self.informative |= finished
-        self.to_replace += [prompt_id for prompt_id, informative in finished.items() if not informative]
+        self.to_replace += [number for number, informative in finished.items() if not informative]
 
     @property
     def waves(self) -> int:
@@ -159,12 +159,15 @@ class OrderedSampler(DynamicSampler):
 
     def candidates(self) -> list[int]:
         """They stop at one that hasn't finished, and where the waves end."""
-        return list(takewhile(self.informative.__contains__, islice(self.wave_of, self.wave_ends()[-1])))
+        drawn = islice(self.wave_of, self.wave_ends()[-1])
+        return list(takewhile(self.informative.__contains__, drawn))
 
     def used(self) -> list[int]:
         """They end with the batch's last."""
         candidates, chosen = self.candidates(), self.chosen()
-        return candidates[: candidates.index(chosen[-1]) + 1] if len(chosen) == self.target else candidates
+        if len(chosen) < self.target:
+            return candidates
+        return candidates[: candidates.index(chosen[-1]) + 1]
 
     def refill(self, size: int) -> Wave | None:
         """Early, but no more than may be needed."""

@@ -49,7 +49,8 @@ def ranks_of_tail(
     units: the ranks, in parts that change hands. held: by rollout, now. owed: tokens that are awaited of the
     engine of each rank. writers, judges: lead rank -> model of each engine that wasn't lost.
     """
-    everyone, is_tail = tuple(rank for unit in units for rank in unit), left.unwritten <= tail * left.begun
+    everyone = tuple(rank for unit in units for rank in unit)
+    is_tail = left.unwritten <= tail * left.begun
     if not left.unwritten or (left.judging and not held):
         return ()
     if not is_tail and (held == everyone or not left.judging):
@@ -94,7 +95,8 @@ class FluidModel(NamedTuple):
         arrivals = [(max(cut, time), answers * each) for time, answers in written]
         beside = [(time, number) for time, number in arrivals if time < arrivals[-1][0]]
         last = self._judged(arrivals[len(beside) :], tokens, self.engines[1])
-        return max(last, self._judged(beside, tokens, self.engines[1] * (1 - kept / self.engines[0])))
+        judging = self.engines[1] * (1 - kept / self.engines[0])
+        return max(last, self._judged(beside, tokens, judging))
 
     def _written(self, lengths: tuple[float, ...], of_tail: float) -> tuple[Cohorts, float, int]:
         """When answers are written, when genrm gets ranks, and the engines that are kept from it."""
@@ -111,7 +113,8 @@ class FluidModel(NamedTuple):
 
     def _judged(self, arrivals: Cohorts, tokens: float, engines: float) -> float:
         """When the last critique is written; each ends on the engine where it began."""
-        now, depth, in_flight, queue = 0.0, 0.0, 0.0, deque()  # depth: tokens that each has gained so far
+        now = in_flight = depth = 0.0  # depth: tokens that each has gained so far
+        queue = deque()
         for time, critiques in [*arrivals, (math.inf, 0.0)]:
             while queue:
                 pace = self.genrm.seconds(in_flight / engines, self.capacity)

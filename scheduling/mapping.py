@@ -179,7 +179,8 @@ def best_of(placement: Placement, models: dict[str, Model], devices: int, task: 
 
 def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -> list[Mapping]:
     """Algorithm 1: the best of each placement that fits, the fastest first."""
-    found = [best_of(placement, models, devices, task, speeds) for placement in placements(tuple(models))]
+    every = placements(tuple(models))
+    found = [best_of(placement, models, devices, task, speeds) for placement in every]
     return sorted((mapping for mapping in found if mapping), key=lambda mapping: mapping.seconds)
 
 

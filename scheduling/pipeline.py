@@ -24,7 +24,8 @@ from config import Config, UserError
 MOST_MEMORY = 1.5  # of a fused table, over `base_memory`
 TRIES = 400  # list schedules; a count and not a time, so that all ranks come to the same table
 STUCK = 10  # tries without a gain, then a fresh start
-NEAR, FAR = 0.025, 0.25  # of the bound: how far a pipe's urgency is shifted, at most; FAR at a fresh start
+# of the bound: how far a pipe's urgency is shifted, at most; FAR at a fresh start
+NEAR, FAR = 0.025, 0.25
 EPSILON = 1e-9  # part by which sums of floats may be off
 NOTHING = (math.inf, 0)  # that a rank can go on with
 
@@ -75,7 +76,8 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
             both = ((backward, i) for backward in (False, True) for i in range(pipe.micro_batches))
             expected[rank] += [Task(number, stage, *which) for which in both]
     if [sorted(tasks) for tasks in table] != expected:
-        raise ValueError("a pipeline schedule that lacks tasks, repeats them or has them on other ranks")
+        wrong = "lacks tasks, repeats them or has them on other ranks"
+        raise ValueError(f"a pipeline schedule that {wrong}")
     starts, ends, free, held, peak = {}, {}, [0.0] * len(table), [0.0] * len(table), 0.0
     left = [tasks[::-1] for tasks in table]
     while any(left):
@@ -85,7 +87,8 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
                 task = tasks.pop()
                 pipe = pipes[task.pipe]
                 starts[task] = max([free[rank], *(ends[need] for need in needs(pipes, task))])
-                free[rank] = ends[task] = starts[task] + (pipe.backward if task.backward else pipe.forward)
+                took = pipe.backward if task.backward else pipe.forward
+                free[rank] = ends[task] = starts[task] + took
                 held[rank] += -pipe.memory if task.backward else pipe.memory
                 peak = max(peak, held[rank])
         if len(starts) == before:
@@ -117,7 +120,7 @@ def one_after_another(pipes: Sequence[Pipe]) -> Table:
     """1F1B. A rank goes on to the next pipe as soon as it can. ValueError if it has two stages of a pipe."""
     for number, pipe in enumerate(pipes):
         if len(set(pipe.ranks)) < len(pipe.ranks):
-            raise ValueError(f"pipe {number} has several stages on a rank: that takes `interleaved`")
+            raise ValueError(f"pipe {number}: several stages on a rank take `interleaved`")
     return interleaved(pipes)
 
 
@@ -283,7 +286,7 @@ def table_of(pipes: tuple[Pipe, ...], lanes: list[Lane], order: list[int]) -> Ta
 class Schedule(NamedTuple):
     table: Callable[[list[Pipe]], Table]
     stages_per_rank: int = 1
-    fuses: bool = False  # actor and critics train in one table, the critics' pipes the other way round
+    fuses: bool = False  # actor and critics train in one table, the critics' pipes the other way
 
 
 SCHEDULES = {
@@ -296,10 +299,12 @@ SCHEDULES = {
 def schedule_of(config: Config) -> Schedule:
     """The row of --schedule. UserError if there is none, or if a rank would have stages in a row."""
     if config.schedule not in SCHEDULES:
-        raise UserError(f"--schedule {config.schedule} is unknown; choose one of {', '.join(SCHEDULES)}")
+        known = ", ".join(SCHEDULES)
+        raise UserError(f"--schedule {config.schedule} is unknown; choose one of {known}")
     schedule = SCHEDULES[config.schedule]
     if schedule.stages_per_rank > config.pp == 1:
-        raise UserError(f"--schedule {config.schedule} needs --pp 2 or more: one rank waits for nobody")
+        needed = "--pp 2 or more: one rank waits for nobody"
+        raise UserError(f"--schedule {config.schedule} needs {needed}")
     return schedule
 
 
@@ -307,5 +312,6 @@ def read_instances(path: str) -> dict[str, list[Pipe]]:
     """By name, the instances of a file such as papers/published/rlhfuse_table3.json."""
     found = {}
     for instance in json.loads(Path(path).read_text()):
-        found[instance["name"]] = [Pipe(**row | {"ranks": tuple(row["ranks"])}) for row in instance["pipes"]]
+        rows = (row | {"ranks": tuple(row["ranks"])} for row in instance["pipes"])
+        found[instance["name"]] = [Pipe(**row) for row in rows]
     return found

@@ -27,9 +27,9 @@ HISTORY = 200  # steps that are remembered
 FITTED = 40  # steps that token latencies are fitted to
 RECENT = 6  # steps of a split that correct the model, and of any that say what the work is now
 COOL_DOWN = 3  # steps to measure a split before the next move
-LEAST_GAIN = 0.05  # of the serving time: less is noise, and so is less than the estimates' standard error
-OPTIMISM = 0.10  # part of its predicted time by which an untried split may be faster: only so is it tried
-SIMILAR_LOAD = 0.1  # a trial when the judges' share of the tokens was further off says nothing of now
+LEAST_GAIN = 0.05  # of the serving time: less is noise, and so is less than the standard error
+OPTIMISM = 0.10  # part of its predicted time by which an untried split is hoped to be faster
+SIMILAR_LOAD = 0.1  # a trial with a judges' share of the tokens further off says nothing of now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
 
 Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
@@ -55,17 +55,18 @@ class RequestStats:
     tokens: int = 0  # generated
     longest: int = 0  # tokens of the longest answer
     request_s: float = 0.0  # seconds from sent to finished, summed over the requests
-    in_flight: float = 0.0  # requests in flight, as a request sees them: the mean over request-seconds
+    in_flight: float = 0.0  # requests in flight as a request sees them: mean over request-seconds
     prompt_tokens: int = 0
     cached_tokens: int = 0
     requests: int = 0
     wakes: int = 0  # times that the role's engines woke up while serving
-    stalls: int = 0  # times that nothing came of a request for so long that another engine was asked
+    stalls: int = 0  # times that another engine was asked, because nothing came of a request
 
     @staticmethod
     def of(requests: Iterable[Request], wakes: int = 0, stalls: int = 0) -> RequestStats:
         requests = list(requests)
-        edges = sorted([(sent, 1) for sent, *_ in requests] + [(end, -1) for _, end, *_ in requests])
+        opened = [(sent, 1) for sent, *_ in requests]
+        edges = sorted(opened + [(end, -1) for _, end, *_ in requests])
         in_flight, last, request_s, second_moment = 0, 0.0, 0.0, 0.0
         for time, change in edges:
             request_s += in_flight * (time - last)
@@ -74,7 +75,8 @@ class RequestStats:
         mean = second_moment / max(request_s, 1e-9)
         tokens, prompt, cached = ([request[column] for request in requests] for column in (2, 3, 4))
         sizes = sum(prompt), sum(cached), len(requests)
-        return RequestStats(sum(tokens), max(tokens, default=0), request_s, mean, *sizes, wakes, stalls)
+        longest = max(tokens, default=0)
+        return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes, stalls)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
@@ -98,14 +100,15 @@ class StepStats:
 
     @staticmethod
     def total(parts: list[StepStats]) -> StepStats:
-        times = [max(vars(part)[name] for part in parts) for name in ("serve_s", "swap_s", "hand_over_s")]
+        names = ("serve_s", "swap_s", "hand_over_s")
+        times = [max(vars(part)[name] for part in parts) for name in names]
         rollout = RequestStats.total([part.rollout for part in parts])
         genrm = RequestStats.total([part.genrm for part in parts])
         lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
         return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *times, lengths)
 
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
-        return {"rollout": (self.split.rollout, self.rollout), "genrm": (self.split.genrm, self.genrm)}[role]
+        return self.split._asdict()[role], vars(self)[role]
 
 
 class Decision(NamedTuple):
@@ -128,7 +131,8 @@ def choose_split(
     if len(splits) == 1:
         return Decision(now, f"{now}: the only plan", seconds[now])
     if measured < COOL_DOWN:
-        return Decision(now, f"{now} stays: measured for {measured} of {COOL_DOWN} steps", seconds[now])
+        reason = f"{now} stays: measured for {measured} of {COOL_DOWN} steps"
+        return Decision(now, reason, seconds[now])
     if steps_left > COOL_DOWN and (mode := mode_to_measure(history, splits)):
         of_mode = [split for split in splits if split.mode == mode]
         is_new = not any(step.split.mode == mode for step in history)
@@ -136,7 +140,8 @@ def choose_split(
         reason = f"{now} -> {split}: to measure {mode} colocation for {COOL_DOWN} steps"
         return Decision(split, reason, seconds[split])
     share = judges_share(mean_work(history))
-    known = [now, *(step.split for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD)]
+    alike = [step for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD]
+    known = [now, *(step.split for step in alike)]
     # of tails the model is as good as a trial
     tried = {split for split in splits for other in known if split._replace(tail=other.tail) == other}
     hoped = {split: took if split in tried else (1 - OPTIMISM) * took for split, took in seconds.items()}
@@ -235,7 +240,7 @@ def mean_work(history: list[StepStats]) -> StepStats:
         means[role] = RequestStats(**{name: round(fmean(part[name] for part in parts)) for name in names})
     waves = max(1, round(fmean(step.waves for step in recent)))
     counts = [*map(fmean, zip_longest(*(step.lengths for step in recent), fillvalue=0))]
-    longest = round(fmean(len(step.lengths) for step in recent))  # not the longest answer of all the steps
+    longest = round(fmean(len(step.lengths) for step in recent))  # not the longest of all steps
     lengths = (*counts[: longest - 1], sum(counts[longest - 1 :])) if longest else ()
     return replace(recent[-1], **means, waves=waves, lengths=lengths)
 
@@ -247,7 +252,8 @@ def token_latency(history: list[StepStats], role: str, tp: int, mode: str) -> To
     """
     of_mode = [step for step in history if step.split.mode == mode] or history
     steps = [step.ranks_and_stats(role) for step in of_mode[-FITTED:]]
-    points = [(s.in_flight / (ranks // tp), s.request_s / s.tokens) for ranks, s in steps if s.tokens]
+    wrote = [(ranks // tp, s) for ranks, s in steps if s.tokens]
+    points = [(s.in_flight / engines, s.request_s / s.tokens) for engines, s in wrote]
     return fit(points) if points else TokenLatency(0.0, 0.0)
 
 
@@ -261,7 +267,8 @@ def fit(points: list[tuple[float, float]]) -> TokenLatency:
     k_mean = sum(w * k for w, (k, _) in zip(weights, points, strict=True)) / total
     t_mean = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
     prior, trust = 0.5 * t_mean / max(k_mean, 1e-9), total * (0.2 * k_mean) ** 2
-    covariance = sum(w * (k - k_mean) * (t - t_mean) for w, (k, t) in zip(weights, points, strict=True))
+    weighed = zip(weights, points, strict=True)
+    covariance = sum(w * (k - k_mean) * (t - t_mean) for w, (k, t) in weighed)
     variance = sum(w * (k - k_mean) ** 2 for w, (k, _) in zip(weights, points, strict=True))
     per_request = (covariance + trust * prior) / max(variance + trust, 1e-12)
     per_request = min(max(per_request, 0.0), t_mean / max(k_mean, 1e-9))

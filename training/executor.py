@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from training.packing import MicroBatch
     from training.trainer import Stats, Trainer
 
-COARSE = 1.05  # durations are told apart in such steps: a table shall not change with every measurement
+COARSE = 1.05  # durations are told apart in such steps: not every measurement makes a new table
 
 
 class Pass(NamedTuple):
@@ -61,7 +61,8 @@ class Work:
 
     trainer: Trainer
     micro_batches: list[MicroBatch]
-    forward: Callable  # (micro-batch, module) -> output, what makes (loss, divisor, statistics) of it
+    # (micro-batch, module) -> output, and what makes (loss, divisor, statistics) of it
+    forward: Callable
     forward_only: bool = False
     stats: list[Stats] = field(default_factory=list)
     divisor: int | Tensor = 0
@@ -71,12 +72,15 @@ class Work:
         """unit: of the durations, in seconds."""
         trainer, places = self.trainer, tuple(range(len(self.trainer.pipeline.ranks)))
         order = places[::-1] if trainer.reverse else places
-        durations = (COARSE ** round(math.log(seconds / unit, COARSE)) for seconds in trainer.durations)
-        return Pipe(order * len(trainer.chunks), len(self.micro_batches), *durations, trainer.activations)
+        steps = (round(math.log(seconds / unit, COARSE)) for seconds in trainer.durations)
+        durations = (COARSE**step for step in steps)
+        stages = order * len(trainer.chunks)
+        return Pipe(stages, len(self.micro_batches), *durations, trainer.activations)
 
     def shape(self, task: Task) -> tuple[int, int, int]:
         """Of the activations between two stages: [T, 1, hidden], or a part of T with sequence parallelism."""
-        config, tokens = self.trainer.chunks[0].config, self.micro_batches[task.micro_batch].tokens.shape[1]
+        config = self.trainer.chunks[0].config
+        tokens = self.micro_batches[task.micro_batch].tokens.shape[1]
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return tokens // parts, 1, config.hidden_size
 
@@ -141,7 +145,7 @@ def assert_same_table(table: Table, trainer: Trainer) -> None:
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: Clock) -> None:
     """This rank's tasks in their order, from mark to mark of the clock each."""
     kept = {}
-    last = {task[:2]: task for task in tasks if task.backward}  # of each stage here: the later one stays
+    last = {task[:2]: task for task in tasks if task.backward}  # of each stage: the later one stays
     for task in tasks:
         work, received = works[task.pipe], messages.receive(task)
         clock.mark()
@@ -185,7 +189,8 @@ def go_back(
 
 def messages_between(table: Table, pipes: list[Pipe], sender: int, receiver: int) -> list[Task]:
     """What one rank sends another, in order: the tasks that take the results of its own (pure)."""
-    takers = (task._replace(stage=task.stage + (-1 if task.backward else 1)) for task in table[sender])
+    tasks = ((task, -1 if task.backward else 1) for task in table[sender])
+    takers = (task._replace(stage=task.stage + onward) for task, onward in tasks)
     return [task for task in takers if rank_of(pipes, task.pipe, task.stage) == receiver]
 
 
@@ -247,7 +252,8 @@ class Messages:
     def __init__(self, table: Table, pipes: list[Pipe], works: list[Work]):
         self.pipes, self.works, self.pipeline = pipes, works, works[0].trainer.pipeline
         self.rank, others = self.pipeline.rank, range(len(table))
-        self.expected = {rank: deque(messages_between(table, pipes, rank, self.rank)) for rank in others}
+        due = {rank: messages_between(table, pipes, rank, self.rank) for rank in others}
+        self.expected = {rank: deque(messages) for rank, messages in due.items()}
         assert not self.expected[self.rank], "two stages that follow each other lie on one rank"
         self.arriving: dict[Task, tuple[Tensor, dist.Work]] = {}
         # by receiver its tasks, in its order, and what leaves for them: kept until that is known to be there

@@ -41,7 +41,7 @@ class MicroBatch:
     starts: Tensor  # [2, pieces + 1], int32, where each piece's queries start, and its keys
     keys: Tensor  # [sum of pieces' keys], their places in an all-gather over the context-parallel group
     images: tuple[Image, ...] = ()  # each once, however many sequences show it
-    places: Tensor | None = None  # [T], which of all images' features a token stands for, or NO_FEATURE
+    places: Tensor | None = None  # [T], the image feature that a token stands for, or NO_FEATURE
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -64,7 +64,7 @@ def make_micro_batches(
         padded[-1] += round_up(sum(padded), tp_with_sp * (2 * cp if cp > 1 else 1)) - sum(padded)
         tokens, targets, slots = [], [], []
         for (prompt, response, _), length in zip(sequences or [Sequence([0], [])], padded, strict=True):
-            assert prompt, "a sequence needs a prompt token to predict the first response token from"
+            assert prompt, "a response's first token is predicted from a prompt token"
             sequence = prompt + response
             padding = length - len(sequence) + 1
             tokens += sequence[:-1] + [0] * padding
@@ -91,7 +91,8 @@ def _with_images(
     for (prompt, _, shown), length in zip(sequences, lengths, strict=True):
         tokens = (prompt + [NO_TARGET] * length)[:length]  # whatever a response has in it is text
         axes += positions(tokens, shown)
-        left, markers = chain(*(features[image] for image in shown)), {image.token for image in shown}
+        left = chain(*(features[image] for image in shown))
+        markers = {image.token for image in shown}
         places += [next(left) if token in markers else NO_FEATURE for token in tokens]
     columns = torch.tensor([*zip(*axes, strict=True), places])[:, mine]
     return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))

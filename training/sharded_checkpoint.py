@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 Boxes = dict[MetadataIndex, tuple[torch.Size, Tensor]]  # place -> (shape of the full tensor, box)
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}  # Megatron-Core 0.16.1's default is broken
+# Megatron-Core 0.16.1's default is broken
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 BACKEND = ("torch_dist", 1)  # name and version of the format
 ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
     "torch.distributed.checkpoint.metadata": (
@@ -120,9 +121,11 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
         for part in itertools.chain(*sharded.values()):
             if isinstance(part, ShardedTensor):
                 part.data = part.data.to("cpu")  # itself on CPU; a forked process can't read a GPU
-        self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)  # 0: no CUDA streams in the fork
+        # 0: no CUDA streams in the fork
+        self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)
         state = mcore.mcore_to_pyt_state_dict(sharded, False)
-        (_, self.metadata, _), *_ = save_state_dict_async_plan(state, self.writer, planner=self.planner)
+        plan, *_ = save_state_dict_async_plan(state, self.writer, planner=self.planner)
+        _, self.metadata, _ = plan
         return AsyncRequest(None, (), [])
 
 
@@ -184,8 +187,10 @@ def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
 
 def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
     """Of the flattened parameters: the stretch of which this rank holds the optimizer's state."""
-    buckets = [bucket for buffer in optimizer.gbuf_ranges for bucket in itertools.chain(*buffer.values())]
-    held = {param: ranges["param"] for bucket in buckets for param, ranges in bucket["param_map"].items()}
+    by_dtype = (buffer.values() for buffer in optimizer.gbuf_ranges)
+    buckets = itertools.chain(*itertools.chain(*by_dtype))
+    maps = (bucket["param_map"].items() for bucket in buckets)
+    held = {param: ranges["param"] for each in maps for param, ranges in each}
     return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
 
 
@@ -198,8 +203,10 @@ def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk
     start, stop = max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel())
     at = first + start - stretch.start
     for inner, sizes in boxes(start, stop, part.local_shape):
-        offsets = torch.Size([*part.global_offset[:ahead], *map(add, part.global_offset[ahead:], inner)])
-        place, end = ChunkStorageMetadata(offsets, torch.Size((1,) * ahead + sizes)), at + prod(sizes)
+        moved = map(add, part.global_offset[ahead:], inner)
+        offsets = torch.Size([*part.global_offset[:ahead], *moved])
+        place = ChunkStorageMetadata(offsets, torch.Size((1,) * ahead + sizes))
+        end = at + prod(sizes)
         yield place, slice(at, end)
         at = end
 

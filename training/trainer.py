@@ -73,11 +73,14 @@ class Trainer:
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
             mpu.initialize_model_parallel(config.tp, config.pp, context_parallel_size=config.cp)
             model_parallel_cuda_manual_seed(config.seed)
-        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        tp_rank, pp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+        self.dp_rank = mpu.get_data_parallel_rank()
+        self.dp_size = mpu.get_data_parallel_world_size()
+        tp_rank = mpu.get_tensor_model_parallel_rank()
+        pp_rank = mpu.get_pipeline_model_parallel_rank()
         self.is_head = (tp_rank, pp_rank, mpu.get_context_parallel_rank()) == (0, 0, 0)
         on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        where = ("cuda", torch.cuda.current_device()) if on_gpu else ("cpu",)
+        self.device = torch.device(*where)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
@@ -88,7 +91,8 @@ class Trainer:
         self.measured: list[tuple[float, float]] = []  # of the last steps, see `durations`
         self.phases: list[Phase] = []  # of the last `update`
         model_config = models.transformer_config(hf, config)
-        self.activations = model_config.num_layers * model_config.hidden_size  # about, to tell models apart
+        # about, to tell models apart
+        self.activations = model_config.num_layers * model_config.hidden_size
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         count = model_config.virtual_pipeline_model_parallel_size or 1
         self.chunks = [self._load_chunk(hf, model_config, number) for number in range(count)]
@@ -105,7 +109,8 @@ class Trainer:
 
     def _wrapped(self, gpt: GPTModel) -> DistributedDataParallel:
         for name, parameter in gpt.named_parameters():
-            parameter.requires_grad_(not (self.config.freeze_vision and name.startswith(hf_weights.TOWER)))
+            frozen = self.config.freeze_vision and name.startswith(hf_weights.TOWER)
+            parameter.requires_grad_(not frozen)
         flags = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
         overlaps = self.overlaps and self.groups.dp_cp.size() > 1  # else a loss must reach all
         settings = DistributedDataParallelConfig(**flags, overlap_grad_reduce=overlaps)
@@ -116,7 +121,8 @@ class Trainer:
         return self.ddps[stage // len(self.pipeline.ranks)]
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
-        adamw = dict(optimizer="adam", lr=self.config.lr, adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
+        betas = dict(adam_beta1=ADAM_BETAS[0], adam_beta2=ADAM_BETAS[1])
+        adamw = dict(optimizer="adam", lr=self.config.lr, **betas)
         adamw |= dict(weight_decay=self.config.weight_decay, use_distributed_optimizer=True)
         adamw |= dict(bf16=model_config.bf16, params_dtype=model_config.params_dtype)
         groups = dict(use_gloo_process_groups=False, pg_collection=self.groups)
@@ -248,7 +254,7 @@ class Trainer:
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
         for group in (self.groups.cp, self.groups.pp):
-            dist.all_reduce(result, group=group)  # each rank filled in its part and left zeros elsewhere
+            dist.all_reduce(result, group=group)  # each rank filled in its part, the rest is zeros
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
@@ -265,7 +271,8 @@ class Trainer:
     def _work(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> Work:
         """A rank without sequences takes part with an empty micro-batch."""
         config, cp_rank = self.config, mpu.get_context_parallel_rank()
-        micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, config.tp if config.sp else 1)
+        tp_with_sp = config.tp if config.sp else 1
+        micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, tp_with_sp)
 
         def forward(batch: MicroBatch, module: DistributedDataParallel):
             batch = batch.to(self.device)
@@ -295,8 +302,10 @@ class Trainer:
     def _apply_gradients(self, lr: float) -> float:
         """AdamW on DDP's gradients, if they are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
-            group["lr"], group["fused"] = lr, self.overlaps  # a checkpoint of another device brings its own
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
+            group["lr"] = lr
+            group["fused"] = self.overlaps  # a checkpoint of another device brings its own
+            # 0 for biases and norms
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         # not Megatron's check_for_nan_in_grad, which raises on one rank and leaves the others waiting for it
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree

@@ -52,7 +52,8 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
     sizes = {name: p.numel() for name, p in named.items() if p.ndim > 1 and "pos_embed" not in name}
     patches = vision.spatial_merge_size**2  # of a feature, which mergers make
     each = sum(size * (1 if "merger" in name else patches) for name, size in sizes.items())
-    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))  # blocks that see all of an image
+    # blocks that see all of an image
+    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))
     in_window = (facts.get("window_size", 0) // vision.patch_size) ** 2
     each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
     pairs = whole * 2 * vision.hidden_size * patches**2
@@ -78,7 +79,7 @@ class VisionModel(GPTModel):
             # then a rank goes back from its part of the tokens alone, and Megatron sums what each finds
             parameter.sequence_parallel = self.config.sequence_parallel
         if self.config.recompute_granularity:
-            self.visual.main_input_name = "hidden_states"  # else it looks for embeddings of tokens, and warns
+            self.visual.main_input_name = "hidden_states"  # else it warns
             self.visual.gradient_checkpointing_enable()
         for layer in self.decoder.layers[: deep_features(vision)]:
             layer.register_forward_hook(self._deepen, with_kwargs=True)
@@ -88,7 +89,7 @@ class VisionModel(GPTModel):
         batch = packed_seq_params.batch
         pixels, grids = self._pixels(batch.images)
         seen = self.visual(pixels, grid_thw=grids)
-        hidden = self.embedding(tokens, None)  # [T, 1, hidden], or a part of T with sequence parallelism
+        hidden = self.embedding(tokens, None)  # [T, 1, hidden], with sequence parallelism a part of T
         hidden = self._put(hidden, seen.pooler_output, batch, adds=False)
         deep = seen.get("deepstack_features")
         context = torch.stack(deep) if deep else None  # [layers, features, hidden]

@@ -17,7 +17,8 @@ from recipes.addition.drawing import picture
 Shown = tuple[str, *tuple[bytes, ...]]  # a text, and the pictures in it
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides the look of a picture
 
-DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}  # digits of the longer summand: relative frequency
+# digits of the longer summand: relative frequency
+DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
 HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
 HELD_OUT_KEY = "held out"  # of their pictures
 
@@ -89,7 +90,8 @@ def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
 
 def shown_work(a: int, b: int) -> str:
     """57 + 68 -> `7+8+0=15;5+6+1=12;>125`."""
-    return "".join(f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b)) + f">{a + b}"
+    shown = (f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b))
+    return "".join(shown) + f">{a + b}"
 
 
 # ---------------------------------------------------------------- the judge: 57+68=>125? -> 7+8+0=15:5. ... Y
