@@ -183,7 +183,7 @@ def policy_loss(
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
     old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
-    logprobs = logprobs.where(kept, logprobs.detach())  # gspo's ratio, of the whole answer, without those
+    logprobs = logprobs.where(kept, logprobs.detach())  # 0 times the slope of an infinite ratio would be NaN
     advantages, sequence = targets.advantages[slots], targets.sequence[slots]
     inputs = LossInputs(logprobs, old_logprobs, advantages, sequence, targets.lengths, total)
     loss, clipped = algorithm.loss(inputs, algorithm)

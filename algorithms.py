@@ -85,7 +85,7 @@ class LossInputs:
     advantages: Tensor
     sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
     lengths: Tensor  # [answers], the targets of each answer, over all context-parallel ranks
-    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over the context-parallel ranks, with a gradient
+    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over the context-parallel ranks
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
         """For each target the mean of x over its answer (collective over the context-parallel group)."""
@@ -108,15 +108,21 @@ def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tenso
 
 
 def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The clip of exp(mean of the answer's logprob - old_logprob). GSPO (arXiv 2507.18071), equations 5-7."""
-    log_ratio = inputs.mean_of_sequence(inputs.logprobs - inputs.old_logprobs)  # (collective)
-    return clip(log_ratio.exp(), inputs.advantages, algorithm)
+    """The clip of the answer's ratio, exp(mean of logprob - old_logprob), with each token's own gradient.
+
+    The ratio is stop_gradient(ratio) * p / stop_gradient(p) for each token's probability p. Its value and,
+    where all tokens weigh the same, its gradient are those of the answer's ratio; but an importance weight
+    weighs the gradient of its own token alone. GSPO-token (arXiv 2507.18071), section 4.3.
+    """
+    logprobs = inputs.logprobs.detach()
+    log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)  # (collective)
+    return clip((log_ratio + (inputs.logprobs - logprobs)).exp(), inputs.advantages, algorithm)
 
 
 def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: no token loses its gradient.
 
-    CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; there clip_low is 1: unbounded below.
+    CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; its clip_low is 1: unbounded below.
     """
     ratio = (inputs.logprobs - inputs.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
@@ -215,7 +221,7 @@ ALGORITHMS = {
     "reinforce++_baseline": Algorithm(mean_baseline, clipped_loss, whiten=True),
     "remax": Algorithm(raw, clipped_loss, greedy=True, kl_by_token=True),
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
-    "cispo": Algorithm(group_norm, cispo_loss),
+    "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
     "safe_rlhf": Algorithm(raw, clipped_loss, signals=BOTH, combine=lagrangian, critics=BOTH, **WITH_GAE),
 }

@@ -307,10 +307,12 @@ def test_gspo_clips_the_ratio_of_the_answer():
 
 
 def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
-    now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.5)], requires_grad=True)
-    loss, clipped = cispo_loss(inputs_of(now, [-1.0, -1.0], [2.0, -1.0]), settings_of())
+    """By the row's own settings: what the policy has left isn't pulled back up to a bound."""
+    now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.135)], requires_grad=True)
+    loss, clipped = cispo_loss(inputs_of(now, [-1.0, -1.0], [2.0, -1.0]), settings_of("cispo"))
     loss.sum().backward()
-    assert now.grad.tolist() == pytest.approx([-1.28 * 2, 0.8]) and clipped.all()
+    assert now.grad.tolist() == pytest.approx([-1.28 * 2, 0.135])
+    assert clipped.tolist() == [True, False]
 
 
 def same(sums: torch.Tensor) -> torch.Tensor:
@@ -326,7 +328,6 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
     """
     corrects = config.tis_cap or config.icepop_bound
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
-    masked = set()
     for key, tokens in answers_of(groups):
         n = len(tokens)
         per_token = {"dr_grpo": 1 / config.max_new_tokens, "gspo": 1 / n}.get(row, 1.0)
@@ -351,21 +352,15 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
             elif clipped:
                 loss, slope = -cut * a, 0.0
             loss, slope = weight * loss, weight * slope
-            own, shared = (0.0, slope / n) if row == "gspo" else (slope, 0.0)
             if config.kl_coef and config.kl_in == "loss":
                 kl, kl_slope = plain_kl(config.kl_estimator, now[t] - tokens[t][1])
-                loss, own = loss + config.kl_coef * kl, own + config.kl_coef * kl_slope
-            loss, own = loss - config.entropy_coef * 0.7 * now[t], own - config.entropy_coef * 0.7
+                loss, slope = loss + config.kl_coef * kl, slope + config.kl_coef * kl_slope
+            loss -= config.entropy_coef * 0.7 * now[t]
+            slope -= config.entropy_coef * 0.7
             sums.update(clip_frac=clipped, stale_token_frac=stale[key, t], kl=engine[t] - now[t])
             sums["masked_frac"] += not kept
-            if kept:
-                total += per_token * loss
-                slopes[key, t] = slopes.get((key, t), 0.0) + per_token * own
-                for other in range(n):
-                    slopes[key, other] = slopes.get((key, other), 0.0) + per_token * shared
-            else:
-                masked.add((key, t))
-    slopes |= dict.fromkeys(masked, 0.0)
+            total += per_token * loss * kept
+            slopes[key, t] = per_token * slope * kept
     slopes = {where: slope / divisor for where, slope in slopes.items()}
     return total / divisor, slopes, sums
 
@@ -464,6 +459,19 @@ def test_a_masked_token_gives_a_gradient_of_exactly_zero(row):
     loss.sum().backward()
     assert stats["masked_frac"] == 2 and loss[0] == loss[2] == 0
     assert now.grad[0] == now.grad[2] == 0 and now.grad[1] != 0 and now.grad.isfinite().all()
+
+
+def test_the_importance_weight_of_a_token_weighs_its_own_gradient_under_gspo():
+    """-weight * advantage / 4 each; through the answer's mean all would have the mean weight, 0.9."""
+    config, weights = settings_of("gspo", tis_cap=2.0), [2.0, 1.0, 0.5, 0.1]
+    one = Sample(0, 0, [1], response=[2] * 4, versions=[0] * 4, advantages=[1.0] * 4)
+    one.logprobs = [-1.0 - math.log(weight) for weight in weights]
+    now = torch.tensor([-1.0] * 4, requires_grad=True)
+    targets = pack_targets([one], 0, {}, config, CPU)
+    loss, _ = policy_loss(targets, config, same, torch.arange(4), now, -now)
+    loss.sum().backward()
+    assert now.grad.tolist() == pytest.approx([-0.5, -0.25, -0.125, -0.025])
+    assert loss.sum().item() == pytest.approx(-0.9)
 
 
 def test_a_sequence_s_mean_over_context_parallel_ranks():
