@@ -53,7 +53,8 @@ class Actor(Trainer):
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
             packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
-            steps.append((yield from self.step(packed, self._output_loss(loss), STATS, lr, check)))
+            output_loss = self._output_loss(loss, len(targets.divisors))
+            steps.append((yield from self.step(packed, output_loss, STATS, lr, check)))
         self.version += 1
         return update_metrics(steps, lr) | {"train/micro_batches": float(sum(map(len, mini_batches)))}
 
@@ -98,11 +99,13 @@ class Actor(Trainer):
         most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
         return packed + [[]] * (int(most["count"]) - len(packed)), loss
 
-    def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
+    def _output_loss(self, token_loss: TokenLoss, first: int) -> OutputLoss:
+        """first: the slot where texts begin. They are read at temperature 1, as ptx.py says."""
         entropy_learns = self.algorithm.entropy_coef > 0
 
         def output_loss(batch: MicroBatch, output: LMOutput) -> LossSums:
-            logprobs, entropy = read_targets(batch, output, self.config.temperature, entropy_learns)
+            temperature = torch.where(batch.slots < first, self.config.temperature, 1.0)
+            logprobs, entropy = read_targets(batch, output, temperature, entropy_learns)
             loss, stats = token_loss(batch.slots[batch.slots != NO_TARGET], logprobs, entropy)
             return loss.sum(), stats.pop("divisor"), stats
 
