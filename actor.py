@@ -22,7 +22,6 @@ from training.lm_head import LMOutput, output_of, over_context_parallel, read_ta
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.trainer import LossSums, OutputLoss, Packed, TokenLoss, Trainer, all_reduce, as_sequences
 
-LR_DECAY_TO = 0.1  # of the learning rate, at the last step
 # of trainer and engine, the mean over tokens: single ones are far apart in bfloat16, and say little
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 DIFF_BINS = tuple(f"diff_bin_{number}" for number in range(130))  # of a histogram: 16 a decade, from 1e-7
@@ -260,14 +259,14 @@ def importance_weights(
 
 
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
-    """0 for `warmup` updates, linear over `lr_warmup_steps` more, linear to LR_DECAY_TO of it at the last."""
+    """0 for `warmup` updates, linear over `lr_warmup_steps`, then linear to `lr_decay_to` at the last."""
     version, steps = version - warmup, config.steps - warmup
     if version < 0:
         return 0.0
     if version < config.lr_warmup_steps:
         return config.lr * (version + 1) / config.lr_warmup_steps
     progress = (version - config.lr_warmup_steps + 1) / max(1, steps - config.lr_warmup_steps)
-    return config.lr * (1 - min(progress, 1.0) * (1 - LR_DECAY_TO))
+    return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
 
 
 def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:

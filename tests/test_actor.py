@@ -335,6 +335,8 @@ def test_learning_rate_of_every_update():
         LEARNING_RATES
     )
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
+    constant = actor_config(lr_decay_to=1.0)
+    assert [learning_rate(version, constant) for version in (1, 3, 9)] == [1e-3] * 3
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
     assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx(
         [0, 0, 0, *LEARNING_RATES]
