@@ -103,8 +103,8 @@ class Actor(Trainer):
         entropy_learns = self.algorithm.entropy_coef > 0
 
         def output_loss(batch: MicroBatch, output: LMOutput) -> LossSums:
-            temperature = torch.where(batch.slots < first, self.config.temperature, 1.0)
-            logprobs, entropy = read_targets(batch, output, temperature, entropy_learns)
+            temperatures = torch.where(batch.slots < first, self.config.temperature, 1.0)
+            logprobs, entropy = read_targets(batch, output, temperatures, entropy_learns)
             loss, stats = token_loss(batch.slots[batch.slots != NO_TARGET], logprobs, entropy)
             return loss.sum(), stats.pop("divisor"), stats
 
@@ -127,7 +127,9 @@ class Actor(Trainer):
 
 def target_logprobs(batch: MicroBatch, output: LMOutput, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of the targets: [targets] (collective over the tensor-parallel group)."""
-    return read_targets(batch, output, temperature)[0]
+    # not a number: CUDA would multiply by its reciprocal, and round otherwise than the pass that trains
+    temperatures = torch.full_like(batch.targets, temperature, dtype=torch.float32)
+    return read_targets(batch, output, temperatures)[0]
 
 
 def cross_entropy_loss(batch: MicroBatch, output: LMOutput) -> LossSums:

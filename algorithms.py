@@ -108,11 +108,9 @@ def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tenso
 
 
 def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The clip of the answer's ratio, exp(mean of logprob - old_logprob), with each token's own gradient.
+    """The clip of s = exp(mean of the answer's logprob - old_logprob). GSPO (arXiv 2507.18071), section 4.3.
 
-    The ratio is stop_gradient(ratio) * p / stop_gradient(p) for each token's probability p. Its value and,
-    where all tokens weigh the same, its gradient are those of the answer's ratio; but an importance weight
-    weighs the gradient of its own token alone. GSPO-token (arXiv 2507.18071), section 4.3.
+    s is sg[s] * p / sg[p] with each token's p (sg stops gradients): importance weights weigh their own token.
     """
     logprobs = inputs.logprobs.detach()
     log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)  # (collective)
@@ -212,9 +210,12 @@ class Algorithm(Settings):
         return "cost" in self.signals or (whole_kl and self.kl_coef > 0)
 
 
+# arXiv 2402.03300, equation 3 and section 4.2; it names no clip
+AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
 BOTH, WITH_GAE = ("reward", "cost"), dict(estimator=gae, whiten=True, kl_by_token=True, filters=False)
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
+    "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),
     "dr_grpo": Algorithm(mean_baseline, clipped_loss, mean="constant"),
     "rloo": Algorithm(leave_one_out, clipped_loss),
     "reinforce++": Algorithm(raw, clipped_loss, whiten=True, kl_by_token=True, filters=False),
@@ -255,13 +256,13 @@ def algorithm_of(config: Config) -> Algorithm:
 def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     """Whether the settings are what they, each other and the run need, and what that is."""
     a, values = algorithm, vars(algorithm)
-    least = 2 if a.filters and not a.greedy else 1  # answers that are compared with each other
+    alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared with each other
     for name, (low, high) in LIMITS.items():  # NaN is refused, too
         yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
     yield not 0 < a.icepop_bound <= 1, "icepop_bound=0 or more than 1"
     yield a.kl_in in ("loss", "reward"), "kl_in=loss or kl_in=reward"
     yield a.kl_estimator in KL_ESTIMATORS, f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
-    yield config.answers_per_prompt >= least, f"--answers-per-prompt {least} or more"
+    yield alone or config.answers_per_prompt > 1, "--answers-per-prompt 2 or more"
     yield bool(a.critics) or not (config.critic or a.critic_warmup), "a critic for --critic and critic_warmup"
     yield a.critic_warmup < config.steps, f"critic_warmup below --steps {config.steps}"
     has_cost = bool(config.cost_rule or config.cost_judge)
@@ -376,6 +377,7 @@ def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) 
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, 1e-12))
     step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
-    state.log_multiplier = min(state.log_multiplier + step, most)
+    if state.step >= algorithm.critic_warmup:  # before, it would wind up: the policy can't answer
+        state.log_multiplier = min(state.log_multiplier + step, most)
     multiplier = lagrange_multiplier(state, algorithm)
     return {"cost/mean": mean, "cost/multiplier": multiplier, "cost/violation": violation}

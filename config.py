@@ -214,12 +214,12 @@ class Command(NamedTuple):
 ALWAYS = ("the run", "model and data", "evaluation")
 LOOP = ("the loop", "debugging", "rewards", "reinforcement learning", "engines", "checkpoints")
 EXAMPLES = (*ALWAYS, "training", "examples")
-FINE_TUNING = {"lr": 1e-5, "lr_decay_to": 0.1}
+DECAYS = {"lr_decay_to": 0.1}
 COMMANDS = {
     "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
-    "sft": Command("supervised fine-tuning", EXAMPLES, FINE_TUNING),
-    "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, FINE_TUNING),
-    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, {"lr_decay_to": 0.1}),
+    "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
+    "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
+    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
     "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
 

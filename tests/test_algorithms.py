@@ -298,6 +298,22 @@ def test_clipped_loss_by_hand(ratio, advantage, loss, clipped):
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
+def test_the_objective_of_grpo_s_first_paper_by_hand():
+    """A token of ratio 1.25, cut at 1.2, twice as likely as under the reference; two tokens on policy."""
+    config = settings_of("grpo_2024")
+    good = answer(0, 0, 1.0, 1, versions=[0], reference_logprobs=[math.log(0.5)])
+    bad = answer(0, 1, 0.0, 2, versions=[0, 0], reference_logprobs=[-0.5, -0.5])
+    targets = pack_targets(with_advantages([good, bad], config), 0, {}, config, CPU)
+    targets.engine_logprobs[0] = -math.log(1.25)
+    now = torch.tensor([0.0, -0.5, -0.5])
+    loss, stats = policy_loss(targets, config, same, torch.arange(3), now, -now)
+    score, kl = 0.5 / 0.5001, 0.5 - 1 + math.log(2)
+    by_answer = [-1.2 * score + 0.04 * kl, (score + score) / 2]
+    mean = loss.sum().item() / stats["divisor"].item()
+    assert mean == pytest.approx(sum(by_answer) / 2, abs=1e-6)
+    assert not config.filters
+
+
 def test_gspo_clips_the_ratio_of_the_answer():
     """The root of 1.5 x 1, below 1.28: the first token's 1.5 alone would have been clipped."""
     tokens = inputs_of(torch.tensor([math.log(1.5), 0.0]), [0.0, 0.0], [2.0, -1.0])
@@ -330,8 +346,9 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
     for key, tokens in answers_of(groups):
         n = len(tokens)
-        per_token = {"dr_grpo": 1 / config.max_new_tokens, "gspo": 1 / n}.get(row, 1.0)
-        divisor += 1 if row in ("dr_grpo", "gspo") else n
+        by_answer = {"dr_grpo": config.max_new_tokens, "gspo": n, "grpo_2024": n}
+        per_token = 1 / by_answer.get(row, 1)
+        divisor += 1 if row in by_answer else n
         engine, now = [token[0] for token in tokens], [token[2] for token in tokens]
         start = [token[start_column] for token in tokens]
         old = [start[t] if corrects or stale[key, t] else engine[t] for t in range(n)]
@@ -547,7 +564,7 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("a2c", r"a2c is unknown; choose one of: grpo, dr_grpo, rloo, reinforce\+\+, "),
+        ("a2c", r"a2c is unknown; choose one of: grpo, grpo_2024, dr_grpo, rloo, reinforce\+\+, "),
         ("ppo lambda=1", r"lambda=1 is none of the settings clip_low=0.2, clip_high=0.28, "),
         ("ppo gamma=half", "gamma=half is none of the settings"),
         ("ppo gamma=1.1", "ppo gamma=1.1 needs gamma from 0 to 1"),
@@ -568,8 +585,9 @@ def test_a_setting_that_cannot_be_is_named_in_one_line(given, message):
 
 
 def test_answers_of_a_prompt_are_compared_if_there_is_no_other_baseline():
-    with pytest.raises(ValueError, match="needs --answers-per-prompt 2 or more"):
-        algorithm_of(Config(answers_per_prompt=1))
+    for row in ("grpo", "grpo_2024"):
+        with pytest.raises(ValueError, match="needs --answers-per-prompt 2 or more"):
+            algorithm_of(Config(algorithm=(row,), answers_per_prompt=1))
     for row in ("remax", "ppo"):
         algorithm_of(Config(algorithm=(row,), answers_per_prompt=1))
 

@@ -51,19 +51,17 @@ def output_of(gpt: GPTModel, hidden: Tensor) -> LMOutput:
 
 
 def read_targets(
-    batch: MicroBatch, output: LMOutput, temperature: float | Tensor = 1.0, entropy_learns: bool = False
+    batch: MicroBatch, output: LMOutput, temperatures: Tensor, entropy_learns: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    temperature: of all tokens, or [T]. SGLang, too, reports log_softmax(logits / temperature).
-    entropy_learns: whether the entropies have a gradient, which costs four more copies of a chunk.
-    Collective over the tensor-parallel group, both ways.
+    temperatures: [T]; SGLang, too, reports log_softmax(logits / temperature). entropy_learns: whether the
+    entropies have a gradient, which costs four more copies of a chunk. Collective over the tensor-parallel
+    group, both ways.
     """
     rows = max(1, CHUNK_BYTES // (4 * len(output.weight)))
     read = partial(_read_chunk, output.weight, entropy_learns)
-    # a column also of one number, so that all passes round alike: CUDA multiplies by a number's reciprocal
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=batch.targets.device)
-    columns = (output.hidden[0], batch.targets, temperatures.expand(len(batch.targets)))
+    columns = (output.hidden[0], batch.targets, temperatures)
     chunks = zip(*(column.split(rows) for column in columns), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     chosen = batch.slots != NO_TARGET
