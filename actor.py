@@ -22,7 +22,6 @@ from training.lm_head import LMOutput, output_of, over_context_parallel, read_ta
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.trainer import LossSums, OutputLoss, Packed, TokenLoss, Trainer, all_reduce, as_sequences
 
-LR_DECAY_TO = 0.1  # of the learning rate, at the last step
 # of trainer and engine, the mean over tokens: single ones are far apart in bfloat16, and say little
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 DIFF_BINS = tuple(f"diff_bin_{number}" for number in range(130))  # of a histogram: 16 a decade, from 1e-7
@@ -53,7 +52,8 @@ class Actor(Trainer):
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
             packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
-            steps.append((yield from self.step(packed, self._output_loss(loss), STATS, lr, check)))
+            output_loss = self._output_loss(loss, len(targets.divisors))
+            steps.append((yield from self.step(packed, output_loss, STATS, lr, check)))
         self.version += 1
         return update_metrics(steps, lr) | {"train/micro_batches": float(sum(map(len, mini_batches)))}
 
@@ -98,11 +98,13 @@ class Actor(Trainer):
         most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
         return packed + [[]] * (int(most["count"]) - len(packed)), loss
 
-    def _output_loss(self, token_loss: TokenLoss) -> OutputLoss:
+    def _output_loss(self, token_loss: TokenLoss, first: int) -> OutputLoss:
+        """first: the slot where texts begin. They are read at temperature 1, as ptx.py says."""
         entropy_learns = self.algorithm.entropy_coef > 0
 
         def output_loss(batch: MicroBatch, output: LMOutput) -> LossSums:
-            logprobs, entropy = read_targets(batch, output, self.config.temperature, entropy_learns)
+            temperatures = torch.where(batch.slots < first, self.config.temperature, 1.0)
+            logprobs, entropy = read_targets(batch, output, temperatures, entropy_learns)
             loss, stats = token_loss(batch.slots[batch.slots != NO_TARGET], logprobs, entropy)
             return loss.sum(), stats.pop("divisor"), stats
 
@@ -125,7 +127,9 @@ class Actor(Trainer):
 
 def target_logprobs(batch: MicroBatch, output: LMOutput, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of the targets: [targets] (collective over the tensor-parallel group)."""
-    return read_targets(batch, output, temperature)[0]
+    # not a number: CUDA would multiply by its reciprocal, and round otherwise than the pass that trains
+    temperatures = torch.full_like(batch.targets, temperature, dtype=torch.float32)
+    return read_targets(batch, output, temperatures)[0]
 
 
 def cross_entropy_loss(batch: MicroBatch, output: LMOutput) -> LossSums:
@@ -183,7 +187,7 @@ def policy_loss(
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
     old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
-    logprobs = logprobs.where(kept, logprobs.detach())  # gspo's ratio, of the whole answer, without those
+    logprobs = logprobs.where(kept, logprobs.detach())  # 0 times the slope of an infinite ratio would be NaN
     advantages, sequence = targets.advantages[slots], targets.sequence[slots]
     inputs = LossInputs(logprobs, old_logprobs, advantages, sequence, targets.lengths, total)
     loss, clipped = algorithm.loss(inputs, algorithm)
@@ -257,14 +261,14 @@ def importance_weights(
 
 
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
-    """0 for `warmup` updates, linear over `lr_warmup_steps` more, linear to LR_DECAY_TO of it at the last."""
+    """0 for `warmup` updates, linear over `lr_warmup_steps`, then linear to `lr_decay_to` at the last."""
     version, steps = version - warmup, config.steps - warmup
     if version < 0:
         return 0.0
     if version < config.lr_warmup_steps:
         return config.lr * (version + 1) / config.lr_warmup_steps
     progress = (version - config.lr_warmup_steps + 1) / max(1, steps - config.lr_warmup_steps)
-    return config.lr * (1 - min(progress, 1.0) * (1 - LR_DECAY_TO))
+    return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
 
 
 def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:

@@ -85,7 +85,7 @@ class LossInputs:
     advantages: Tensor
     sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
     lengths: Tensor  # [answers], the targets of each answer, over all context-parallel ranks
-    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over the context-parallel ranks, with a gradient
+    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over the context-parallel ranks
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
         """For each target the mean of x over its answer (collective over the context-parallel group)."""
@@ -108,15 +108,19 @@ def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tenso
 
 
 def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The clip of exp(mean of the answer's logprob - old_logprob). GSPO (arXiv 2507.18071), equations 5-7."""
-    log_ratio = inputs.mean_of_sequence(inputs.logprobs - inputs.old_logprobs)  # (collective)
-    return clip(log_ratio.exp(), inputs.advantages, algorithm)
+    """The clip of s = exp(mean of the answer's logprob - old_logprob). GSPO (arXiv 2507.18071), section 4.3.
+
+    s is sg[s] * p / sg[p] with each token's p (sg stops gradients): importance weights weigh their own token.
+    """
+    logprobs = inputs.logprobs.detach()
+    log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)  # (collective)
+    return clip((log_ratio + (inputs.logprobs - logprobs)).exp(), inputs.advantages, algorithm)
 
 
 def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: no token loses its gradient.
 
-    CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; there clip_low is 1: unbounded below.
+    CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; its clip_low is 1: unbounded below.
     """
     ratio = (inputs.logprobs - inputs.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
@@ -206,16 +210,19 @@ class Algorithm(Settings):
         return "cost" in self.signals or (whole_kl and self.kl_coef > 0)
 
 
+# arXiv 2402.03300, equation 3 and section 4.2; it names no clip
+AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
 BOTH, WITH_GAE = ("reward", "cost"), dict(estimator=gae, whiten=True, kl_by_token=True, filters=False)
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
+    "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),
     "dr_grpo": Algorithm(mean_baseline, clipped_loss, mean="constant"),
     "rloo": Algorithm(leave_one_out, clipped_loss),
     "reinforce++": Algorithm(raw, clipped_loss, whiten=True, kl_by_token=True, filters=False),
     "reinforce++_baseline": Algorithm(mean_baseline, clipped_loss, whiten=True),
     "remax": Algorithm(raw, clipped_loss, greedy=True, kl_by_token=True),
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
-    "cispo": Algorithm(group_norm, cispo_loss),
+    "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
     "safe_rlhf": Algorithm(raw, clipped_loss, signals=BOTH, combine=lagrangian, critics=BOTH, **WITH_GAE),
 }
@@ -249,13 +256,13 @@ def algorithm_of(config: Config) -> Algorithm:
 def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     """Whether the settings are what they, each other and the run need, and what that is."""
     a, values = algorithm, vars(algorithm)
-    least = 2 if a.filters and not a.greedy else 1  # answers that are compared with each other
+    alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared with each other
     for name, (low, high) in LIMITS.items():  # NaN is refused, too
         yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
     yield not 0 < a.icepop_bound <= 1, "icepop_bound=0 or more than 1"
     yield a.kl_in in ("loss", "reward"), "kl_in=loss or kl_in=reward"
     yield a.kl_estimator in KL_ESTIMATORS, f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
-    yield config.answers_per_prompt >= least, f"--answers-per-prompt {least} or more"
+    yield alone or config.answers_per_prompt > 1, "--answers-per-prompt 2 or more"
     yield bool(a.critics) or not (config.critic or a.critic_warmup), "a critic for --critic and critic_warmup"
     yield a.critic_warmup < config.steps, f"critic_warmup below --steps {config.steps}"
     has_cost = bool(config.cost_rule or config.cost_judge)
@@ -370,6 +377,7 @@ def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) 
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, 1e-12))
     step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
-    state.log_multiplier = min(state.log_multiplier + step, most)
+    if state.step >= algorithm.critic_warmup:  # before, it would wind up: the policy can't answer
+        state.log_multiplier = min(state.log_multiplier + step, most)
     multiplier = lagrange_multiplier(state, algorithm)
     return {"cost/mean": mean, "cost/multiplier": multiplier, "cost/violation": violation}

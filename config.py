@@ -22,7 +22,8 @@ HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, 
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
-LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
+LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "lr_decay_to": (0, 1)}
+LIMITS |= {"mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
 class UserError(ValueError):
@@ -75,6 +76,7 @@ class Config:
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
     lr_warmup_steps: int = 5  # linear, from 0
+    lr_decay_to: float = 1.0  # part of --lr at the last step, linear; 1: constant. sft, rm, dpo, demo: 0.1
     max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
@@ -190,7 +192,8 @@ class Config:
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16")}  # and what differs there from Config's defaults
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
-DEMO = dict(lr=5e-4, critic_lr=1e-3, max_new_tokens=72, judge_max_new_tokens=100, max_model_len=256)
+DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
+DEMO |= dict(max_new_tokens=72, judge_max_new_tokens=100)
 PRESETS = {  # a preset is what differs from Config's defaults
     "base": {},
     "tiny": DEMO,
@@ -211,11 +214,12 @@ class Command(NamedTuple):
 ALWAYS = ("the run", "model and data", "evaluation")
 LOOP = ("the loop", "debugging", "rewards", "reinforcement learning", "engines", "checkpoints")
 EXAMPLES = (*ALWAYS, "training", "examples")
+DECAYS = {"lr_decay_to": 0.1}
 COMMANDS = {
     "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
-    "sft": Command("supervised fine-tuning", EXAMPLES, {"lr": 1e-5}),
-    "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, {"lr": 1e-5}),
-    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, {}),
+    "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
+    "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
+    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
     "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
 

@@ -226,7 +226,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     if config.rollout_only:
         inputs["learn"] = replay.record
     if config.train_only:
-        inputs["collect"] = replay.Replay(Path(config.replay)).collect
+        inputs["collect"] = replay.Replay(Path(config.replay), config.algorithm[0]).collect
     texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest) if algorithm.ptx_data else []
     return decode, texts, inputs
 

@@ -58,8 +58,6 @@ def train_measured(meter: Meter):
     """controller.train, with what a step costs; the rule takes no time, so that collecting is generating."""
 
     async def measured(c: Controller) -> int:
-        import actor  # late, like run.py: engines start while it is imported
-
         async def collect(side_c: Controller) -> RolloutBatch:
             begin = meter.mark()
             batch = await c.collect(side_c)
@@ -67,7 +65,6 @@ def train_measured(meter: Meter):
             return batch
 
         meter.start()
-        actor.LR_DECAY_TO = 1.0
         c.prompts.held_out = []  # no evaluation
         algorithm = dataclasses.replace(c.algorithm, filters=False)  # TRL trains on every group
         report = MeasuredReport(c.report, meter)
@@ -86,7 +83,7 @@ def main() -> None:
     ours, theirs = parser.parse_known_args()
     controller.train = train_measured(Meter(ours.measure, int(os.environ["RANK"]), ours.launched))
     settings = ["--rule", "right", "--preset", "tiny", "--max-refill-waves", "0", "--save-every", "0"]
-    run.main([*settings, *theirs])
+    run.main([*settings, "--lr-decay-to", "1", *theirs])
 
 
 if __name__ == "__main__":

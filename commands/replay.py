@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 run.py --train-only --replay OUT/replay.jsonl --steps 3    starts no engine
 
 The loop is controller.train: `record` takes the place of its `learn`, `Replay` that of its `collect`. A row
-is a whole Sample and its `step`. Neither half saves checkpoints.
+is a whole Sample, its `step` and the row of ALGORITHMS. Neither half saves checkpoints.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sample import Sample
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
 
-FIELDS = {"step", *(field.name for field in dataclasses.fields(Sample))}
+FIELDS = {"step", "algorithm", *(field.name for field in dataclasses.fields(Sample))}
 
 
 async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
     samples = flat(mini_batches) if c.placement.actor.is_head else []
-    rows = [{"step": c.state.step} | vars(sample) | {"media": []} for sample in samples]  # read anew
+    place = {"step": c.state.step, "algorithm": c.config.algorithm[0]}
+    rows = [place | vars(sample) | {"media": []} for sample in samples]  # images are read anew
     with Path(c.config.out, "replay.jsonl").open("ab", buffering=0) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())  # one write: no mixed lines
     return {}
@@ -37,9 +38,9 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 class Replay:
     """The samples of a replay from its first step on, as if just served; from the second on stale ones."""
 
-    def __init__(self, path: Path):
-        """UserError names the file, and the line that isn't a sample's."""
-        self._path, self._steps = path, read_replay(path)
+    def __init__(self, path: Path, name: str):
+        """name: of the algorithm. UserError names the file, and the line that isn't a sample of its."""
+        self._path, self._steps = path, read_replay(path, name)
 
     async def collect(self, c: Controller) -> RolloutBatch:
         """This controller's share of a step: whole groups (collective). UserError if there is none."""
@@ -60,13 +61,15 @@ class Replay:
         return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 
-def read_replay(path: Path) -> list[list[Sample]]:
+def read_replay(path: Path, name: str) -> list[list[Sample]]:
     """The samples of each step in the order of drawing; none for a step that kept nothing."""
     by_step = {}
     for number, row in data.read_rows(path, "--replay"):
         if row.keys() != FIELDS or not isinstance(row["step"], int):
-            needed = "expected the fields of a Sample and its step, as of --rollout-only"
+            needed = "expected the fields of a Sample, its step and algorithm, as of --rollout-only"
             raise UserError(f"--replay {path}:{number}: {needed}")
+        if (served := row.pop("algorithm")) != name:  # ReMax would miss its greedy answers
+            raise UserError(f"--replay {path}:{number}: served for --algorithm {served}, not {name}")
         by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

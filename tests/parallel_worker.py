@@ -28,7 +28,7 @@ def actor_config(row: str = "grpo", **changes) -> Config:
         field.name: changes.pop(field.name) for field in fields(Settings) if field.name in changes
     }
     small = dict(temperature=0.8, max_tokens_per_micro_batch=48, max_new_tokens=20, steps=4)
-    rates = dict(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1)
+    rates = dict(lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, weight_decay=0.1)
     algorithm = (row, *(f"{name}={value}" for name, value in own.items()))
     return Config(**small | rates | changes, algorithm=algorithm)
 
@@ -38,14 +38,13 @@ def critic_config(**changes) -> Config:
 
 
 def set_constants(patch: Callable = setattr) -> None:
-    """A clip that cuts, a learning rate that is worked out by hand, engines that may be far off."""
+    """A clip that cuts, engines that may be far off."""
     from transformers import AutoConfig  # noqa: F401  each rank would take seconds to import it
 
     import actor
     from training import trainer
 
     patch(trainer, "CLIP_GRAD", 0.5)
-    patch(actor, "LR_DECAY_TO", 0.5)
     patch(actor, "MAX_LOGPROB_DIFF", {"float32": 1e3, "bfloat16": 1e3})
 
 

@@ -179,6 +179,18 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
     return total / (tokens if row == "cispo" else len(samples))
 
 
+def test_texts_are_read_at_temperature_1_beside_answers_at_another(make_actor, model_dir):
+    """The pretraining term against the model's own float64 -log p(token); the engine's check is at 0.5."""
+    actor = make_actor(model_dir, temperature=0.5, ptx_coef=0.7, ptx_data="texts", ptx_batch=3)
+    actor.texts = [([number], [number + 1, 7, 40 - number]) for number in range(3)]
+    metrics = update(actor, on_policy_samples(actor))
+    model = AutoModelForCausalLM.from_pretrained(model_dir).double()
+    texts = [Sample(0, 0, prompt, response=response) for prompt, response in actor.texts]
+    logprobs = torch.cat([plain_logprobs(model, text, 1.0)[0] for text in texts])
+    assert metrics["train/ptx_loss"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
+    assert metrics["train/engine_logprob_diff_max"] < 1e-5
+
+
 def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
     actor = make_actor(model_dir)
     update(actor, on_policy_samples(actor))  # else Adam had no momentum to move the weights by
@@ -323,6 +335,8 @@ def test_learning_rate_of_every_update():
         LEARNING_RATES
     )
     assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
+    constant = actor_config(lr_decay_to=1.0)
+    assert [learning_rate(version, constant) for version in (1, 3, 9)] == [1e-3] * 3
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
     assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx(
         [0, 0, 0, *LEARNING_RATES]

@@ -298,6 +298,22 @@ def test_clipped_loss_by_hand(ratio, advantage, loss, clipped):
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
+def test_the_objective_of_grpo_s_first_paper_by_hand():
+    """A token of ratio 1.25, cut at 1.2, twice as likely as under the reference; two tokens on policy."""
+    config = settings_of("grpo_2024")
+    good = answer(0, 0, 1.0, 1, versions=[0], reference_logprobs=[math.log(0.5)])
+    bad = answer(0, 1, 0.0, 2, versions=[0, 0], reference_logprobs=[-0.5, -0.5])
+    targets = pack_targets(with_advantages([good, bad], config), 0, {}, config, CPU)
+    targets.engine_logprobs[0] = -math.log(1.25)
+    now = torch.tensor([0.0, -0.5, -0.5])
+    loss, stats = policy_loss(targets, config, same, torch.arange(3), now, -now)
+    score, kl = 0.5 / 0.5001, 0.5 - 1 + math.log(2)
+    by_answer = [-1.2 * score + 0.04 * kl, (score + score) / 2]
+    mean = loss.sum().item() / stats["divisor"].item()
+    assert mean == pytest.approx(sum(by_answer) / 2, abs=1e-6)
+    assert not config.filters
+
+
 def test_gspo_clips_the_ratio_of_the_answer():
     """The root of 1.5 x 1, below 1.28: the first token's 1.5 alone would have been clipped."""
     tokens = inputs_of(torch.tensor([math.log(1.5), 0.0]), [0.0, 0.0], [2.0, -1.0])
@@ -307,10 +323,12 @@ def test_gspo_clips_the_ratio_of_the_answer():
 
 
 def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
-    now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.5)], requires_grad=True)
-    loss, clipped = cispo_loss(inputs_of(now, [-1.0, -1.0], [2.0, -1.0]), settings_of())
+    """By the row's own settings: what the policy has left isn't pulled back up to a bound."""
+    now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.135)], requires_grad=True)
+    loss, clipped = cispo_loss(inputs_of(now, [-1.0, -1.0], [2.0, -1.0]), settings_of("cispo"))
     loss.sum().backward()
-    assert now.grad.tolist() == pytest.approx([-1.28 * 2, 0.8]) and clipped.all()
+    assert now.grad.tolist() == pytest.approx([-1.28 * 2, 0.135])
+    assert clipped.tolist() == [True, False]
 
 
 def same(sums: torch.Tensor) -> torch.Tensor:
@@ -326,11 +344,11 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
     """
     corrects = config.tis_cap or config.icepop_bound
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
-    masked = set()
     for key, tokens in answers_of(groups):
         n = len(tokens)
-        per_token = {"dr_grpo": 1 / config.max_new_tokens, "gspo": 1 / n}.get(row, 1.0)
-        divisor += 1 if row in ("dr_grpo", "gspo") else n
+        by_answer = {"dr_grpo": config.max_new_tokens, "gspo": n, "grpo_2024": n}
+        per_token = 1 / by_answer.get(row, 1)
+        divisor += 1 if row in by_answer else n
         engine, now = [token[0] for token in tokens], [token[2] for token in tokens]
         start = [token[start_column] for token in tokens]
         old = [start[t] if corrects or stale[key, t] else engine[t] for t in range(n)]
@@ -351,21 +369,15 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
             elif clipped:
                 loss, slope = -cut * a, 0.0
             loss, slope = weight * loss, weight * slope
-            own, shared = (0.0, slope / n) if row == "gspo" else (slope, 0.0)
             if config.kl_coef and config.kl_in == "loss":
                 kl, kl_slope = plain_kl(config.kl_estimator, now[t] - tokens[t][1])
-                loss, own = loss + config.kl_coef * kl, own + config.kl_coef * kl_slope
-            loss, own = loss - config.entropy_coef * 0.7 * now[t], own - config.entropy_coef * 0.7
+                loss, slope = loss + config.kl_coef * kl, slope + config.kl_coef * kl_slope
+            loss -= config.entropy_coef * 0.7 * now[t]
+            slope -= config.entropy_coef * 0.7
             sums.update(clip_frac=clipped, stale_token_frac=stale[key, t], kl=engine[t] - now[t])
             sums["masked_frac"] += not kept
-            if kept:
-                total += per_token * loss
-                slopes[key, t] = slopes.get((key, t), 0.0) + per_token * own
-                for other in range(n):
-                    slopes[key, other] = slopes.get((key, other), 0.0) + per_token * shared
-            else:
-                masked.add((key, t))
-    slopes |= dict.fromkeys(masked, 0.0)
+            total += per_token * loss * kept
+            slopes[key, t] = per_token * slope * kept
     slopes = {where: slope / divisor for where, slope in slopes.items()}
     return total / divisor, slopes, sums
 
@@ -466,6 +478,19 @@ def test_a_masked_token_gives_a_gradient_of_exactly_zero(row):
     assert now.grad[0] == now.grad[2] == 0 and now.grad[1] != 0 and now.grad.isfinite().all()
 
 
+def test_the_importance_weight_of_a_token_weighs_its_own_gradient_under_gspo():
+    """-weight * advantage / 4 each; through the answer's mean all would have the mean weight, 0.9."""
+    config, weights = settings_of("gspo", tis_cap=2.0), [2.0, 1.0, 0.5, 0.1]
+    one = Sample(0, 0, [1], response=[2] * 4, versions=[0] * 4, advantages=[1.0] * 4)
+    one.logprobs = [-1.0 - math.log(weight) for weight in weights]
+    now = torch.tensor([-1.0] * 4, requires_grad=True)
+    targets = pack_targets([one], 0, {}, config, CPU)
+    loss, _ = policy_loss(targets, config, same, torch.arange(4), now, -now)
+    loss.sum().backward()
+    assert now.grad.tolist() == pytest.approx([-0.5, -0.25, -0.125, -0.025])
+    assert loss.sum().item() == pytest.approx(-0.9)
+
+
 def test_a_sequence_s_mean_over_context_parallel_ranks():
     """This rank has 2 and 3 of an answer, another has its 7, and all of one more; `total` adds them up."""
     x, sequence = torch.tensor([2.0, 3.0]), torch.tensor([0, 0])
@@ -539,7 +564,7 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("a2c", r"a2c is unknown; choose one of: grpo, dr_grpo, rloo, reinforce\+\+, "),
+        ("a2c", r"a2c is unknown; choose one of: grpo, grpo_2024, dr_grpo, rloo, reinforce\+\+, "),
         ("ppo lambda=1", r"lambda=1 is none of the settings clip_low=0.2, clip_high=0.28, "),
         ("ppo gamma=half", "gamma=half is none of the settings"),
         ("ppo gamma=1.1", "ppo gamma=1.1 needs gamma from 0 to 1"),
@@ -560,8 +585,9 @@ def test_a_setting_that_cannot_be_is_named_in_one_line(given, message):
 
 
 def test_answers_of_a_prompt_are_compared_if_there_is_no_other_baseline():
-    with pytest.raises(ValueError, match="needs --answers-per-prompt 2 or more"):
-        algorithm_of(Config(answers_per_prompt=1))
+    for row in ("grpo", "grpo_2024"):
+        with pytest.raises(ValueError, match="needs --answers-per-prompt 2 or more"):
+            algorithm_of(Config(algorithm=(row,), answers_per_prompt=1))
     for row in ("remax", "ppo"):
         algorithm_of(Config(algorithm=(row,), answers_per_prompt=1))
 

@@ -44,17 +44,20 @@ def test_without_arguments_the_demo():
     filled_in |= dict(model=f"{written}/actor", judge=(f"{written}/judge",))
     assert config == dataclasses.replace(Config(), **PRESETS["tiny"] | filled_in)
     assert (config.command, config.mode) == ("rl", "partial")
-    assert (config.lr, config.max_new_tokens, config.max_model_len) == (5e-4, 72, 256)
+    assert (config.lr, config.lr_decay_to) == (5e-4, 0.1)
+    assert (config.max_new_tokens, config.max_model_len) == (72, 256)
 
 
 def test_with_a_model_the_fields_defaults():
     """What suits the demo alone doesn't apply: the preset is `base`, and the context is the model's own."""
     config = parse_config(PATHS)
     assert (config.preset, config.out) == ("base", "runs/base-partial")
-    assert (config.lr, config.max_new_tokens, config.max_model_len) == (1e-6, 1024, 0)
+    assert (config.lr, config.lr_decay_to) == (1e-6, 1.0)
+    assert (config.max_new_tokens, config.max_model_len) == (1024, 0)
     assert parse_config([*PATHS, "--preset", "tiny"]).lr == 5e-4
     for name, lr in (("sft", 1e-5), ("rm", 1e-5), ("dpo", 1e-6)):
-        assert (parse_config([name, "--model", "m"]).lr, parse_config([name]).lr) == (lr, 5e-4)
+        own = parse_config([name, "--model", "m"])
+        assert (own.lr, own.lr_decay_to, parse_config([name]).lr) == (lr, 0.1, 5e-4)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +180,8 @@ def test_a_bad_setting_is_named(arguments, message):
         "--judge-format chat chat",  # of one judge
         "--lr -1",
         "--lr nan",
+        "--lr-decay-to 1.5",
+        "--lr-decay-to -0.1",
         "--temperature 0",  # the trainer divides logits by it
         "--mem-fraction 2",
         "--over-dispatch 0.5",

@@ -34,7 +34,8 @@ def config_of(command: str, model_dir: str) -> Config:
     """A small run's."""
     room = dict(max_model_len=48, max_tokens_per_micro_batch=48)
     room |= dict(max_new_tokens=8, judge_max_new_tokens=8)
-    rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, temperature=0.7)
+    rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5)
+    rates |= dict(weight_decay=0.1, temperature=0.7)
     return Config(command=command, model=model_dir, **room | rates)
 
 

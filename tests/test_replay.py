@@ -27,7 +27,7 @@ def train_only(path, size=1, steps=3, done=0, **more):
     """Controllers of a run on a replay, after so many steps of another."""
 
     def serve_from_file(c):
-        c.collect = Replay(path).collect
+        c.collect = Replay(path, c.config.algorithm[0]).collect
         c.state.step = c.placement.actor.version = done
 
     more |= dict(train_only=True, replay=str(path), prepare_controller=serve_from_file)
@@ -51,7 +51,7 @@ def without_advantages(samples):
 def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode, size, tp):
     """All controllers' samples of a step, whoever served them; tokens, logprobs and verdicts as they were."""
     controllers, _ = rollout_only(tmp_path, mode, size, tp=tp)
-    for number, step in enumerate(read_replay(tmp_path / "replay.jsonl")):
+    for number, step in enumerate(read_replay(tmp_path / "replay.jsonl", "grpo")):
         kept = [sample for c in controllers for sample in c.report.steps[number][1].kept]
         assert keys(step) == sorted(keys(kept)) and len(set(keys(step))) == len(step)
         assert without_advantages(step) == without_advantages(kept)
@@ -68,7 +68,7 @@ def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size,
     Groups stay whole, so advantages are the group's.
     """
     rollout_only(tmp_path)
-    steps = read_replay(tmp_path / "replay.jsonl")
+    steps = read_replay(tmp_path / "replay.jsonl", "grpo")
     controllers = train_only(tmp_path / "replay.jsonl", size=size, tp=tp, prompts_per_step=12)
     for number, step in enumerate(steps):
         samples = trained(controllers, number)
@@ -90,7 +90,7 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
     """
     rollout_only(tmp_path, steps=4, done=2)
     path = tmp_path / "replay.jsonl"
-    written = read_replay(path)
+    written = read_replay(path, "grpo")
     assert len(written) == 2 and {2} == {v for sample in written[0] for v in sample.versions}
     (c,) = train_only(path, steps=4, done=2)
     assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written]
@@ -105,7 +105,7 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
 
 
 def row(step, sample):
-    return json.dumps({"step": step} | dataclasses.asdict(sample))
+    return json.dumps({"step": step, "algorithm": "grpo"} | dataclasses.asdict(sample))
 
 
 PLACE = (st.integers(0, 9), st.integers(0, 9), st.just([1]))
@@ -129,11 +129,13 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     placed = [(number, sample) for number, step in enumerate(steps) for sample in step.values()]
     rng.shuffle(placed)
     path.write_text("\n".join(map(row, *zip(*placed, strict=True))))
-    assert read_replay(path) == [[sample for _, sample in sorted(step.items())] for step in steps]
+    assert read_replay(path, "grpo") == [
+        [sample for _, sample in sorted(step.items())] for step in steps
+    ]
 
 
 GOOD = row(0, Sample(0, 0, [1]))
-NO_SAMPLE = "replay.jsonl:1: expected the fields of a Sample"
+NO_SAMPLE = "replay.jsonl:1: expected the fields of a Sample, its step and alg"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +147,12 @@ NO_SAMPLE = "replay.jsonl:1: expected the fields of a Sample"
         ('{"step": 0}\n', NO_SAMPLE),
         (GOOD.replace('"step": 0', '"step": "0"'), NO_SAMPLE),
         (GOOD.replace('"index"', '"number"'), NO_SAMPLE),
+        (GOOD.replace('"algorithm": "grpo", ', ""), NO_SAMPLE),  # of an earlier version
+        (GOOD.replace("grpo", "remax"), "replay.jsonl:1: served for --algorithm remax, not grpo"),
     ],
 )
 def test_a_bad_replay_is_named(tmp_path, text, named):
     """File and line, in one sentence."""
     (tmp_path / "replay.jsonl").write_text(text)
     with pytest.raises(ValueError, match=named):
-        read_replay(tmp_path / "replay.jsonl")
+        read_replay(tmp_path / "replay.jsonl", "grpo")

@@ -221,7 +221,7 @@ def constraint(**changes):
 
 def test_a_step_of_the_multiplier_by_hand():
     """Mean cost 0.6 over two ranks, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4."""
-    algorithm, state = constraint(), SimpleNamespace(log_multiplier=0.0)
+    algorithm, state = constraint(), SimpleNamespace(step=0, log_multiplier=0.0)
     parts = [signals_of([Sample(0, 0, [], reward=0.0, cost=0.4)], algorithm)]
     parts.append({"reward": {}, "cost": {1: {0: 0.8, 3: 0.6}}})
     got = update_multiplier(state, parts, algorithm)
@@ -242,7 +242,7 @@ def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, r
     algorithm = constraint(lagrange_init=init, cost_limit=limit)
     results = []
     for parts in ([costs], [costs[rank::ranks] for rank in range(ranks)]):
-        state = SimpleNamespace(log_multiplier=0.3)
+        state = SimpleNamespace(step=0, log_multiplier=0.3)
         before = lagrange_multiplier(state, algorithm)
         gathered = [{"cost": {rank: dict(enumerate(part))}} for rank, part in enumerate(parts)]
         update_multiplier(state, gathered, algorithm)
@@ -252,10 +252,22 @@ def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, r
     assert results[0] == results[1]
 
 
+def test_the_multiplier_waits_for_the_critic_s_warm_up():
+    """Violation 0.5 in each step: it is reported from the first, and counts from the third on."""
+    algorithm = constraint(critic_warmup=2, lagrange_init=1.0, cost_limit=0.5)
+    state, reported = SimpleNamespace(step=0, log_multiplier=0.0), []
+    for state.step in range(4):
+        reported.append(update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm))
+    third = math.exp(0.1 * 0.5)
+    multipliers = [1.0, 1.0, third, third * math.exp(0.1 * third * 0.5)]
+    assert [row["cost/multiplier"] for row in reported] == pytest.approx(multipliers)
+    assert {(row["cost/mean"], row["cost/violation"]) for row in reported} == {(1.0, 0.5)}
+
+
 def test_a_large_multiplier_stops_at_100_and_finds_back():
     """A constraint that can't be met for a while, then a step of slack: lambda falls by e, not to nothing."""
     algorithm = constraint(cost_limit=0.0, lagrange_lr=1.0)
-    state = SimpleNamespace(log_multiplier=0.0)
+    state = SimpleNamespace(step=0, log_multiplier=0.0)
     for _ in range(50):
         update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm)
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100)

@@ -51,26 +51,29 @@ def output_of(gpt: GPTModel, hidden: Tensor) -> LMOutput:
 
 
 def read_targets(
-    batch: MicroBatch, output: LMOutput, temperature: float = 1.0, entropy_learns: bool = False
+    batch: MicroBatch, output: LMOutput, temperatures: Tensor, entropy_learns: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    entropy_learns: whether the entropies have a gradient, which costs four more copies of a chunk. SGLang,
-    too, reports log_softmax(logits / temperature). Collective over the tensor-parallel group, both ways.
+    temperatures: [T]; SGLang, too, reports log_softmax(logits / temperature). entropy_learns: whether the
+    entropies have a gradient, which costs four more copies of a chunk. Collective over the tensor-parallel
+    group, both ways.
     """
     rows = max(1, CHUNK_BYTES // (4 * len(output.weight)))
-    read = partial(_read_chunk, output.weight, temperature, entropy_learns)
-    chunks = zip(output.hidden[0].split(rows), batch.targets.split(rows), strict=True)
+    read = partial(_read_chunk, output.weight, entropy_learns)
+    columns = (output.hidden[0], batch.targets, temperatures)
+    chunks = zip(*(column.split(rows) for column in columns), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     chosen = batch.slots != NO_TARGET
     return tuple(torch.cat(column)[chosen] for column in zip(*parts, strict=True))
 
 
 def _read_chunk(
-    weight: Tensor, temperature: float, entropy_learns: bool, hidden: Tensor, targets: Tensor
+    weight: Tensor, entropy_learns: bool, hidden: Tensor, targets: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of all tokens, also those without a target: to select rows of logits would copy them."""
-    logits = shift_by_maximum(F.linear(hidden.to(weight.dtype), weight).float().div_(temperature))
+    logits = F.linear(hidden.to(weight.dtype), weight).float().div_(temperatures[:, None])
+    logits = shift_by_maximum(logits)
     entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
     return -vocab_parallel_cross_entropy(logits, targets), entropy  # overwrites logits
 

@@ -3,7 +3,8 @@
     loss = mean policy loss + ptx_coef * mean over the texts' tokens of -log p(token)
 
 in one optimizer step: AdamW would scale two steps of their own to the same size, whatever ptx_coef.
-Source: PPO-ptx of InstructGPT (arXiv 2203.02155), section 3.5; Safe RLHF (arXiv 2310.12773), appendix B.
+p is the model's own, at temperature 1: at that of the answers the optimum would be another distribution.
+Source: PPO-ptx of InstructGPT (arXiv 2203.02155), equation 2; Safe RLHF (arXiv 2310.12773), appendix B.
 """
 
 from __future__ import annotations
