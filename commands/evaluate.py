@@ -23,7 +23,7 @@ from genrm import formats_of
 from images.reader import ImageReader, reader_of
 from recipes.addition.task import Addition
 from reporting.timeline import Timeline
-from rollout import MEETING_INTERVAL_S
+from rollout import Tasks
 from runtime import rendezvous
 
 
@@ -65,11 +65,13 @@ async def ask_all(
     prompts: list[data.Prompt], pool: Pool, sampling: Sampling, config: Config
 ) -> list[list[Answer]]:
     """The answers to each prompt. UserError as soon as no engine is left to ask."""
-    answers = asyncio.gather(*(ask(n, prompt, pool, sampling, config) for n, prompt in enumerate(prompts)))
-    while not answers.done():
+    asked = [asyncio.create_task(ask(n, p, pool, sampling, config)) for n, p in enumerate(prompts)]
+    tasks = Tasks()
+    tasks.running |= enumerate(asked)
+    while tasks.running:
         pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
-        await asyncio.wait([answers], timeout=MEETING_INTERVAL_S)
-    return answers.result()
+        await tasks.poll()
+    return [task.result() for task in asked]
 
 
 async def ask(

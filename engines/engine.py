@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOOK_S = 0.5  # between two looks at whether a server is ready, or down
-HEALTH_S = 3.0  # the shortest deadline of /health, for which SGLang looks about itself once a second
+HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
 
 
 class EngineLost(ConnectionError):
@@ -251,7 +251,7 @@ class Engine:
     async def _open(
         self, method: str, path: str, body: dict, deadline_s: float | None = None, also: int = 200
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply. EngineLost if none comes or it breaks off, UserError for a status but 200 and `also`."""
+        """A reply. EngineLost if none comes or it breaks off, UserError: neither 200 nor `also`."""
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -264,7 +264,7 @@ class Engine:
                 if response.status not in (200, also):  # why not is in the text
                     raise UserError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
                 yield response
-        except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
 
     async def is_healthy(self, deadline_s: float) -> bool:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
 MAX_STALLS = 3  # in a row, of one prompt or group
-# A request stalls if nothing comes from its engine for `stalled_s` and /health says no. A healthy engine is
-# slow: it tells of tokens STREAM_INTERVAL at a time. But one may have lost a request: so many times is enough
-MAX_SILENCES = 5
+MAX_SILENCES = 5  # of stalled_s each, so --timeout-s: then a healthy engine must have lost a request
 QUEUED = 2  # open requests for each that an engine decodes; each is a connection, an open file
 RECONNECT_S = 3.0  # after a connection broke; meanwhile the owner tells whether its engine is down
 WAIT_S = 0.05  # between two looks for an engine that is up
@@ -180,19 +178,19 @@ class Pool:
             self._outstanding[engine.rank] -= sum(owed)
 
     async def _next(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
-        """The next part, None at the end. TimeoutError if the engine has stalled: see MAX_SILENCES."""
+        """The next part, None at the end. TimeoutError if it stalls."""
         coming = asyncio.ensure_future(anext(parts, None))
         coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
         silences = 0
-        patience_s = self.config.engine_silence_s
+        wait_s = self.config.engine_silence_s  # for a word on its health
         try:
             while not coming.done():
                 before = self._wrote.get(engine.rank)
                 await asyncio.wait([coming], timeout=self.config.stalled_s)
                 is_silent = not coming.done() and self._wrote.get(engine.rank) == before
                 silences = silences + 1 if is_silent else 0
-                is_over = silences == MAX_SILENCES
-                if is_over or (is_silent and not await engine.is_healthy(patience_s)):
+                # healthy, it writes: it tells of tokens STREAM_INTERVAL at a time, which may take long
+                if silences == MAX_SILENCES or (silences and not await engine.is_healthy(wait_s)):
                     raise TimeoutError(f"wrote nothing for {silences * self.config.stalled_s:g} s")
         finally:
             if not coming.done():

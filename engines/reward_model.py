@@ -31,10 +31,10 @@ class ScoringEngine(Engine):
         """The numbers of all prompts, in one request; None if one isn't finite. Raises as an Engine does."""
         clock = asyncio.get_running_loop().time
         sent = clock()
-        body, replies = prompts_of(requests), [{"embedding": [None]}] * len(requests)
-        async with self._open("POST", "/classify", body, also=500) as response:
-            if response.status == 200:  # else a number isn't finite: JSON has no word for it
-                replies = await response.json()
+        unknown = [{"embedding": [None]}] * len(requests)
+        async with self._open("POST", "/classify", prompts_of(requests), also=500) as response:
+            # 500 is what FastAPI makes of a number that isn't finite, for which JSON has no word
+            replies = await response.json() if response.status == 200 else unknown
         end = clock()
         self._events += 1
         for index, reply in enumerate(replies):

@@ -161,7 +161,7 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        """What earlier servers said, also those of an earlier run, stays in the log: it may say why."""
+        """What earlier servers said stays in the log, also over a resume: it may say why they ended."""
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
         environment = server_environment(self._key, self.folder.name, self._device) | self._environment
@@ -193,9 +193,8 @@ class ServerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def log_tail(self) -> str:
-        """The end of what the newest server said, for a message."""
-        lines = self._log.read_text(errors="replace").rpartition(LOG_START)[2].splitlines()[1:]
-        return "\n".join((f"; the end of {self._log}:", *lines[-15:]))
+        newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
+        return "\n".join((f"; the end of {self._log}:", *newest.splitlines()[1:][-15:]))
 
 
 def write_pid_file(path: Path, pid: int) -> None:

@@ -266,6 +266,28 @@ def test_check_names_a_taken_port(capsys):
     assert "! ports" in printed and "ports" in printed.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "device,tensor,mode,needed",
+    [
+        ("cpu", 10**6, "partial", 16 + 8),  # all of the model
+        ("cpu", 10**8, "partial", 16 + 800),
+        ("cpu", 10**9, "full", 16 + 2 * (537 + 4000)),  # of two engines, with the last tensor
+        ("cuda", 10**9, "full", 16),
+    ],
+)
+def test_check_asks_for_room_for_pushes(capsys, monkeypatch, device, tensor, mode, needed):
+    """In /dev/shm, MB: float32, two tensors of so many numbers, a bucket of at least 2**29 bytes."""
+    shapes = {"one": [tensor], "other": [tensor]}
+    monkeypatch.setattr(dry_run, "read_model", lambda path, config: (shapes, 256))
+    usage = SimpleNamespace(free=needed * 10**6 - 10**6)
+    monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda path: usage)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    dry_run.check(settings(port=23124, device=device, dtype=dtype, mode=mode))
+    printed = capsys.readouterr().out
+    assert f"in /dev/shm; {needed} MB are needed (docker run --shm-size)" in printed
+    assert "! shared memory" in printed
+
+
 def test_check_names_what_is_not_there(capsys, monkeypatch):
     """A package that isn't installed, too little memory for the ranks."""
     here = [

@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import socket
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import Config
@@ -206,6 +209,48 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
     found = clock.run_until_complete(watch())
     assert found == ("gave no sign of life for 40 s", pytest.approx(100, abs=1), True)
     assert set(asked) == {60}
+
+
+def test_a_server_that_can_not_say_its_score_has_none():
+    """FastAPI answers 500 for NaN; what a server refuses for another reason is an error still."""
+
+    async def refuse(request):
+        asked = await request.json()
+        raise web.HTTPInternalServerError if asked["input_ids"] == [PROMPT] else web.HTTPBadRequest
+
+    async def score(prompt):
+        app = web.Application()
+        app.router.add_post("/classify", refuse)
+        async with TestServer(app) as stub:
+            engine = ScoringEngine("genrm", 0, str(stub.make_url("/")), "a key")
+            try:
+                return await ask(engine, [prompt], Sampling(0.0, 1))
+            finally:
+                await engine.close()
+
+    [answer] = asyncio.run(score(PROMPT))
+    assert answer.score is None and answer.finish == "stop"
+    with pytest.raises(ValueError, match="rank 0 refused /classify: 400"):
+        asyncio.run(score([5]))
+
+
+def test_a_log_keeps_what_earlier_servers_said(tmp_path):
+    """Also those of an earlier run; a message quotes the newest's own lines."""
+    log = tmp_path / "logs" / "rollout-0.log"
+
+    async def serve(*words):
+        for word in words:
+            command = [sys.executable, "-c", f"print('{word}')"]
+            process = server.ServerProcess(command, "a key", log, "cpu", {})
+            process.start()
+            process._process.wait()
+            await process.kill()
+        return process.log_tail()
+
+    assert asyncio.run(serve("first", "second")).splitlines()[1:] == ["second"]
+    said = log.read_text().splitlines()
+    assert said[1::2] == ["first", "second"]
+    assert all(line.startswith("---- a server starts, 20") for line in said[::2])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
