@@ -205,10 +205,24 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
             await asyncio.sleep(1)
             engine._events += 1
 
-    monkeypatch.setattr(engine, "_is_healthy", is_healthy)
+    monkeypatch.setattr(engine, "is_healthy", is_healthy)
     found = clock.run_until_complete(watch())
     assert found == ("gave no sign of life for 40 s", pytest.approx(100, abs=1), True)
     assert set(asked) == {60}
+
+
+def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
+    """A second. With --timeout-s 30 an idle engine would be given half of that, and be ended."""
+    engine, deadlines = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), []
+
+    @contextlib.asynccontextmanager
+    async def opened(method, path, body, deadline_s):
+        deadlines.append(deadline_s)
+        yield
+
+    monkeypatch.setattr(engine, "_open", opened)
+    assert all(asyncio.run(engine.is_healthy(patience_s)) for patience_s in (0.5, 40.0))
+    assert deadlines == [3.0, 40.0]
 
 
 def test_a_server_that_can_not_say_its_score_has_none():
