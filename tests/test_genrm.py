@@ -90,10 +90,8 @@ class Engine:
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(delay)
                 score = None if isinstance(text, str) else text
-                tokens, logprobs = (
-                    list(text) if isinstance(text, str) else [],
-                    [-0.01, logprob, -0.02],
-                )
+                tokens = list(text) if score is None and text else []
+                logprobs = [-0.01, logprob, -0.02]
                 times = dict(sent=self.starts[-1], end=now())
                 yield Answer(index, tokens, logprobs, finish, [], score=score, **times)
         finally:
@@ -330,7 +328,7 @@ def test_a_scalar_reward_model_scores_the_whole_response():
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, None])
 def test_a_score_that_is_not_finite_is_a_failed_judgement(score):
-    """The sample has no reward, and is counted; None is what comes of a server that can't say NaN."""
+    """None is what comes of a server that can't say NaN."""
     listed, judged = make_rewards("addition_score"), sample(">125")
     score_all(listed, Pool(Engine(always(score))), [judged])
     assert (judged.reward, listed.counts()) == (None, ([1], [0]))

@@ -245,10 +245,8 @@ def test_what_waits_for_its_turn_is_not_asked_after_an_abort():
     engine = engine_of(0, {1: 100})
 
     async def work(pool):
-        asked = [asyncio.create_task(ask(pool, [PROMPT], [1])) for _ in range(9)]
-        await asyncio.sleep(5.5)
-        await pool.abort()
-        return await asyncio.gather(*asked)
+        at(5.5, lambda: asyncio.ensure_future(pool.abort()))
+        return await asyncio.gather(*(ask(pool, [PROMPT], [1]) for _ in range(9)))
 
     answers, seconds = run_alone([engine], work, Config(max_running_requests=2))
     assert [[len(a.tokens) for a in each] for each in answers] == [[5]] * 4 + [[]] * 5
