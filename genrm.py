@@ -200,7 +200,8 @@ class Judge:
 
     def _read(self, reply: Answer) -> tuple[str, bool | float | None]:
         if self.format.scores:
-            return f"score {reply.score:.6g}", reply.score
+            score = math.nan if reply.score is None else reply.score
+            return f"score {score:.6g}", score if math.isfinite(score) else None
         text = data.decode(self.tokenizer, reply.tokens)
         return text, self.format.verdict(text, reply)
 

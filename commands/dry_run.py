@@ -17,7 +17,8 @@ import psutil
 from algorithms import algorithm_of
 from commands.memory import PROCESS, embedding, memory, read_model
 from config import Config, as_text, dashed
-from placement import Plan
+from engines import server
+from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import rendezvous
 from scheduling import mapping
@@ -26,7 +27,7 @@ from scheduling.costs import Device, Model
 # data sheet; 8 a machine share 8 x 200 Gbit/s of network, and a host that gives each 20 GB/s: assumptions
 A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
-DISK_MB, SHARED_MB = 1000, 64  # of what a run leaves; weights are pushed through shared memory
+DISK_MB, SHARED_MB = 1000, 16  # of what a run leaves; besides weights on their way, see `pushed`
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
@@ -111,23 +112,36 @@ def check(config: Config) -> int:
     """Print what is installed and what is free, with ! before what a run would miss. Returns a status."""
     ranks, out = int(os.environ.get("WORLD_SIZE", 2)), Path(config.out).absolute()
     ports = range(config.port, config.port + 2 * ranks)
-    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    connections = psutil.net_connections("tcp")
+    listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     folder = next(path for path in (out, *out.parents) if path.exists())
+    rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11)), *packages()]
+    can_read = all(is_good for *_, is_good in rows)  # the shapes of a model's tensors
+    shared = SHARED_MB + (pushed(config, ranks) / 1e6 if can_read and config.device == "cpu" else 0)
+    hint = f" in /dev/shm; {shared:.0f} MB are needed (docker run --shm-size)"
     space = (
         ("disk", shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
         ("memory", psutil.virtual_memory().available, PROCESS / 1e6 * ranks, ""),
-        ("shared memory", shutil.disk_usage("/dev/shm").free, SHARED_MB, " in /dev/shm"),
+        ("shared memory", shutil.disk_usage("/dev/shm").free, shared, hint),
     )
-    rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11)), *packages()]
     rows.append(("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    rows += [(name, f"{size / 1e9:.1f} GB free{at}", size >= least * 1e6) for name, size, least, at in space]
+    for name, free, least, where in space:
+        rows.append((name, f"{free / 1e9:.1f} GB free{where}", free >= least * 1e6))
     for name, text, is_good in rows:
         print(f"{' ' if is_good else '!'} {name:14} {text}")
     missing = [name for name, _, is_good in rows if not is_good]
     print(f"missing: {', '.join(missing)}" if missing else f"a run of {ranks} ranks can start")
     return int(bool(missing))
+
+
+def pushed(config: Config, ranks: int) -> int:
+    """Bytes of weights on their way through /dev/shm at once: a bucket, with its last tensor, an engine."""
+    shapes, _ = read_model(config.model, config)
+    sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
+    bucket = min(sum(sizes), server.BUCKET_BYTES + max(sizes))
+    return bucket * max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
 
 
 def packages() -> list[tuple[str, str, bool]]:

@@ -17,12 +17,13 @@ from checkpoint import archive
 from config import Config, UserError, make_out, printable
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
-from engines.pool import Pool
+from engines.pool import EngineStatus, Pool
 from engines.server import context_length
 from genrm import formats_of
 from images.reader import ImageReader, reader_of
 from recipes.addition.task import Addition
 from reporting.timeline import Timeline
+from rollout import Tasks
 from runtime import rendezvous
 
 
@@ -54,26 +55,34 @@ async def generate(config: Config, prompts: list[data.Prompt], sampling: Samplin
             await fleet.ready()
             pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
             await pools["rollout"].wake()
-            # the operating system allows few connections: as many at once as keep the engine busy
-            at_once = asyncio.Semaphore(-(-config.max_running_requests // (config.samples + 1)))
-            asked = (ask(n, p, pools["rollout"], sampling, config, at_once) for n, p in enumerate(prompts))
-            return await asyncio.gather(*asked)
+            return await ask_all(prompts, pools["rollout"], sampling, config)
     finally:
         world.close()
         rendezvous.close()
 
 
+async def ask_all(
+    prompts: list[data.Prompt], pool: Pool, sampling: Sampling, config: Config
+) -> list[list[Answer]]:
+    """The answers to each prompt. UserError as soon as no engine is left to ask."""
+    asked = [asyncio.create_task(ask(n, p, pool, sampling, config)) for n, p in enumerate(prompts)]
+    tasks = Tasks()
+    tasks.running |= enumerate(asked)
+    while tasks.running:
+        pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
+        await tasks.poll()
+    return [task.result() for task in asked]
+
+
 async def ask(
-    number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config,
-    at_once: asyncio.Semaphore,
-) -> list[Answer]:  # fmt: skip
+    number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config
+) -> list[Answer]:
     rules = [sampling] * config.samples + [dataclasses.replace(sampling, temperature=0.0)]
     images, limit, requests = prompt.images(), sampling.max_new_tokens, []
     for index, rule in enumerate(rules):
         seed = seed_of(config.seed, "eval", number, index)
         requests.append(Request(prompt.tokens, rule, limit, seed, images))
-    async with at_once:
-        found = [answer async for answer in pool.generate(requests)]
+    found = [answer async for answer in pool.generate(requests)]
     return sorted(found, key=lambda answer: answer.index)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOOK_S = 0.5  # between two looks at whether a server is ready, or down
+HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
 
 
 class EngineLost(ConnectionError):
@@ -120,7 +121,7 @@ class Engine:
         """Waits until the server generates. UserError with the end of its log if it died or was too slow."""
         clock = asyncio.get_running_loop().time
         deadline, process = clock() + deadline_s, self._process
-        while not await self._is_healthy(self._silence_s):
+        while not await self.is_healthy(self._silence_s):
             if self.exit_status():
                 raise UserError(f"the {self.name} stopped while starting{process.log_tail()}")
             if clock() > deadline:
@@ -149,7 +150,7 @@ class Engine:
                 return f"died ({status})"
             events, start = self._events, clock()
             await asyncio.sleep(LOOK_S)
-            is_alive = silent_s >= patience_s and await self._is_healthy(patience_s)
+            is_alive = silent_s >= patience_s and await self.is_healthy(patience_s)
             # at most: this process may have been stopped, and couldn't listen
             waited_s = min(clock() - start, LOOK_S + patience_s)
             silent_s = 0.0 if is_alive or self._events != events else silent_s + waited_s
@@ -248,9 +249,9 @@ class Engine:
 
     @asynccontextmanager
     async def _open(
-        self, method: str, path: str, body: dict, deadline_s: float | None = None
+        self, method: str, path: str, body: dict, deadline_s: float | None = None, also: int = 200
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply. EngineLost if none comes or it breaks off, UserError if the server refuses."""
+        """A reply. EngineLost if none comes or it breaks off, UserError: neither 200 nor `also`."""
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours must go first, or a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -260,15 +261,16 @@ class Engine:
         how = {"timeout": aiohttp.ClientTimeout(total=deadline_s), "data": sent}
         try:
             async with self._session.request(method, path, **how) as response:
-                if response.status != 200:  # why not is in the text
+                if response.status not in (200, also):  # why not is in the text
                     raise UserError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
                 yield response
-        except (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
 
-    async def _is_healthy(self, deadline_s: float) -> bool:
+    async def is_healthy(self, deadline_s: float) -> bool:
+        """Whether it takes another step, or if it has nothing to do generates one token."""
         try:
-            async with self._open("GET", "/health", {}, deadline_s):  # generates one token
+            async with self._open("GET", "/health", {}, max(HEALTH_S, deadline_s)):
                 return True
         except (EngineLost, UserError):
             return False

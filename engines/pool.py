@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
 MAX_STALLS = 3  # in a row, of one prompt or group
+MAX_SILENCES = 5  # of stalled_s each, so --timeout-s: then a healthy engine must have lost a request
+QUEUED = 2  # open requests for each that an engine decodes; each is a connection, an open file
 RECONNECT_S = 3.0  # after a connection broke; meanwhile the owner tells whether its engine is down
 WAIT_S = 0.05  # between two looks for an engine that is up
 
@@ -70,6 +72,9 @@ class Pool:
         self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
         self._wakes = self._stalls = self._aborts = 0
         self._askable: dict[int, tuple[tuple, list[Engine]]] = {}  # model -> by what, who may be asked
+        counts = Counter(engine.model for engine in engines)
+        most = QUEUED * config.max_running_requests  # of each engine
+        self._turns = {model: asyncio.Semaphore(most * count) for model, count in counts.items()}
         self.assign(tuple(engine.rank for engine in engines))
 
     def assign(self, leads: tuple[int, ...]) -> None:
@@ -91,26 +96,31 @@ class Pool:
         finish "abort", if anything came of it. UserError after MAX_STALLS stalls.
         """
         owed, begun, stalls, aborts = dict(enumerate(requests)), {}, 0, self._aborts
-        while owed:
-            if self._aborts > aborts:  # while it waited, or what it had asked was lost
-                for index in begun.keys() & owed.keys():
-                    yield self._note(replace(begun[index], index=index, finish="abort"), requests[index])
-                return
-            if (engine := self.route(model)) is None:
-                await self._wait(model)
-                continue
-            indices = list(owed)
-            try:
-                async with aclosing(self._ask(engine, list(owed.values()))) as parts:
-                    async for part in parts:
-                        index, stalls = indices[part.index], 0
-                        owed[index] = owed[index].after(part.tokens)
-                        begun[index] = begun[index].extended(part) if index in begun else part
-                        if part.finish:
-                            del owed[index]
-                            yield self._note(replace(begun[index], index=index), requests[index])
-            except (EngineLost, TimeoutError) as error:
-                stalls = await self._failed(engine, error, stalls)
+        async with self._turns[model]:  # first: an engine that was chosen before might fall asleep
+            while owed:
+                if self._aborts > aborts:  # while it waited, or what it had asked was lost
+                    for index in begun.keys() & owed.keys():
+                        aborted = replace(begun[index], finish="abort")
+                        yield self._note(aborted, index, requests[index])
+                    return
+                if (engine := self.route(model)) is None:
+                    await self._wait(model)
+                    continue
+                indices = list(owed)
+                try:
+                    async with aclosing(self._ask(engine, list(owed.values()))) as parts:
+                        async for part in parts:
+                            index = indices[part.index]
+                            # a first token is no progress: it comes of every new request
+                            if part.finish or len(part.tokens) > 1:
+                                stalls = 0
+                            owed[index] = owed[index].after(part.tokens)
+                            begun[index] = begun[index].extended(part) if index in begun else part
+                            if part.finish:
+                                del owed[index]
+                                yield self._note(begun[index], index, requests[index])
+                except (EngineLost, TimeoutError) as error:
+                    stalls = await self._failed(engine, error, stalls)
 
     async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
         """An engine gave nothing more; returns the stalls in a row. UserError after MAX_STALLS of them."""
@@ -168,15 +178,20 @@ class Pool:
             self._outstanding[engine.rank] -= sum(owed)
 
     async def _next(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
-        """The next part, None at the end. TimeoutError if the engine wrote for nobody in stalled_s."""
+        """The next part, None at the end. TimeoutError if it stalls."""
         coming = asyncio.ensure_future(anext(parts, None))
         coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
+        silences = 0
+        wait_s = self.config.engine_silence_s  # for a word on its health
         try:
             while not coming.done():
                 before = self._wrote.get(engine.rank)
                 await asyncio.wait([coming], timeout=self.config.stalled_s)
-                if not coming.done() and self._wrote.get(engine.rank) == before:
-                    raise TimeoutError(f"wrote nothing for {self.config.stalled_s:g} s")
+                is_silent = not coming.done() and self._wrote.get(engine.rank) == before
+                silences = silences + 1 if is_silent else 0
+                # healthy, it writes: it tells of tokens STREAM_INTERVAL at a time, which may take long
+                if silences == MAX_SILENCES or (silences and not await engine.is_healthy(wait_s)):
+                    raise TimeoutError(f"wrote nothing for {silences * self.config.stalled_s:g} s")
         finally:
             if not coming.done():
                 coming.cancel()
@@ -185,10 +200,10 @@ class Pool:
         self._new_parts[engine.rank] += 1
         return coming.result()
 
-    def _note(self, answer: Answer, request: Request) -> Answer:
+    def _note(self, answer: Answer, index: int, request: Request) -> Answer:
         sizes = (len(answer.tokens), len(request.prompt), answer.cached_tokens)
         self._finished.append((answer.rank, answer.sent, answer.end, *sizes))
-        return answer
+        return replace(answer, index=index)
 
     def pop_stats(self) -> RequestStats:
         """What this controller's requests came to since the last call. The timeline is told of them, too."""

@@ -28,11 +28,14 @@ class ScoringEngine(Engine):
         await self._push([(BIAS, torch.zeros(1))])
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
-        """The numbers of all prompts, in one request. Raises like an Engine's."""
+        """The numbers of all prompts, in one request; None if one isn't finite. Raises as an Engine does."""
         clock = asyncio.get_running_loop().time
         sent = clock()
-        async with self._open("POST", "/classify", prompts_of(requests)) as response:
-            replies, end = await response.json(), clock()
+        unknown = [{"embedding": [None]}] * len(requests)
+        async with self._open("POST", "/classify", prompts_of(requests), also=500) as response:
+            # 500 is what FastAPI makes of a number that isn't finite, for which JSON has no word
+            replies = await response.json() if response.status == 200 else unknown
+        end = clock()
         self._events += 1
         for index, reply in enumerate(replies):
             (score,) = reply["embedding"]

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     import aiohttp
     from torch import Tensor
 
-STREAM_INTERVAL = 256  # tokens between two events of an answer
+STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
 NVCC = Path("/usr/local/cuda/bin/nvcc")  # where SGLang looks last
 END_S = 10.0  # for a killed server to be gone
+LOG_START = "---- a server starts"  # a line of its log begins so
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
@@ -158,15 +159,15 @@ class ServerProcess:
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_bytes(b"")
 
     def start(self) -> None:
-        """What an earlier server said stays in the log."""
+        """What earlier servers said stays in the log, also over a resume: it may say why they ended."""
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
         environment = server_environment(self._key, self.folder.name, self._device) | self._environment
         how = {"cwd": Path(__file__).parents[1], "env": environment, "start_new_session": True}
-        with self._log.open("ab") as log:
+        with self._log.open("ab", buffering=0) as log:
+            log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
         write_pid_file(self._pid_file, self._process.pid)
 
@@ -192,8 +193,8 @@ class ServerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def log_tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-15:]
-        return "\n".join((f"; the end of {self._log}:", *lines))
+        newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
+        return "\n".join((f"; the end of {self._log}:", *newest.splitlines()[1:][-15:]))
 
 
 def write_pid_file(path: Path, pid: int) -> None:

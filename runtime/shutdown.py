@@ -13,6 +13,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -42,8 +43,10 @@ class Stop:
 
 
 def prepare() -> None:
-    """At the very start of a rank: it ends with its launcher, and libraries keep their warnings back."""
+    """At the very start of a rank: it ends with its launcher, opens many files, hears no warnings."""
     die_with_parent(signal.SIGTERM)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
     for number in SIGNALS:  # until the event loop takes over
         signal.signal(number, lambda number, _: exit_on_signal(number))
     os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")

@@ -85,8 +85,8 @@ class Device:
 class FakeEngine:
     """One for all ranks: a handle, and its server with those that take its place.
 
-    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
-    swap_s: to sleep or wake. starts: how many more times it can be started.
+    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time,
+    first: at first. swap_s: to sleep or wake. starts: how many more times it can be started.
     drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
     """
 
@@ -97,6 +97,7 @@ class FakeEngine:
         self.name, self._write, self.server = f"{role} engine of rank {rank}", write, self
         self.version, self.awake, self.runs, self.hangs = None, False, True, False
         self.pace, self.part, self.swap_s = SECONDS_PER_TOKEN, 10**6, 0.1
+        self.first = None  # default: as many as in the others
         self.requests, self.asked, self.aborts = [], [], []
         self.starts, self.drops = 10**6, 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
@@ -143,7 +144,8 @@ class FakeEngine:
         self.aborts.append(aborted)
         answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
         lengths = [len(answer.tokens) for answer in answers]
-        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, self.part)]
+        step = (self.first or self.part, self.part)
+        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, *step)]
         try:
             for end, index in sorted(ends):
                 await self._until(start + self.pace * end, aborted)
@@ -194,6 +196,11 @@ class FakeEngine:
                 raise EngineLost("broke the connection")
             if not self.hangs and changed not in done:
                 return
+
+    async def is_healthy(self, deadline_s):
+        if self.hangs:
+            await asyncio.sleep(deadline_s)
+        return self.runs and not self.hangs
 
     async def abort(self):
         await self.answer()
@@ -253,9 +260,9 @@ class FakeEngine:
         self.die()
 
 
-def part_ends(length, part):
+def part_ends(length, first, part):
     """After how many tokens the parts of an answer end."""
-    return [*range(part, length, part), length]
+    return [*range(first, length, part), length]
 
 
 def number_of(prompt, seed, index):

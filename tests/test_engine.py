@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from config import Config
@@ -202,10 +204,60 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
             await asyncio.sleep(1)
             engine._events += 1
 
-    monkeypatch.setattr(engine, "_is_healthy", is_healthy)
+    monkeypatch.setattr(engine, "is_healthy", is_healthy)
     found = clock.run_until_complete(watch())
     assert found == ("gave no sign of life for 40 s", pytest.approx(100, abs=1), True)
     assert set(asked) == {60}
+
+
+def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
+    """A second. With --timeout-s 30 an idle engine would be given half of that, and be ended."""
+    engine, deadlines = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), []
+
+    @contextlib.asynccontextmanager
+    async def opened(method, path, body, deadline_s):
+        deadlines.append(deadline_s)
+        yield
+
+    monkeypatch.setattr(engine, "_open", opened)
+    assert all(asyncio.run(engine.is_healthy(patience_s)) for patience_s in (0.5, 40.0))
+    assert deadlines == [3.0, 40.0]
+
+
+def test_a_server_that_can_not_say_its_score_has_none():
+    """FastAPI answers 500 for NaN; what a server refuses for another reason is an error still."""
+
+    async def refuse(request):
+        asked = await request.json()
+        raise web.HTTPInternalServerError if asked["input_ids"] == [PROMPT] else web.HTTPBadRequest
+
+    async def score(prompt):
+        app = web.Application()
+        app.router.add_post("/classify", refuse)
+        async with TestServer(app) as stub:
+            engine = ScoringEngine("genrm", 0, str(stub.make_url("/")), "a key")
+            try:
+                return await ask(engine, [prompt], Sampling(0.0, 1))
+            finally:
+                await engine.close()
+
+    [answer] = asyncio.run(score(PROMPT))
+    assert answer.score is None and answer.finish == "stop"
+    with pytest.raises(ValueError, match="rank 0 refused /classify: 400"):
+        asyncio.run(score([5]))
+
+
+def test_a_log_keeps_what_earlier_servers_said(tmp_path):
+    """Also those of an earlier run; a message quotes the newest's own lines."""
+    log = tmp_path / "logs" / "rollout-0.log"
+
+    for word in ("first", "second"):
+        process = server.ServerProcess(["/bin/echo", word], "a key", log, "cpu", {})
+        process.start()
+        process._process.wait()
+    assert process.log_tail().splitlines()[1:] == ["second"]
+    assert log.read_text().splitlines()[1::2] == ["first", "second"]
+    assert log.read_text().count("---- a server starts, 20") == 2
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

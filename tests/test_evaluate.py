@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 import data
 from commands import evaluate
 from commands.evaluate import pass_at_k
-from config import parse_config
+from config import UserError, parse_config
 from engines.engine import Answer, Sampling, seed_of
+from engines.pool import Pool
 from examples.make_demo import models
 from recipes.addition import task  # noqa: F401  task adds the format
+from reporting.timeline import Timeline
+from tests.fakes import Device, FakeEngine, FakeWorld, VirtualClock, run_on, text_answer
 
 
 def answers_of(tokenizer, count):
@@ -66,11 +69,29 @@ class FakePool:
 def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
     """In one request, the greedy one last; seeds follow from the run's and from both numbers."""
     config = parse_config(["eval", "--model", "m", "--samples", "3"])
-    what = (data.Prompt([5], "", None), FakePool(), Sampling(1.0, 9), config, asyncio.Semaphore(1))
+    what = (data.Prompt([5], "", None), FakePool(), Sampling(1.0, 9), config)
     for number in (4, 5):
         answers = asyncio.run(evaluate.ask(number, *what))
         seeds = [seed_of(0, "eval", number, index) for index in range(4)]
         assert [answer.tokens for answer in answers] == [[5, s, s == seeds[3]] for s in seeds]
+
+
+@pytest.mark.parametrize("verb", ["die", "hang"])
+def test_an_engine_that_is_gone_ends_an_evaluation(verb):
+    """In one line, while answers are awaited."""
+    engine = FakeEngine("genrm", 0, Device(0, []), lambda *_: text_answer("7" * 4000))
+    clock, config = VirtualClock(), parse_config(["eval", "--model", "m", "--samples", "1"])
+
+    async def evaluation():
+        pool = Pool([engine], FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
+        await pool.wake()
+        clock.call_later(5, engine.die if verb == "die" else engine.hang)
+        prompts = [data.Prompt([ord("7"), ord("+")], "", None)] * 3
+        await asyncio.wait_for(evaluate.ask_all(prompts, pool, Sampling(1.0, 5000), config), 30)
+
+    line = "no genrm engine is left to ask: the genrm engine of rank 0 (died|gave no sign of life)"
+    with pytest.raises(UserError, match=line):
+        run_on(clock, evaluation())
 
 
 @given(st.integers(1, 9), st.data())

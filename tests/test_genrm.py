@@ -1,6 +1,7 @@
 """The judge: what it is asked, how its text is read, what becomes of a sample, over a small fake pool."""
 
 import asyncio
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -88,8 +89,9 @@ class Engine:
             for index in range(len(requests)):
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(delay)
-                score = text if isinstance(text, float) else None
-                tokens, logprobs = list(text) if score is None else [], [-0.01, logprob, -0.02]
+                score = None if isinstance(text, str) else text
+                tokens = list(text) if score is None and text else []
+                logprobs = [-0.01, logprob, -0.02]
                 times = dict(sent=self.starts[-1], end=now())
                 yield Answer(index, tokens, logprobs, finish, [], score=score, **times)
         finally:
@@ -322,6 +324,14 @@ def test_a_scalar_reward_model_scores_the_whole_response():
     assert (listed.counts(), judged.critique) == (([0], [2]), "score 1.25")
     assert (judged.reward, judged.verdict, listed.final_answer(judged)) == (1.25, None, "125")
     assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, None])
+def test_a_score_that_is_not_finite_is_a_failed_judgement(score):
+    """None is what comes of a server that can't say NaN."""
+    listed, judged = make_rewards("addition_score"), sample(">125")
+    score_all(listed, Pool(Engine(always(score))), [judged])
+    assert (judged.reward, listed.counts()) == (None, ([1], [0]))
 
 
 def test_one_of_two_judges_is_ten_times_slower():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from config import Config
 from engines.engine import Answer, Sampling, seed_of
 from engines.pool import MAX_STALLS, RECONNECT_S, EngineStatus, Pool
+from engines.server import STREAM_INTERVAL
 from fakes import (
     Device,
     FakeEngine,
@@ -103,10 +104,10 @@ def engine_of(rank, ends, model=0, kind=FakeEngine):
     return engine
 
 
-def run_alone(engines, work):
+def run_alone(engines, work, config=CONFIG):
     """`await work(pool)` with the pool of one rank, on a virtual clock; what it returned, and when."""
     clock = VirtualClock()
-    pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), CONFIG)
+    pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
     pool.awake = tuple(engine.rank for engine in pool.engines)
     hear(pool, tells({engine.rank: 10**9 * engine.rank for engine in engines}))  # in their order
     return *run_on(clock, work(pool)), clock.time()
@@ -189,7 +190,29 @@ def test_an_answer_that_queues_is_not_late_while_another_is_written():
     assert run_alone([engine], work)[0] == 0 and len(engine.asked) == 1
 
 
-@pytest.mark.parametrize("trouble", [dict(drops=1), dict(hangs=True)])
+@pytest.mark.parametrize("tokens_a_second", [30, 2])
+def test_an_engine_that_writes_is_not_called_stalled(tokens_a_second):
+    """With --timeout-s 30, though it tells of a first token, and then of each STREAM_INTERVAL.
+
+    That takes a second, or more than the 6 s after which its health is asked.
+    """
+    engine = engine_of(0, {1: 302})
+    vars(engine).update(pace=1 / tokens_a_second, first=1, part=STREAM_INTERVAL)
+
+    async def work(pool):
+        [answer] = await ask(pool, [PROMPT], [1])
+        return answer.tokens, pool.pop_stats().stalls
+
+    found, seconds = run_alone([engine], work, Config(timeout_s=30))
+    assert found == (answer_to(PROMPT, 1, 300), 0) and len(engine.asked) == 1
+    assert seconds == pytest.approx(300 / tokens_a_second)
+
+
+LOSES_IT = dict(pace=1e9)  # is healthy, but nothing ever comes of this request
+GAINS_A_TOKEN = dict(pace=100, first=1)  # each time that it is asked
+
+
+@pytest.mark.parametrize("trouble", [dict(drops=1), dict(hangs=True), LOSES_IT, GAINS_A_TOKEN])
 def test_an_engine_that_brings_nothing_again_and_again_ends_the_run(trouble):
     """In one line that names it and the setting."""
     engines = [engine_of(rank, {1: 900}) for rank in range(MAX_STALLS)]
@@ -199,6 +222,35 @@ def test_an_engine_that_brings_nothing_again_and_again_ends_the_run(trouble):
     with pytest.raises(ValueError, match=line):
         run_alone(engines, lambda pool: ask(pool, [PROMPT], [1]))
     assert [len(engine.asked) for engine in engines] == [1] * MAX_STALLS
+
+
+def test_requests_take_turns():
+    """Two for each that the engines of their model decode; the rest wait, and don't hold up another's."""
+    one, other = engine_of(0, {1: 12}), engine_of(1, {1: 12}, model=1)
+
+    async def work(pool):
+        asked = [ask(pool, [PROMPT], [1], model=model) for model in [0] * 20 + [1]]
+        at(15, lambda: vars(pool).update(awake=()))
+        at(50, lambda: vars(pool).update(awake=(0, 1)))
+        return await asyncio.gather(*asked)
+
+    answers, seconds = run_alone([one, other], work, Config(max_running_requests=3))
+    assert {(len(answer.tokens), answer.finish) for [answer] in answers} == {(10, "stop")}
+    starts = Counter(round(start) for start, _ in one.asked)
+    assert starts == {0: 6, 10: 6, 50: 6, 60: 2} and seconds == pytest.approx(70, abs=1)
+    assert [start for start, _ in other.asked] == [0]
+
+
+def test_what_waits_for_its_turn_is_not_asked_after_an_abort():
+    engine = engine_of(0, {1: 100})
+
+    async def work(pool):
+        at(5.5, lambda: asyncio.ensure_future(pool.abort()))
+        return await asyncio.gather(*(ask(pool, [PROMPT], [1]) for _ in range(9)))
+
+    answers, seconds = run_alone([engine], work, Config(max_running_requests=2))
+    assert [[len(a.tokens) for a in each] for each in answers] == [[5]] * 4 + [[]] * 5
+    assert len(engine.asked) == 4 and seconds == 5.5
 
 
 def test_an_aborted_answer_is_not_asked_again():

@@ -103,6 +103,15 @@ def test_a_signal_before_the_event_loop(number):
     assert leave(f"os.kill(os.getpid(), {int(number)})") == (128 + number, "interrupted\n")
 
 
+def test_a_rank_may_open_as_many_files_as_the_system_allows():
+    """Each request is a connection."""
+    limits = "resource.getrlimit(resource.RLIMIT_NOFILE)"
+    program = f"import resource; from runtime import shutdown; hard = {limits}[1]\n"
+    program += "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+    program += f"shutdown.prepare(); assert {limits} == (hard, hard)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_a_rank_ends_with_its_launcher():
     """Even when that is killed hard."""
     rank = LEAVE.format("time.sleep(60)")
