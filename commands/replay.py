@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import data
 from config import UserError
 from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
+from runtime import atomic_files
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
@@ -29,8 +29,7 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
     samples = flat(mini_batches) if c.placement.actor.is_head else []
     rows = [{"step": c.state.step} | vars(sample) | {"media": []} for sample in samples]  # read anew
-    with Path(c.config.out, "replay.jsonl").open("ab", buffering=0) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())  # one write: no mixed lines
+    atomic_files.append(Path(c.config.out, "replay.jsonl"), rows)
     return {}
 
 

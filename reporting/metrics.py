@@ -18,6 +18,7 @@ from config import Config
 from images.reader import decoded
 from reporting import timeline as tl
 from reporting.progress import Progress
+from runtime import atomic_files
 from runtime.world import World
 from sample import Sample
 from scheduling.rebalance import StepStats
@@ -123,8 +124,7 @@ class Report:
         """Add whole samples to skipped_samples.jsonl, from any rank; returns its path."""
         path = self.out / "skipped_samples.jsonl"
         rows = [vars(sample) | {"text": self.decode(sample.response), "media": None} for sample in samples]
-        with path.open("ab", buffering=0) as file:  # one write: ranks don't mix their lines
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        atomic_files.append(path, rows)
         return path
 
     def close(self) -> None:
