@@ -28,7 +28,8 @@ FIELDS = {"step", *(field.name for field in dataclasses.fields(Sample))}
 async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
     samples = flat(mini_batches) if c.placement.actor.is_head else []
-    rows = [{"step": c.state.step} | vars(sample) | {"media": []} for sample in samples]  # read anew
+    # images are read anew
+    rows = [{"step": c.state.step} | vars(sample) | {"media": []} for sample in samples]
     atomic_files.append(Path(c.config.out, "replay.jsonl"), rows)
     return {}
 
@@ -52,7 +53,8 @@ class Replay:
         if newest > actor.version:
             newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
             raise UserError(f"--replay {self._path}: {newer}")
-        groups = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.prompt_id)]
+        by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
+        groups = [list(group) for _, group in by_prompt]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
         seconds = dict(serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
         stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), waves=0, **seconds)

@@ -1,4 +1,4 @@
-"""Files, folders and lines that are there whole or not at all, whenever the machine stops or the disk is full.
+"""Files, folders and rows that are there whole or not at all, whenever the machine stops.
 
 A checkpoint is whole when its folder is called `step_<n>` and `sha256sum -c SHA256SUMS` finds no fault.
 """
@@ -82,17 +82,12 @@ def append(path: Path, rows: Iterable[Any]) -> None:
             raise
 
 
-def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Give a file other lines, all at once."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text("".join(lines))
-    new.replace(path)
-
-
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
     """Drop the other rows of a JSONL file, and a last one that was cut short."""
     if path.exists():
-        replace_lines(path, (json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)))
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)))
+        new.replace(path)
 
 
 def complete_rows(path: Path) -> Iterator[Any]:

@@ -25,10 +25,11 @@ class BackgroundWriter:
         self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
         signals = {signal.SIGINT, signal.SIGTERM}
         self._result: tuple[Any, str] | None = None
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until it has handlers of its own
+        # until it has handlers of its own
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             self._process.start()
-        except OSError as error:  # no memory, too many processes: heard as what a writer says that fails
+        except OSError as error:  # no memory, or too many processes: this save fails
             self._result = (None, f"no writing process could be started: {error}")
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -41,7 +42,8 @@ class BackgroundWriter:
                 self._result = self._receiver.recv()
             except (EOFError, OSError):  # at its end, or in the middle of what it sends
                 self._process.join()
-                self._result = (None, f"the writing process ended with status {self._process.exitcode}")
+                status = self._process.exitcode
+                self._result = (None, f"the writing process ended with status {status}")
         return self._result
 
     def close(self) -> None:
