@@ -201,11 +201,9 @@ class Facts(NamedTuple):
 
 
 def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], records: tl.Records) -> Facts:
-    """What this controller saw: `batch` is what it had written, `samples` are those it trained on.
-
-    A carried group's answers are counted when it comes again: how many are finished by now is up to timing.
-    """
+    """What this controller saw: `batch` is what it had written, `samples` are those it trained on."""
     filtered = [sample for group in batch.filtered for sample in group]
+    # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
     keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
     wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
