@@ -333,14 +333,12 @@ def truncate_to(out: Path, step: int) -> float:
     """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         atomic_files.keep_rows(out / name, lambda row: row["step"] < step)
-    for path in (out / "spans").glob("rank*.jsonl"):
-        atomic_files.keep_rows(path, lambda row: row[-1] < step)  # a record's last field is its step
     for folder in (out / "checkpoints").glob(f"step_*{PARTIAL}*"):
         shutil.rmtree(folder)
     for later in [later for later in steps_in(out / "checkpoints") if later > step]:
         target = next_free(out / "checkpoints" / f"archived_{later}")
         (out / "checkpoints" / f"step_{later}").rename(target)
-    return max((span.end for span in timeline.read(out / "spans").spans), default=0.0)
+    return timeline.truncate(out / "spans", step)
 
 
 def next_free(path: Path) -> Path:

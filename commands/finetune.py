@@ -218,7 +218,8 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     held_out = [examples[number] for number in sorted(order.held_out)]
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
     progress.line(f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}")
-    learner, writer, skips = Learner(config), MetricsWriter(out) if rank == 0 else None, 0
+    learner, skips = Learner(config), 0
+    writer = MetricsWriter(out, progress.line) if rank == 0 else None
     for step in range(config.steps + 1):
         row, began = {}, time.perf_counter()
         if held_out and (step % config.eval_every == 0 or step == config.steps):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 
 import data
 from config import UserError
 from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
+from runtime import atomic_files
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
@@ -30,8 +30,7 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     samples = flat(mini_batches) if c.placement.actor.is_head else []
     place = {"step": c.state.step, "algorithm": c.config.algorithm[0]}
     rows = [place | vars(sample) | {"media": []} for sample in samples]  # images are read anew
-    with Path(c.config.out, "replay.jsonl").open("ab", buffering=0) as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())  # one write: no mixed lines
+    atomic_files.append(Path(c.config.out, "replay.jsonl"), rows)
     return {}
 
 
@@ -54,7 +53,8 @@ class Replay:
         if newest > actor.version:
             newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
             raise UserError(f"--replay {self._path}: {newer}")
-        groups = [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.prompt_id)]
+        by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
+        groups = [list(group) for _, group in by_prompt]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
         seconds = dict(serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
         stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), waves=0, **seconds)

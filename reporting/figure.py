@@ -25,7 +25,8 @@ from matplotlib.patches import Patch
 from config import UserError
 from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
 
-ROW, MOST = 0.011, 2.75  # inches of an answer's row, and of all of them at most: more answers, thinner rows
+# inches of an answer's row, and of all of them at most: more answers, thinner rows
+ROW, MOST = 0.011, 2.75
 INK, GREY = "#333333", "#6b7178"
 UPPER, MIDDLE, LOWER = -1.14, -0.87, -0.6  # rows of texts over the lanes; lane 0 lies at 0
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
@@ -46,7 +47,8 @@ class Picture:
 
     @cached_property
     def begins(self) -> dict[int, float]:
-        return {s.step: s.start for s in sorted(self.records.spans, key=lambda s: s.start, reverse=True)}
+        last_first = sorted(self.records.spans, key=lambda s: s.start, reverse=True)
+        return {s.step: s.start for s in last_first}
 
     @cached_property
     def marks(self) -> list[Mark]:
@@ -73,7 +75,7 @@ def read_run(out: Path, first: int, last: int) -> Picture:
     if not (out / "config.json").is_file():
         raise UserError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
-    records = of_steps(read(out / "spans"), first, last)
+    records = of_steps(read(out / "spans", first, last), first, last)
     title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
     return Picture(title, records, config["max_running_requests"])
 
@@ -89,7 +91,8 @@ def rows_of(samples: list[SampleSpan]) -> list[tuple[int, SampleSpan]]:
 
 def make_figure(picture: Picture) -> Figure:
     """A panel of the lanes and, where there are any, one of the answers."""
-    ranks, rows = sorted({span.rank for span in picture.records.spans}), rows_of(picture.records.samples)
+    ranks = sorted({span.rank for span in picture.records.spans})
+    rows = rows_of(picture.records.samples)
     answers_height = min(MOST, ROW * (1 + max((row for row, _ in rows), default=0)))
     heights = [1.0 + 0.52 * max(1, len(ranks)), 0.75 + answers_height][: 2 if rows else 1]  # inches
     figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
@@ -142,7 +145,8 @@ def _draw_answers(axes: Axes, rows: list[tuple[int, SampleSpan]], height: float)
         found = [(row, s.start, s.end) for row, s in rows if s.state == state]
         y, start, end = zip(*found, strict=True) if found else ((), (), ())
         if state in INSTANTS:
-            axes.vlines(start, [row - 0.6 for row in y], [row + 0.6 for row in y], color=color, linewidth=1.6)
+            low, high = [row - 0.6 for row in y], [row + 0.6 for row in y]
+            axes.vlines(start, low, high, color=color, linewidth=1.6)
         else:  # the width in points, 72 an inch: rows touch
             axes.hlines(y, start, end, color=color, linewidth=max(0.5, 130 * height / count))
     axes.set_ylim(count + 0.5, -1.5)

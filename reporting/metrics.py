@@ -6,8 +6,8 @@ metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +18,7 @@ from config import Config
 from images.reader import decoded
 from reporting import timeline as tl
 from reporting.progress import Progress
+from runtime import atomic_files
 from runtime.world import World
 from sample import Sample
 from scheduling.rebalance import StepStats
@@ -30,36 +31,60 @@ if TYPE_CHECKING:
 SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
-PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")  # spans that have a time/*_s
+# spans that have a time/*_s
+PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")
 # no costs, judges, keys, training
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac", "train/bubble_frac")
 
 
 class MetricsWriter:
-    """metrics.jsonl and TensorBoard under `out`, which forgets an earlier try from purge_step on."""
+    """metrics.jsonl and TensorBoard under `out`, which forgets an earlier try from purge_step on.
 
-    def __init__(self, out: Path, purge_step: int | None = None):
+    Rows that can't be written wait for the next. `say` hears of it once, and once when all are there.
+    """
+
+    def __init__(self, out: Path, say: Callable[[str], None], purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
         self._path = out / "metrics.jsonl"
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
+        self._say = say
+        self._problem = ""
+        self._waiting: list[dict] = []
+        self._open_board = partial(SummaryWriter, str(out / "tensorboard"))
+        # None after an error: its thread is gone then
+        self._board = self._open_board(purge_step=purge_step)
 
-    def write(self, step: int, metrics: dict[str, float | str]) -> None:
-        """Row k: what k updates came to, and the update that followed. It is safe from now on."""
+    def write(self, step: int, metrics: dict[str, float | str], problem: str = "") -> None:
+        """Row k: what k updates came to, and the update that followed. problem: of other records."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
-            if isinstance(value, str):
-                row[name] = value
-                self._board.add_text(name, value, step)
-            else:
-                row[name] = value if float(value).is_integer() else float(f"{value:.6g}")
-                self._board.add_scalar(name, value, step)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            is_exact = isinstance(value, str) or float(value).is_integer()
+            row[name] = value if is_exact else float(f"{value:.6g}")
+        self._waiting.append(row)
+        try:
+            while self._waiting:
+                atomic_files.append(self._path, self._waiting[:1])
+                self._show_row(**self._waiting.pop(0))
+        except OSError as error:
+            self._board = None
+            problem = str(error)
+        if problem and not self._problem:
+            where = f"{self._path.parent}: {problem}"
+            self._say(f"RECORDS NOT WRITTEN: {where}; rows of metrics.jsonl wait, training goes on")
+        elif self._problem and not problem:
+            self._say("records are written again, and all rows of metrics.jsonl are there")
+        self._problem = problem
+
+    def _show_row(self, step: int, **metrics: float | str) -> None:
+        self._board = self._board or self._open_board()
+        for name, value in metrics.items():
+            add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
+            add(name, value, step)
         self._board.flush()
 
     def show(self, title: str, sample: Sample, answer: str, step: int) -> None:
         """The images of a prompt and one of its answers, in TensorBoard."""
+        self._board = self._board or self._open_board()
         for number, image in enumerate(sample.media):
             pixels = numpy.asarray(decoded(image.read(), title))
             self._board.add_image(f"{title}/{number}", pixels, step, dataformats="HWC")
@@ -67,7 +92,8 @@ class MetricsWriter:
         self._board.add_text(title, f"{key}{answer}", step)
 
     def close(self) -> None:
-        self._board.close()
+        if self._board:
+            self._board.close()
 
 
 class Report:
@@ -78,10 +104,18 @@ class Report:
         decode: Callable[[list[int]], str], found: ResumePoint | None = None,
     ):  # fmt: skip
         """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
-        self.config, self.world, self.out, self.progress, self.decode = config, world, out, progress, decode
-        self._evaluated: dict[str, float] = {}  # waits for the other metrics of its step: one row a step
-        self._ended = found.ended_s if found else 0.0  # when the step before ended, on the timeline's clock
-        self._writer = MetricsWriter(out, found and found.step) if world.rank == 0 else None
+        self.config = config
+        self.world = world
+        self.out = out
+        self.progress = progress
+        self.decode = decode
+        # waits for the other metrics of its step: one row a step
+        self._evaluated: dict[str, float] = {}
+        # when the step before ended, on the timeline's clock
+        self._ended = found.ended_s if found else 0.0
+        self._writer = None
+        if world.rank == 0:
+            self._writer = MetricsWriter(out, self.note, found and found.step)
         if found:
             progress.resume_at(found.step)
 
@@ -108,13 +142,18 @@ class Report:
         }
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
         c.prompts.attach_images(shown)
-        self._write_samples(step, shown)
-        self._writer.write(step, metrics | self._evaluated)
+        problem = max(each.problem for each in gathered)
+        try:
+            self._write_samples(step, shown)
+        except OSError as error:
+            problem = str(error)
+        self._writer.write(step, metrics | self._evaluated, problem)
         self._evaluated, self._ended = {}, now
         self.progress.step(step, metrics)
         if batch.missing_groups:
             lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
-            self.note(f"step {step + 1}: {lacking} after {batch.waves} waves: too many had equal rewards")
+            why = f"after {batch.waves} waves: too many had equal rewards"
+            self.note(f"step {step + 1}: {lacking} {why}")
 
     def note(self, text: str) -> None:
         self.progress.line(text)
@@ -122,30 +161,32 @@ class Report:
     def dump(self, samples: list[Sample]) -> Path:
         """Add whole samples to skipped_samples.jsonl, from any rank; returns its path."""
         path = self.out / "skipped_samples.jsonl"
-        rows = [vars(sample) | {"text": self.decode(sample.response), "media": None} for sample in samples]
-        with path.open("ab", buffering=0) as file:  # one write: ranks don't mix their lines
-            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        rows = [vars(s) | {"text": self.decode(s.response), "media": None} for s in samples]
+        atomic_files.append(path, rows)
         return path
 
     def close(self) -> None:
-        """The last row, the trace and the picture. Call it after a barrier: it reads all ranks' spans."""
+        """The last row, then trace and picture. Call it after a barrier: it reads all ranks' spans."""
         if not self._writer:
             return
         from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-        tl.write_trace(tl.read(self.out / "spans"), self.out / "trace.json")
-        figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
+        # first: a run that has it did all its steps, and isn't gone on with
         self._writer.write(self.config.steps, self._evaluated)
-        self._writer.close()
+        try:
+            self._writer.close()
+            tl.write_trace(tl.read(self.out / "spans", -tl.STEPS_PER_FILE), self.out / "trace.json")
+            figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
+        except OSError as error:
+            self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        with (self.out / "samples.jsonl").open("a") as file:
-            for number, sample in enumerate(samples):
-                row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-                row["response"] = self.decode(sample.response)
-                file.write(json.dumps(row) + "\n")
-                if sample.media:
-                    self._writer.show(f"sample {number}", sample, row["response"], step)
+        for number, sample in enumerate(samples):
+            row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+            row["response"] = self.decode(sample.response)
+            atomic_files.append(self.out / "samples.jsonl", [row])
+            if sample.media:
+                self._writer.show(f"sample {number}", sample, row["response"], step)
 
 
 class Facts(NamedTuple):
@@ -156,14 +197,13 @@ class Facts(NamedTuple):
     maxima: dict[str, float]
     latencies: list[float]  # of judgements, seconds
     work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
+    problem: str = ""  # why its records could not be written
 
 
 def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], records: tl.Records) -> Facts:
-    """What this controller saw: `batch` is what it had written, `samples` are those it trained on.
-
-    A carried group's answers are counted when it comes again: how many are finished by now is up to timing.
-    """
+    """What this controller saw: `batch` is what it had written, `samples` are those it trained on."""
     filtered = [sample for group in batch.filtered for sample in group]
+    # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
     keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
     wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
@@ -197,13 +237,15 @@ def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], recor
         "sync/received_mb": c.placement.actor.gathering.received / 1e6,
     }
     actor, lengths = c.placement.actor, [len(s.prompt) + len(s.response) for s in samples]
-    return Facts(means, sums, maxima, c.rewards.latencies, {actor.dp_rank: sum(map(actor.cost, lengths))})
+    work = {actor.dp_rank: sum(map(actor.cost, lengths))}
+    return Facts(means, sums, maxima, c.rewards.latencies, work, records.problem)
 
 
 def bubble(records: tl.Records) -> list[float]:
     """The part of its pipelines' time in which this rank ran no pass; nothing where it didn't train."""
     elapsed_s = tl.seconds(records.spans, "pipeline")
-    return [1 - sum(done.end - done.start for done in records.passes) / elapsed_s] if elapsed_s else []
+    worked_s = sum(done.end - done.start for done in records.passes)
+    return [1 - worked_s / elapsed_s] if elapsed_s else []
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
@@ -214,14 +256,16 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
         if values or name not in MAY_LACK:
             metrics[name] = fmean(values) if values else 0.0
     if not {"genrm/accept_frac", "rollout/wrong_frac"} <= metrics.keys():
-        del metrics["genrm/false_positive_frac"]  # nobody accepts, or no answer key tells what is false
+        # nobody accepts, or no answer key tells what is false
+        del metrics["genrm/false_positive_frac"]
     if "rollout/wrong_frac" in metrics:
         metrics["rollout/correct_frac"] = 1 - metrics.pop("rollout/wrong_frac")
     metrics |= {name: float(sum(each.sums[name] for each in facts)) for name in facts[0].sums}
     metrics |= {name: max(each.maxima[name] for each in facts) for name in facts[0].maxima}
     latencies = sorted(latency for each in facts for latency in each.latencies)
     for name, part in (("genrm/p50_s", 0.5), ("genrm/p99_s", 0.99)):
-        metrics[name] = latencies[min(len(latencies) - 1, int(part * len(latencies)))] if latencies else 0.0
+        place = min(len(latencies) - 1, int(part * len(latencies)))
+        metrics[name] = latencies[place] if latencies else 0.0
     work = {rank: each.work[rank] for each in facts for rank in each.work}.values()
     return metrics | {"balance/max_over_mean": max(work) / max(1e-9, fmean(work))}
 

@@ -6,7 +6,8 @@ itself (train, switch, sync) are opened around the work. Beside them stand the l
 stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
 split), and the passes of the pipelines.
 
-Every rank appends what it saw to its own file under OUT/spans: trace.json and the pictures come from these.
+Every rank appends what it saw to files of its own, OUT/spans/rank<r>.<first step>.jsonl: trace.json and
+the pictures come from these.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from runtime import atomic_files
+
 if TYPE_CHECKING:
     from training.executor import Phase
 
+STEPS_PER_FILE = 10  # what a resume reads and rewrites at most
 COLORS = dict(rollout="#2a78b8", genrm="#e08a1e", train="#3c9d4e", sync="#8a4fb0", switch="#9a9a9a")
 STATES = {  # of an answer, in the order of its life
     "queued": "#dcdfe3",
@@ -86,6 +90,7 @@ class Records:
     samples: list[SampleSpan] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     passes: list[PassSpan] = field(default_factory=list)
+    problem: str = ""  # why they could not be written
 
 
 # first entry of a row in a file; in the order of Records
@@ -99,10 +104,10 @@ class Timeline:
         self, rank: int, clock: Callable[[], float], folder: Path | None = None,
         on_open: Callable[[str, int], None] = lambda name, step: None,
     ):  # fmt: skip
-        """clock: the event loop's; folder: of the rank's file; on_open(name, step): as a span opens."""
+        """clock: the event loop's; folder: of the rank's files; on_open(name, step): as a span opens."""
         self.rank, self._clock, self._zero, self._on_open = rank, clock, clock(), on_open
         self.spans, self.samples, self.marks, self.passes, self.step = [], [], [], [], 0
-        self._file = folder and folder / f"rank{rank}.jsonl"
+        self._folder = folder
 
     def start(self, ran_s: float = 0.0) -> None:
         """The clock's zero, or where a resumed run's stood. Every rank calls it right after a barrier."""
@@ -139,31 +144,67 @@ class Timeline:
             self.request("pipeline", self.rank, phase.start, phase.end)
             for title, task, start, end in phase.passes:
                 place = (title, task.stage, task.backward, task.micro_batch, self.rank)
-                self.passes.append(PassSpan(*place, start - self._zero, end - self._zero, self.step))
+                times = (start - self._zero, end - self._zero)
+                self.passes.append(PassSpan(*place, *times, self.step))
 
     def drain(self) -> Records:
-        """What was recorded since the last call. It goes to this rank's file and is forgotten."""
+        """What was recorded since the last call. It goes to a file, if it can, and is forgotten."""
         drained = (self.spans, self.samples, self.marks, self.passes)
         self.spans, self.samples, self.marks, self.passes = [], [], [], []
-        rows = [[kind, *record] for kind, records in zip(KINDS, drained, strict=True) for record in records]
-        if self._file and rows:
-            with self._file.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-        return Records(*drained)
+        rows = []
+        for kind, records in zip(KINDS, drained, strict=True):
+            rows += [[kind, *record] for record in records]
+        problem = ""
+        if self._folder and rows:
+            try:
+                first = self.step // STEPS_PER_FILE * STEPS_PER_FILE
+                atomic_files.append(self._folder / f"rank{self.rank}.{first}.jsonl", rows)
+            except OSError as error:  # a full disk: pictures will lack them
+                problem = str(error)
+        return Records(*drained, problem)
 
 
-def read(folder: Path) -> Records:
-    found = {kind: [] for kind in KINDS}
-    for path in sorted(folder.glob("rank*.jsonl")):
-        for line in path.open():
+def files_in(folder: Path) -> list[tuple[int, Path]]:
+    """All ranks' files, in order, each with the first step that it is for."""
+    return sorted((int(path.stem.split(".")[1]), path) for path in folder.glob("rank*.*.jsonl"))
+
+
+def records_in(path: Path) -> Iterator[tuple[str, NamedTuple]]:
+    """The lines of a file, and what they say; but for those that a crash of the machine spoiled."""
+    for line in path.open(errors="replace"):
+        with suppress(ValueError, LookupError, TypeError):
             kind, *fields = json.loads(line)
-            found[kind].append(KINDS[kind](*fields))
+            yield line, KINDS[kind](*fields)
+
+
+def read(folder: Path, first: int = 0, last: int = -1) -> Records:
+    """What all ranks recorded of these steps, and of others in the same files. -1: the last step."""
+    found = {kind: [] for kind in KINDS.values()}
+    files = files_in(folder)
+    newest = files[-1][0] if files else 0  # the last step is this one, or one of the next few
+    low = first if first >= 0 else newest + first
+    for start, path in files:
+        if low - STEPS_PER_FILE < start and (last < 0 or start <= last):
+            for _, record in records_in(path):
+                found[type(record)].append(record)
     return Records(*found.values())
+
+
+def truncate(folder: Path, step: int) -> float:
+    """Drop what is recorded of `step` and later ones. Returns when the one before ended (s)."""
+    for first, path in files_in(folder):
+        if first >= step:
+            path.unlink()
+        elif first + STEPS_PER_FILE > step:
+            lines = [line for line, record in records_in(path) if record.step < step]
+            path.write_text("".join(lines))
+    return max((span.end for span in read(folder, step - 1, step - 1).spans), default=0.0)
 
 
 def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
     """(start, end, mean number in flight) of every stretch with a span in flight."""
-    spans = [s for s in spans if s.end > s.start]  # what began and ended in one instant kept nobody busy
+    # what began and ended in one instant kept nobody busy
+    spans = [s for s in spans if s.end > s.start]
     edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
     stretches, in_flight, work, opened, last = [], 0, 0.0, 0.0, 0.0
     for time, change in edges:
@@ -193,9 +234,10 @@ def write_trace(records: Records, path: Path) -> None:
     """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, tracks of answers."""
     events = list(_events(records))
     for rank in sorted({event["pid"] for event in events}):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        event = {"ph": "M", "pid": rank}
+        events.append(event | {"name": "process_name", "args": {"name": f"rank {rank}"}})
         for row, name in enumerate((*COLORS, "passes")):
-            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}})
+            events.append(event | {"name": "thread_name", "tid": row, "args": {"name": name}})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
@@ -210,16 +252,19 @@ def _events(records: Records) -> Iterator[dict]:
         for start, end, number in stretches:
             args = {"in_flight": round(number, 2)}
             yield complete(name, rank, list(COLORS).index(name), start, end, args)
-    in_order = sorted(records.samples, key=lambda s: (s.start, s.end))  # readers keep it at one time
-    for s in in_order:
-        event = {"name": s.state, "cat": "sample", "id": f"{s.prompt_id}.{s.index}", "pid": s.rank, "tid": 0}
+    # readers keep this order at one time
+    for s in sorted(records.samples, key=lambda s: (s.start, s.end)):
+        name = f"{s.prompt_id}.{s.index}"
+        event = {"name": s.state, "cat": "sample", "id": name, "pid": s.rank, "tid": 0}
         begin = event | {"ts": _microseconds(s.start), "args": {"step": s.step}}
         yield begin | {"ph": "n" if s.state in INSTANTS else "b"}
         if s.state not in INSTANTS:
             yield event | {"ph": "e", "ts": _microseconds(s.end)}
     for mark in records.marks:
-        name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"  # wave 2; weights v3
-        yield {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0, "ts": _microseconds(mark.time)}
+        # wave 2; weights v3
+        name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"
+        event = {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0}
+        yield event | {"ts": _microseconds(mark.time)}
     for p in records.passes:
         name = f"{p.model} {'B' if p.backward else 'F'}{p.micro_batch}"
         yield complete(name, p.rank, len(COLORS), p.start, p.end, {"stage": p.stage})

@@ -1,15 +1,17 @@
-"""Files and folders that are there whole or not at all, whenever the machine stops.
+"""Files, folders and rows that are there whole or not at all, whenever the machine stops.
 
 A checkpoint is whole when its folder is called `step_<n>` and `sha256sum -c SHA256SUMS` finds no fault.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,21 @@ def remove_atomically(folder: Path) -> None:
         gone = folder.with_name(f"{folder.name}{PARTIAL}{os.getpid()}.old")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def append(path: Path, rows: Iterable[Any]) -> None:
+    """Add rows to a JSONL file that several ranks may add to: all or, if OSError is raised, none."""
+    left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+    with path.open("ab", buffering=0) as file:
+        with contextlib.suppress(OSError):  # of a disk that has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while left:  # a disk that is almost full takes a part, and refuses only the rest
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:

@@ -24,11 +24,16 @@ class BackgroundWriter:
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
         signals = {signal.SIGINT, signal.SIGTERM}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until it has handlers of its own
-        self._process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        sender.close()
         self._result: tuple[Any, str] | None = None
+        # until it has handlers of its own
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            self._process.start()
+        except OSError as error:  # no memory, or too many processes: this save fails
+            self._result = (None, f"no writing process could be started: {error}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sender.close()
 
     def result(self) -> tuple[Any, str] | None:
         """None while it writes; then what `work` returned and "", or None and why it failed."""
@@ -37,14 +42,16 @@ class BackgroundWriter:
                 self._result = self._receiver.recv()
             except (EOFError, OSError):  # at its end, or in the middle of what it sends
                 self._process.join()
-                self._result = (None, f"the writing process ended with status {self._process.exitcode}")
+                status = self._process.exitcode
+                self._result = (None, f"the writing process ended with status {status}")
         return self._result
 
     def close(self) -> None:
         """End it, if it hasn't ended."""
         if self._result is None:
             self._process.kill()
-        self._process.join()
+        if self._process.pid:  # none, if it could not be started
+            self._process.join()
         self._receiver.close()
 
 

@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Awaitable, Coroutine
@@ -51,6 +52,8 @@ def prepare() -> None:
         signal.signal(number, lambda number, _: exit_on_signal(number))
     os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    # TensorBoard's thread raises where a disk is full; so does its flush, where that is caught
+    threading.excepthook = lambda args: args.exc_type is OSError or threading.__excepthook__(args)
     warnings.filterwarnings("ignore")
     for name in ("megatron", "torch.utils.cpp_extension"):  # a build for CUDA says that there is no device
         logging.getLogger(name).setLevel(logging.ERROR)

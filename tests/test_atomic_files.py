@@ -1,6 +1,12 @@
 """Checkpoints that say whether they are whole, and JSONL files that were cut short."""
 
+import io
 import json
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -97,3 +103,35 @@ def test_rows_that_are_kept(tmp_path):
     atomic_files.keep_rows(path, lambda row: row["step"] != 1)
     assert list(atomic_files.complete_rows(path)) == [rows[0], rows[2], rows[3]]
     assert path.read_text().endswith("\n")
+
+
+@contextmanager
+def full_disk(size=0):
+    """No file grows beyond `size` bytes: a write takes what fits, and the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Stingy(io.FileIO):
+    """Takes seven bytes at once, as a disk may that is almost full."""
+
+    def write(self, data):
+        time.sleep(0)  # for others to come in between
+        return super().write(data[:7])
+
+
+def test_rows_are_added_whole(tmp_path, monkeypatch):
+    """By several ranks to one file, whatever a write takes. What doesn't fit leaves not half a line."""
+    path, rows = tmp_path / "replay.jsonl", [{"step": step, "x": "x" * step} for step in range(40)]
+    monkeypatch.setattr(Path, "open", lambda self, *_, **__: Stingy(self, "ab"))
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(lambda row: atomic_files.append(path, [row, row]), rows))
+    monkeypatch.undo()
+    with full_disk(path.stat().st_size + 5), pytest.raises(OSError, match="File too large"):
+        atomic_files.append(path, rows)
+    atomic_files.append(path, [rows[0], rows[0]])
+    found = list(atomic_files.complete_rows(path))
+    assert found[::2] == found[1::2] and found[-1] == rows[0]
+    assert sorted(found[:-2:2], key=lambda row: row["step"]) == rows

@@ -97,7 +97,7 @@ def write_run(out, mode, spans):
     config = {"mode": mode, "ranks": 2, "max_running_requests": 4}
     (out / "config.json").write_text(json.dumps(config))
     lines = [json.dumps(["span", *span]) + "\n" for span in spans]
-    (out / "spans" / "rank0.jsonl").write_text("".join(lines))
+    (out / "spans" / "rank0.0.jsonl").write_text("".join(lines))
 
 
 def bars(axes):

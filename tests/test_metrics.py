@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from reporting.progress import Progress
 from rollout import RolloutBatch
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
+from test_atomic_files import full_disk
 from vision_models import encoded_picture
 
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
@@ -237,13 +239,13 @@ def test_a_line_a_step(capsys, is_main):
 
 def test_a_writer_of_metrics(tmp_path):
     """A row a step with sorted names and six digits, and text as it is; all of it in TensorBoard, too."""
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, print)
     first = {"b/loss": 0.123456789, "lr": 5.55e-7, "tokens": 12345678.0, "a/reason": "3|1: why"}
     writer.write(0, first)
     writer.write(3, {"b/loss": 2.0})
     board = board_in(tmp_path)  # before `close`: a row is safe once written
     scalars = [(event.step, event.value) for event in board.Scalars("b/loss")]
-    assert scalars == [(0, pytest.approx(0.123456789)), (3, 2)]
+    assert scalars == [(0, pytest.approx(0.123457)), (3, 2)]
     assert "a/reason/text_summary" in board.Tags()["tensors"]
     writer.close()
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
@@ -255,13 +257,34 @@ def test_a_writer_of_metrics(tmp_path):
 def test_a_run_that_goes_on_replaces_what_an_earlier_try_wrote(tmp_path):
     """TensorBoard forgets the curves from the step on at which the run goes on."""
     for purge_step, values in ((None, (1.0, 2.0, 3.0)), (2, (None, None, 9.0))):
-        writer = MetricsWriter(tmp_path, purge_step)
+        writer = MetricsWriter(tmp_path, print, purge_step)
         for step, value in enumerate(values):
             if value is not None:
                 writer.write(step, {"x": value})
         writer.close()
     board = board_in(tmp_path)
     assert [(event.step, event.value) for event in board.Scalars("x")] == [(0, 1), (1, 2), (2, 9)]
+
+
+@pytest.mark.parametrize("fits, shown", [(False, [0, 1, 2, 3, 4]), (True, [0, 3, 4])])
+def test_rows_that_cannot_be_written_wait(tmp_path, monkeypatch, fits, shown):
+    """They cost two lines: all are there then, in order. fits: metrics.jsonl; TensorBoard's file doesn't."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's thread tells, too
+    said = []
+    writer = MetricsWriter(tmp_path, said.append)
+    writer.write(0, {"x": 0.0})
+    (board,) = tmp_path.glob("tensorboard/*")
+    with full_disk(board.stat().st_size if fits else 0):
+        writer.write(1, {"x": 1.0})
+        writer.write(2, {"x": 2.0})
+    writer.write(3, {"x": 3.0}, "of rank 1")
+    assert len(said) == 1 and said[0].startswith(f"RECORDS NOT WRITTEN: {tmp_path}: [Errno 27] ")
+    writer.write(4, {"x": 4.0})
+    writer.close()
+    assert said[1:] == ["records are written again, and all rows of metrics.jsonl are there"]
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
+    assert rows == [{"step": step, "x": step} for step in range(5)]
+    assert [event.step for event in board_in(tmp_path).Scalars("x")] == shown
 
 
 def report_in(out, world, progress=None):
@@ -275,8 +298,12 @@ def with_a_picture(samples):
     samples[0].media = (Image(b"", (1, 1, 1), 5, partial(encoded_picture, 6, 4)),)
 
 
-def test_a_report_writes_rows_samples_and_pictures(tmp_path):
-    """An object a step, two groups' first samples, images beside answers; trace and picture at the end."""
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_report_writes_rows_samples_and_pictures(tmp_path, monkeypatch, is_full):
+    """An object a step, two groups' first samples, images beside answers; trace and picture at the end.
+
+    is_full: the disk, after the first step: it costs a line, and another at the end.
+    """
     (tmp_path / "spans").mkdir()
     run = {"mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))
@@ -301,8 +328,18 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path):
         report.accuracy(1, 0.75, c.timeline.now())
 
     loop.run_until_complete(one_step())
-    loop.close()
-    report.close()
+    if is_full:
+        batch.missing_groups = 0
+        with full_disk():
+            loop.run_until_complete(one_step())
+            report.close()
+        full, _, at_the_end = lines[4:]
+        assert full.startswith(f"RECORDS NOT WRITTEN: {tmp_path}: [Errno 27] File too large")
+        assert at_the_end.startswith(f"{tmp_path}: trace.json or timeline.png could not be written")
+        return
+    read = lambda *_: (tmp_path / "metrics.jsonl").read_text().index("0.75")  # noqa: E731
+    monkeypatch.setattr(tl, "read", lambda *a, real=tl.read: read() and real(*a))
+    report.close()  # whose last row comes first: a run that is killed as it draws has it
     first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     expected = numbers("""
         step=0 eval/accuracy=0.25 train/loss=0.5 time/step_s=4 time/serve_s=2

@@ -39,10 +39,10 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
     lines = [json.dumps({"step": step, "x": 0.1 + step}) + "\n" for step in range(rows)]
     for name in ("metrics.jsonl", "samples.jsonl"):
         (out / name).write_text("".join(lines) + '{"step": 25, "x": 0.')
-    records = [["span", *timeline.Span("train", 0, step, step + 0.5, step)] for step in range(rows)]
-    records.append(["mark", *timeline.Mark("weights", "v25", 0, 25.0, 24)])
-    lines = [json.dumps(record) + "\n" for record in records]
-    (out / "spans" / "rank0.jsonl").write_text("".join(lines))
+    for step in range(rows):
+        records = [["span", *timeline.Span("train", 0, step, step + 0.5, step)]]
+        records.append(["mark", *timeline.Mark("weights", f"v{step + 1}", 0, step + 1, step)])
+        atomic_files.append(out / "spans" / f"rank0.{step // 10}0.jsonl", records)
     return out
 
 
@@ -103,9 +103,20 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
     assert steps_of(out / "metrics.jsonl") == steps_of(out / "samples.jsonl") == list(range(20))
     records = timeline.read(out / "spans")
-    assert [span.step for span in records.spans] == list(range(20)) and not records.marks
+    assert [span.step for span in records.spans] == list(range(20)) and len(records.marks) == 20
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[3]) == {"step": 3, "x": 3.1}
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_10", "step_20"]
+
+
+@pytest.mark.parametrize("step, last", [(20, "10"), (16, "10"), (23, "20")])
+def test_only_the_last_records_are_read(tmp_path, monkeypatch, step, last):
+    """Whatever lies there in place of a row, and whatever lies in older and later files."""
+    out, read, real = make_run(tmp_path / "run", steps=(step,)), set(), timeline.records_in
+    with (out / "spans" / f"rank0.{last}.jsonl").open("ab") as file:
+        file.write(b'["span", "tr["mark"]\n{"a": 1}\n3\n\0\xff\n["none", 1]\n["span", 1]\n["span"')
+    monkeypatch.setattr(timeline, "records_in", lambda path: read.add(path.name) or real(path))
+    assert prepared(out)[0].ended_s == step - 0.5 and read == {f"rank0.{last}.jsonl"}
+    assert [span.step for span in timeline.read(out / "spans").spans] == list(range(step))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -73,7 +73,18 @@ def test_a_timeline_on_a_clock(tmp_path):
     line.request("genrm", 0, 113.0, 114.0)
     line.drain()
     assert tl.read(tmp_path) == tl.Records([*expected, tl.Span("genrm", 0, 3.0, 4.0, 2)])
-    assert [path.name for path in tmp_path.iterdir()] == ["rank3.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank3.0.jsonl"]
+
+
+def test_steps_are_read_without_all_others(tmp_path):
+    """Those that were asked for, and what else is in their files; -1 is the last."""
+    line = tl.Timeline(0, lambda: 0.0, tmp_path)
+    for line.step in range(43):
+        line.mark("wave", "wave 2")
+        line.drain()
+    cases = {(0, -1): (0, 43), (12, 14): (10, 20), (12, -1): (10, 43), (-4, -1): (30, 43)}
+    for asked, found in cases.items():
+        assert [mark.step for mark in tl.read(tmp_path, *asked).marks] == list(range(*found))
 
 
 def test_tables_that_were_run(tmp_path):
