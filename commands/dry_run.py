@@ -35,10 +35,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -
     from training import model
 
     rendezvous.interface_of(config.host)
-    hf = model.read_hf_config(config.model)
-    model.check_sizes(hf, config)
-    if config.critic:
-        model.check_critic(config)
+    hf = model.check_models(config)
     lines = device_map(config, plans, ranks) + ([] if config.train_only else resharding(config, ranks))
     lines += [*memory(config, plans, ranks), *(placements(config, ranks, hf) if maps else [])]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())

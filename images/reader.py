@@ -24,6 +24,8 @@ IMAGE = "<image>"  # an image's place in the texts of rows, whatever a model's o
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of Pillow's; for EPS it would run Ghostscript
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
+# at any depth of JSON, what names files with classes, or one that transformers reads as config.json
+CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
 
 
@@ -87,13 +89,18 @@ class ImageReader:
 
 def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
     """The config.json of a Hugging Face directory. UserError names the setting and the directory."""
-    path, where = Path(model_dir, "config.json"), f"{setting} {model_dir}".strip()
-    if not path.is_file():
+    where = f"{setting} {model_dir}".strip()
+    found = {}
+    for path in sorted(Path(model_dir).glob("*config.json")):  # the tokenizer's, too, and processors'
+        try:
+            found[path.name] = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
+        if named := CODE.search(json.dumps(found[path.name])):  # a text's own quotes would be escaped
+            raise UserError(f"{where}: {path.name} has {named[1]}: code that a model brings never runs")
+    if "config.json" not in found:
         raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{where}: config.json is not valid JSON ({error})") from None
+    return found["config.json"]
 
 
 def sees(model_dir: str | Path) -> bool:
