@@ -145,6 +145,7 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except ValueError as error:
         raise UserError(f"{where}: config.json: {str(error).splitlines()[0]}") from None
+    whole._attn_implementation = "sdpa"  # a tower's, too; a file may name kernels that a hub has
     hf = whole.get_text_config().to_dict()
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings, "whole": whole}
     if FAMILIES[model_type].tower:
