@@ -196,9 +196,9 @@ class Learner:
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
+    check_models(config)
     if config.command == "rm" and sees(config.model):
         raise UserError("run.py rm: a scalar reward model reads text alone, and --model sees images")
-    check_models(config)
     if rank:
         return
     archive(Path(config.out), say)

@@ -127,10 +127,7 @@ def context_length(model_dir: str | Path, config: Config) -> int:
 
 
 def tensor_files(model_dir: str | Path, setting: str = "") -> dict[str, Any]:
-    """By name, the open file of each tensor in a Hugging Face directory; only the files' heads are read.
-
-    UserError names the setting and the directory.
-    """
+    """The open file of each tensor of a directory, by name; only heads are read. UserErrors."""
     from safetensors import SafetensorError, safe_open
 
     where = f"{setting} {model_dir}".strip()
@@ -148,7 +145,8 @@ def tensor_files(model_dir: str | Path, setting: str = "") -> dict[str, Any]:
 
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
     """Of every tensor in a Hugging Face directory."""
-    return {name: file.get_slice(name).get_shape() for name, file in tensor_files(model_dir).items()}
+    files = tensor_files(model_dir).items()
+    return {name: file.get_slice(name).get_shape() for name, file in files}
 
 
 def check_port(host: str, port: int, name: str) -> None:

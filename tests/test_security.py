@@ -75,7 +75,7 @@ def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
 
 
-# the server's module as a child imports it that CUDA has spawned; its websockets; what loads a model's class
+# the module as a child that CUDA spawns imports it; its websockets; what looks for a model's class
 SERVER_MODULE = """
 import runpy, sys
 from types import SimpleNamespace
@@ -95,7 +95,7 @@ utils.resolve_transformers_arch(SimpleNamespace(**named, **kind), ["OwnForCausal
 
 @pytest.fixture(scope="module")
 def server_module(tmp_path_factory):
-    """SERVER_MODULE for a directory whose own.py leaves a mark: what it prints, its error, the mark."""
+    """SERVER_MODULE for a directory whose own.py leaves a mark: its output, its error, the mark."""
     home = tmp_path_factory.mktemp("home")
     (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(home / "mark")))
     command = [sys.executable, "-c", SERVER_MODULE, str(home)]
@@ -104,7 +104,7 @@ def server_module(tmp_path_factory):
 
 
 def test_a_models_own_code_never_runs_in_a_server(server_module):
-    """SGLang would import it, whatever it was told to trust; for a class of its own it finds none."""
+    """SGLang would import it, whatever it was told to trust."""
     _, error, mark = server_module
     assert "loading the custom model from auto_map failed" in error.splitlines()[-1]
     assert not mark.exists()

@@ -36,7 +36,8 @@ class HFWeights:
     """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'."""
 
     def __init__(self, model_dir: str, setting: str = "--model"):
-        self.where, self.own = f"{setting} {model_dir}", {}
+        self.where = f"{setting} {model_dir}"
+        self.own: dict[str, Tensor] = {}
         self.file_of = tensor_files(model_dir, setting)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -47,7 +48,7 @@ class HFWeights:
         return self.file_of[name].get_tensor(name)
 
     def check(self, known: set[str] | None = None) -> None:
-        """UserError for a tensor that is quantized, or that nothing reads: none of `known`, if given."""
+        """UserError for a tensor that is quantized or, if `known` is given, not one of them."""
         for name, file in sorted(self.file_of.items()):
             if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
                 raise UserError(f"{self.where}: {name} is {kind}: quantized weights can't be taken")

@@ -126,13 +126,14 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
 
 def read_family(model_dir: str, setting: str) -> str:
     """config.json's model_type. UserErrors name the setting and the directory."""
-    where, found = f"{setting} {model_dir}", read_model_config(model_dir, setting)
+    found = read_model_config(model_dir, setting)
+    where = f"{setting} {model_dir}"
     if (model_type := found.get("model_type")) not in FAMILIES:
         raise UserError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
-    # a class that SGLang hasn't it would look for in the directory's own code; without a name it fails
+    # a class that SGLang lacks it would look for in the directory's code; unnamed, it fails
     known = FAMILIES[model_type].architecture, f"{model_type.capitalize()}ForSequenceClassification"
     if (named := found.get("architectures")) not in ([known[0]], [known[1]]):
-        raise UserError(f"{where}: architectures {named} are not supported, only {' or '.join(known)}")
+        raise UserError(f"{where}: architectures {named} are not {' or '.join(known)}")
     return model_type
 
 
@@ -140,14 +141,16 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     """config.json with transformers' defaults. UserErrors name the setting and the directory."""
     from transformers import AutoConfig
 
-    where, model_type = f"{setting} {model_dir}", read_family(model_dir, setting)
+    where = f"{setting} {model_dir}"
+    model_type = read_family(model_dir, setting)
     try:
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except ValueError as error:
         raise UserError(f"{where}: config.json: {str(error).splitlines()[0]}") from None
     whole._attn_implementation = "sdpa"  # a tower's, too; a file may name kernels that a hub has
     hf = whole.get_text_config().to_dict()
-    hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings, "whole": whole}
+    hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
+    hf["whole"] = whole
     if FAMILIES[model_type].tower:
         hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
     rope, kind = hf["rope_parameters"], hf["rope_parameters"]["rope_type"]
@@ -237,7 +240,7 @@ def check_sizes(hf: dict, config: Config) -> None:
 
 
 def tensor_names(hf: dict) -> set[str]:
-    """As a directory has them of the whole model, its output layer's among them, be it tied or not."""
+    """As a directory has them of the whole model, with its output layer's, be it tied or not."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     family = FAMILIES[hf["model_type"]]
@@ -248,10 +251,11 @@ def tensor_names(hf: dict) -> set[str]:
 
 
 def check_models(config: Config) -> dict:
-    """UserErrors for what directories alone tell, before a start; or `read_hf_config` of --model."""
+    """Look at all directories before a start. UserErrors, or `read_hf_config` of --model."""
     hf = read_hf_config(config.model)
     check_sizes(hf, config)
-    HFWeights(config.model).check(tensor_names(hf) | ({HEAD} if config.command == "rm" else set()))
+    heads = {HEAD} if config.command == "rm" else set()
+    HFWeights(config.model).check(tensor_names(hf) | heads)
     if config.critic:
         check_critic(config, hf)
     for path in config.judge_models:
@@ -264,13 +268,14 @@ def check_models(config: Config) -> dict:
 
 def check_critic(config: Config, actor: dict) -> None:
     """UserError unless --critic is a value model of the actor's tokens, and the sizes fit."""
-    hf, weights = read_hf_config(config.critic, "--critic"), HFWeights(config.critic, "--critic")
+    hf = read_hf_config(config.critic, "--critic")
+    weights = HFWeights(config.critic, "--critic")
     weights.check(tensor_names(hf) | {HEAD})
     if HEAD not in weights.file_of:
         raise UserError(f"{weights.where}: it has no {HEAD}, the head of a value or reward model")
     actors, own = (data.load_tokenizer(path).get_vocab() for path in (config.model, config.critic))
     if strange := actors.items() - own.items():
-        raise UserError(f"{weights.where}: {min(strange)[0]!r} isn't the token that it is for --model")
+        raise UserError(f"{weights.where}: {min(strange)[0]!r} isn't the token it is for --model")
     if (has := hf["vocab_size"]) < (needed := actor["vocab_size"]):
         raise UserError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
     if "vision" in actor and "vision" not in hf:
