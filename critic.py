@@ -15,6 +15,7 @@ from torch import Tensor
 
 from algorithms import algorithm_of
 from config import Config, UserError
+from engines.reward_model import HEAD
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.pipeline import schedule_of
@@ -24,7 +25,6 @@ from training.executor import Update
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import GPTModel, LossSums, OutputLoss, Trainer, TransformerConfig, as_sequences
 
-HEAD = "score.weight"  # as transformers' ...ForSequenceClassification calls it
 # statistics that are summed over targets; those of returns and errors are of the values before the step
 STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")
 

@@ -206,7 +206,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     """(decode, texts of the pretraining term, fields of Controller by name): what is read before a start."""
     from training import model, ptx
 
-    model.read_hf_config(config.model)
+    model.check_models(config)
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
@@ -247,14 +247,11 @@ def build_trainers(config: Config, texts: list) -> tuple[list[Trainer], list[Ref
     """Actor and critics, asleep; the reference, with the weights from before a restore (collective)."""
     from actor import Actor, Reference
     from critic import Critic
-    from training.model import check_critic
 
     algorithm, actor = algorithm_of(config), Actor(config, config.model)
     actor.texts, trainers = texts, [actor]
     references = [Reference(actor)] if algorithm.kl_coef and not config.rollout_only else []
     actor.sleep()
-    if config.critic:
-        check_critic(config)
     for name in () if config.rollout_only else algorithm.critics:
         trainers.append(Critic(config, config.critic or config.model, name))
         trainers[-1].sleep()

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from algorithms import algorithm_of
-from commands.memory import PROCESS, embedding, memory, read_model
+from commands.memory import BYTES, PROCESS, embedding, memory, read_model
 from config import Config, as_text, dashed
 from engines import server
 from placement import Plan, make_plans
@@ -36,10 +36,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -
     from training import model
 
     rendezvous.interface_of(config.host)
-    hf = model.read_hf_config(config.model)
-    model.check_sizes(hf, config)
-    if config.critic:
-        model.check_critic(config)
+    hf = model.check_models(config)
     lines = device_map(config, plans, ranks)
     lines += [*memory(config, plans, ranks), *(placements(config, ranks, hf) if maps else [])]
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())

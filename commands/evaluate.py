@@ -88,6 +88,9 @@ async def ask(
 
 async def run(config: Config) -> str:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. UserError for what can't be used."""
+    from training import model
+
+    model.check_models(config)
     tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
     problems = read_problems(config, partial(data.encode_prompt, tokenizer, reader), reader)
     answer_of = formats_of(config)[0].answer_of

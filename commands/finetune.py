@@ -34,6 +34,7 @@ from reporting.progress import Progress
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
+from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
@@ -195,6 +196,7 @@ class Learner:
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
+    check_models(config)
     if config.command == "rm" and sees(config.model):
         raise UserError("run.py rm: a scalar reward model reads text alone, and --model sees images")
     if rank:

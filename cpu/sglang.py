@@ -250,6 +250,8 @@ def main():
 
 # With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before sglang.
 if __name__ in ("__main__", "__mp_main__"):
+    # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
+    os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_parent()
     if not torch.cuda.is_available():
         library = install()

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -127,20 +127,27 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
-def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor in a Hugging Face directory, from the heads of its files."""
+def tensor_files(model_dir: str | Path, setting: str = "") -> dict[str, Any]:
+    """The open file of each tensor of a directory, by name; only heads are read. UserErrors."""
     from safetensors import SafetensorError, safe_open
 
-    shapes = {}
+    where = f"{setting} {model_dir}".strip()
+    files = {}
     for path in sorted(Path(model_dir).glob("*.safetensors")):
         try:
-            with safe_open(path, framework="numpy") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
-        except SafetensorError as error:
-            raise UserError(f"{path} can't be read: {error}") from None
-    if not shapes:
-        raise UserError(f"{model_dir} holds no *.safetensors file: a model is a Hugging Face directory")
-    return shapes
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:  # as of a download that broke off
+            raise UserError(f"{where}: {path.name} is damaged or incomplete: {error}") from None
+        files |= dict.fromkeys(file.keys(), file)
+    if not files:
+        raise UserError(f"{where}: no *.safetensors file in it")
+    return files
+
+
+def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
+    """Of every tensor in a Hugging Face directory."""
+    files = tensor_files(model_dir).items()
+    return {name: file.get_slice(name).get_shape() for name, file in files}
 
 
 def check_port(host: str, port: int, name: str) -> None:

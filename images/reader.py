@@ -24,6 +24,8 @@ IMAGE = "<image>"  # an image's place in the texts of rows, whatever a model's o
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of Pillow's; for EPS it would run Ghostscript
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
+# what names files with classes in JSON, or one that transformers reads in config.json's place
+CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
 
 
@@ -87,13 +89,19 @@ class ImageReader:
 
 def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
     """The config.json of a Hugging Face directory. UserError names the setting and the directory."""
-    path, where = Path(model_dir, "config.json"), f"{setting} {model_dir}".strip()
-    if not path.is_file():
+    where = f"{setting} {model_dir}".strip()
+    found = {}
+    for path in sorted(Path(model_dir).glob("*config.json")):  # also a tokenizer's, processors'
+        try:
+            found[path.name] = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
+        text = json.dumps(found[path.name])  # escapes quotes within a text, which so can't match
+        if named := CODE.search(text):
+            raise UserError(f"{where}: {path.name} has {named[1]}: a model's own code never runs")
+    if "config.json" not in found:
         raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{where}: config.json is not valid JSON ({error})") from None
+    return found["config.json"]
 
 
 def sees(model_dir: str | Path) -> bool:

@@ -18,6 +18,7 @@ from parallel_worker import actor_config, balanced, save, set_constants, supervi
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag
+from vision_models import CLASSES, make_vision_model
 
 VOCAB = 64
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
@@ -371,6 +372,23 @@ def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(
             assert logprobs == pytest.approx(
                 plain_logprobs(plain, sample, temperature=0.8)[0].tolist(), abs=1e-5
             )
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *CLASSES])
+def test_the_names_of_a_directorys_tensors_are_known(tmp_path, family):
+    """Exactly those that transformers writes, with an output layer if it isn't tied; also where the
+    file asks for kernels of a hub."""
+    from engines.server import tensor_files
+    from training.model import read_hf_config, tensor_names
+
+    make = make_model if family in CONFIGS else make_vision_model
+    for tied in (False, True):
+        path = make(tmp_path / str(tied), family, tied=tied)
+        config = json.loads(Path(path, "config.json").read_text())
+        kernels = {"_attn_implementation": "of-a-hub/attention"}
+        Path(path, "config.json").write_text(json.dumps(config | kernels))
+        names, output = tensor_names(read_hf_config(path)), {"lm_head.weight"} if tied else set()
+        assert names - tensor_files(path).keys() == output and tensor_files(path).keys() <= names
 
 
 @pytest.mark.parametrize("family", CONFIGS)

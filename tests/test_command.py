@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import torch as safetensors
 
 import config
 import data
 import models
 import run
-from engines import fleet, server
+from commands import dry_run, evaluate, finetune
+from engines import fleet
 from engines.engine import Engine
 from fakes import FakeWorld
 from launched import ROOT, Run
@@ -61,20 +64,59 @@ def actor(tmp_path_factory):
     return models.save_model(tmp_path_factory.mktemp("own") / "actor")
 
 
-def read(actor: Path, rows: Path) -> dict:
-    """All that a rank reads of a model and its prompts before an engine starts; parts of a controller."""
-    given = ["--model", str(actor), "--rule", "right", "--data", str(rows)]
+def read(actor: Path, rows: Path, *more: str) -> dict:
+    """All that a rank reads of models and prompts before a start; parts of a controller."""
+    given = ["--model", str(actor), "--rule", "right", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    server.checkpoint_shapes(settings.model)
     return run.load_inputs(settings, print)[-1]
+
+
+def saying(**more):
+    """Makes a JSON file say more."""
+    return lambda whole: json.dumps(json.loads(whole) | more).encode()
+
+
+def holding(change):
+    """Makes a safetensors file hold what `change` makes of its tensors by name."""
+    return lambda whole: safetensors.save(change(safetensors.load(whole)))
+
+
+def eight_bits(tensors):
+    return tensors | {UP: tensors[UP].to(torch.float8_e4m3fn)}
+
+
+def swapped(whole):
+    """Of a tokenizer, two tokens."""
+    found = json.loads(whole)
+    vocabulary = found["model"]["vocab"]
+    vocabulary |= {"1": vocabulary["2"], "2": vocabulary["1"]}
+    return json.dumps(found).encode()
+
+
+def adding(*names):
+    return holding(lambda tensors: tensors | {name: torch.ones(1, 64) for name in names})
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+OWN_CODE = {"auto_map": {"AutoModel": "own.Own"}}
+OWN_CLASS = saying(architectures=["OwnForCausalLM"])
 
 
 @pytest.mark.parametrize(
     "file,damaged,message",
     [
         ("model.safetensors", lambda whole: whole[:-1000], r"model\.safetensors"),
-        ("model.safetensors", None, r"holds no \*\.safetensors"),
+        ("model.safetensors", None, r"no \*\.safetensors"),
+        ("model.safetensors", holding(eight_bits), f"{UP} is F8_E4M3: quantized"),
+        ("model.safetensors", adding(f"{UP}_scale_inv", "score.weight"), f"reads {UP}_scale_inv"),
+        ("model.safetensors", adding("model.layers.2.mlp.up_proj.weight"), "reads model.layers.2"),
+        ("config.json", saying(quantization_config={"quant_method": "fp8"}), "quantized weights"),
+        ("config.json", saying(**OWN_CODE), "config.json has auto_map"),
+        ("config.json", saying(configuration_files=["config.4.0.json"]), "has configuration_files"),
+        ("tokenizer_config.json", saying(deep=[OWN_CODE]), "tokenizer_config.json has auto_map"),
+        ("config.json", OWN_CLASS, r"\['OwnForCausalLM'\] are not Qwen3ForCausalLM or "),
+        ("config.json", saying(architectures=None), "architectures None"),
         ("config.json", None, "has no config.json"),
         ("config.json", lambda _: b"{", "config.json is not valid JSON"),
         ("config.json", lambda _: b'"\xff"', "config.json is not valid JSON"),
@@ -91,6 +133,57 @@ def test_a_model_that_cannot_be_used_is_named(tmp_path, file, damaged, message):
     with pytest.raises(config.UserError, match=message) as caught:
         read(home, tmp_path / "rows.jsonl")
     assert "its-name" in str(caught.value) and "\n" not in str(caught.value)
+
+
+OF_OTHERS = [
+    ("--judge", "config.json", OWN_CLASS, "architectures"),
+    ("--cost-judge", "config.json", OWN_CLASS, "architectures"),
+    ("--judge", "model.safetensors", holding(eight_bits), "quantized"),
+    ("--critic", "config.json", OWN_CLASS, "architectures"),
+    ("--critic", "model.safetensors", holding(dict), "it has no score.weight"),
+    (
+        "--critic",
+        "model.safetensors",
+        adding("v_head.summary.weight"),
+        "reads v_head.summary.weight",
+    ),
+    ("--critic", "model.safetensors", adding("score.weight", "lm_head.weight", "a.inv_freq"), ""),
+    ("--critic", "tokenizer.json", swapped, "'1' isn't the token"),
+]
+
+
+@pytest.mark.parametrize("setting,file,change,message", OF_OTHERS)
+def test_models_beside_the_policy_are_looked_at_too(
+    actor, tmp_path, setting, file, change, message
+):
+    """A critic that is one is taken, be there an output layer and frequencies that it won't read."""
+    home = models.save_model(tmp_path / "its-name")
+    if setting == "--critic" and file != "model.safetensors":
+        whole = (home / "model.safetensors").read_bytes()
+        (home / "model.safetensors").write_bytes(adding("score.weight")(whole))
+    (home / file).write_bytes(change((home / file).read_bytes()))
+    (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 4)
+    row = "safe_rlhf" if setting == "--cost-judge" else "ppo"
+    given = ("--algorithm", row, setting, home, "--judge-max-new-tokens", 12)
+    given += ("--judge-format", "harm") if setting == "--cost-judge" else ()
+    expected = f"^{setting} \\S*its-name: .*{message}"
+    with pytest.raises(config.UserError, match=expected) if message else nullcontext():
+        read(actor, tmp_path / "rows.jsonl", *given)
+
+
+@pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl"])
+def test_every_command_looks_at_its_model(tmp_path, command):
+    """rl: its dry run."""
+    home = models.save_model(tmp_path / "model")
+    (home / "config.json").write_bytes(OWN_CLASS((home / "config.json").read_bytes()))
+    given = [command, "--model", str(home), "--out", str(tmp_path / "out")]
+    settings = config.parse_config([*given, *(["--rule", "right"] if command == "rl" else [])])
+    with pytest.raises(config.UserError, match=r"--model .*: architectures"):
+        if command == "rl":
+            dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
+        work = evaluate.run(settings) if command == "eval" else finetune.prepare(settings, 0, print)
+        asyncio.run(work)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_record_of_a_run_is_named(tmp_path):

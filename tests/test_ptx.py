@@ -116,7 +116,7 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     texts = ("grpo", "ptx_data=x.jsonl", "ptx_coef=0.1")
     config = Config(model="m", judge=("j",), algorithm=texts, cp=3)
     monkeypatch.setattr(run.server, "context_length", lambda *_: 32768)
-    elsewhere = [(model, "read_hf_config"), (run, "reader_of"), (run, "Addition"), (run, "data")]
+    elsewhere = [(model, "check_models"), (run, "reader_of"), (run, "Addition"), (run, "data")]
     for where, name in [*elsewhere, (run.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)

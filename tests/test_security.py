@@ -75,22 +75,44 @@ def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
 
 
-WEBSOCKETS = """
-from cpu import sglang
-library = sglang.install()
+# the module as a child that CUDA spawns imports it; its websockets; what looks for a model's class
+SERVER_MODULE = """
+import runpy, sys
+from types import SimpleNamespace
+server = runpy.run_module("cpu.sglang", run_name="__mp_main__")
 from sglang.srt.entrypoints import http_server
 before = list(http_server.app.router.routes)
-sglang.drop_websockets(http_server.app)
+server["drop_websockets"](http_server.app)
 print(*(type(route).__name__ for route in before if route not in http_server.app.router.routes))
 print(*(type(route).__name__ for route in http_server.app.router.routes))
+from sglang.srt.model_loader import utils
+hf = SimpleNamespace(auto_map={"AutoModel": "own.Own"})
+named = dict(hf_config=hf, hf_text_config=hf, model_path=sys.argv[1], revision=None)
+kind = dict(is_generation=True, is_multimodal=False, model_impl=utils.ModelImpl.AUTO)
+utils.resolve_transformers_arch(SimpleNamespace(**named, **kind), ["OwnForCausalLM"])
 """
 
 
-def test_a_server_has_no_websocket():
-    """SGLang's has, and doesn't ask it for the key; nothing else is taken away."""
-    command = [sys.executable, "-c", WEBSOCKETS]
+@pytest.fixture(scope="module")
+def server_module(tmp_path_factory):
+    """SERVER_MODULE for a directory whose own.py leaves a mark: its output, its error, the mark."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(home / "mark")))
+    command = [sys.executable, "-c", SERVER_MODULE, str(home)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    gone, left = (set(line.split()) for line in ran.stdout.splitlines())
+    return ran.stdout, ran.stderr, home / "mark"
+
+
+def test_a_models_own_code_never_runs_in_a_server(server_module):
+    """SGLang would import it, whatever it was told to trust."""
+    _, error, mark = server_module
+    assert "loading the custom model from auto_map failed" in error.splitlines()[-1]
+    assert not mark.exists()
+
+
+def test_a_server_has_no_websocket(server_module):
+    """SGLang's has, and doesn't ask it for the key; nothing else is taken away."""
+    gone, left = (set(line.split()) for line in server_module[0].splitlines())
     assert all("WebSocket" in kind for kind in gone) and gone
     assert not any("WebSocket" in kind for kind in left) and left
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,11 +14,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from config import UserError
+from engines.server import tensor_files
 
 TOP_NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "decoder.final_layernorm.weight": "norm.weight",
 }
+FLOATS = ("F64", "F32", "F16", "BF16")  # in files; all others need a scale
 TOWER = "visual."  # of images; whole on every tensor-parallel rank
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -35,17 +36,9 @@ class HFWeights:
     """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'."""
 
     def __init__(self, model_dir: str, setting: str = "--model"):
-        from safetensors import SafetensorError, safe_open
-
-        self.where, self.own, self.file_of = f"{setting} {model_dir}", {}, {}
-        for path in sorted(Path(model_dir).glob("*.safetensors")):
-            try:
-                file = safe_open(path, framework="pt")
-            except SafetensorError as error:  # as of a download that broke off
-                raise UserError(f"{self.where}: {path.name} is damaged or incomplete: {error}") from None
-            self.file_of |= dict.fromkeys(file.keys(), file)
-        if not self.file_of:
-            raise UserError(f"{self.where}: no *.safetensors file in it")
+        self.where = f"{setting} {model_dir}"
+        self.own: dict[str, Tensor] = {}
+        self.file_of = tensor_files(model_dir, setting)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.own:
@@ -54,10 +47,19 @@ class HFWeights:
             raise UserError(f"{self.where}: its safetensors files lack {name}")
         return self.file_of[name].get_tensor(name)
 
+    def check(self, known: set[str] | None = None) -> None:
+        """UserError for a tensor that is quantized or, if `known` is given, not one of them."""
+        for name, file in sorted(self.file_of.items()):
+            if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
+                raise UserError(f"{self.where}: {name} is {kind}: quantized weights can't be taken")
+            if known and name not in known and not name.endswith("inv_freq"):  # which is made anew
+                raise UserError(f"{self.where}: nothing here reads {name}, one of its tensors")
+
 
 class Family(NamedTuple):
     """What sets an architecture apart."""
 
+    architecture: str  # the class of what writes
     layers: dict[str, bool]  # in Megatron's words
     text: str = "model."  # its tensors' names begin so
     tower: str = ""  # and those of the image tower, if there is one

@@ -22,23 +22,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+import data
 from config import Config, UserError
+from engines.reward_model import HEAD
 from images.reader import ImageReader, read_model_config
 from scheduling.pipeline import schedule_of
 from training import lm_head
-from training.hf_weights import Family
+from training.hf_weights import Family, HFWeights
 from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
 QWEN2 = {"add_qkv_bias": True, "qk_layernorm": False}
 QWEN3 = {"add_qkv_bias": False, "qk_layernorm": True}
 LLAMA = {"add_qkv_bias": False, "qk_layernorm": False}
+NESTED = ("model.language_model.", "model.visual.")  # text and tower of what sees, for transformers
 FAMILIES = {  # by config.json's model_type
-    "qwen2": Family(QWEN2),
-    "qwen3": Family(QWEN3),
-    "llama": Family(LLAMA),
-    "qwen2_5_vl": Family(QWEN2, tower="visual."),
-    "qwen3_vl": Family(QWEN3, "model.language_model.", "model.visual."),
+    "qwen2": Family("Qwen2ForCausalLM", QWEN2),
+    "qwen3": Family("Qwen3ForCausalLM", QWEN3),
+    "llama": Family("LlamaForCausalLM", LLAMA),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", QWEN2, tower="visual."),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", QWEN3, *NESTED),
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
@@ -121,25 +124,39 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
     return torch.cat(outputs)
 
 
+def read_family(model_dir: str, setting: str) -> str:
+    """config.json's model_type. UserErrors name the setting and the directory."""
+    found = read_model_config(model_dir, setting)
+    where = f"{setting} {model_dir}"
+    if (model_type := found.get("model_type")) not in FAMILIES:
+        raise UserError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+    # a class that SGLang lacks it would look for in the directory's code; unnamed, it fails
+    known = FAMILIES[model_type].architecture, f"{model_type.capitalize()}ForSequenceClassification"
+    if (named := found.get("architectures")) not in ([known[0]], [known[1]]):
+        raise UserError(f"{where}: architectures {named} are not {' or '.join(known)}")
+    return model_type
+
+
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     """config.json with transformers' defaults. UserErrors name the setting and the directory."""
     from transformers import AutoConfig
 
     where = f"{setting} {model_dir}"
-    model_type = read_model_config(model_dir, setting).get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+    model_type = read_family(model_dir, setting)
     try:
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except ValueError as error:
         raise UserError(f"{where}: config.json: {str(error).splitlines()[0]}") from None
+    whole._attn_implementation = "sdpa"  # a tower's, too; a file may name kernels that a hub has
     hf = whole.get_text_config().to_dict()
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
+    hf["whole"] = whole
     if FAMILIES[model_type].tower:
         hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
     rope, kind = hf["rope_parameters"], hf["rope_parameters"]["rope_type"]
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
+        "quantized weights": bool((hf | whole.to_dict()).get("quantization_config")),
         "sliding-window attention": hf.get("use_sliding_window", False),
         "attention_bias": hf.get("attention_bias", False),
         "mlp_bias": hf.get("mlp_bias", False),
@@ -222,9 +239,43 @@ def check_sizes(hf: dict, config: Config) -> None:
         raise UserError(f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model")
 
 
-def check_critic(config: Config) -> None:
-    """UserError if --critic, the value model, can't read the actor's tokens or the sizes don't fit."""
-    hf, actor = read_hf_config(config.critic, "--critic"), read_hf_config(config.model)
+def tensor_names(hf: dict) -> set[str]:
+    """As a directory has them of the whole model, with its output layer's, be it tied or not."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    family = FAMILIES[hf["model_type"]]
+    kind = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
+    with torch.device("meta"):  # no numbers, only names
+        names = " ".join(kind.from_config(hf["whole"]).state_dict())
+    return {*names.replace(NESTED[0], family.text).replace(NESTED[1], family.tower).split()}
+
+
+def check_models(config: Config) -> dict:
+    """Look at all directories before a start. UserErrors, or `read_hf_config` of --model."""
+    hf = read_hf_config(config.model)
+    check_sizes(hf, config)
+    heads = {HEAD} if config.command == "rm" else set()
+    HFWeights(config.model).check(tensor_names(hf) | heads)
+    if config.critic:
+        check_critic(config, hf)
+    for path in config.judge_models:
+        setting = "--judge" if path in config.judge else "--cost-judge"
+        read_family(path, setting)
+        if config.device == "cpu":  # with CUDA SGLang has kernels for quantized weights
+            HFWeights(path, setting).check()
+    return hf
+
+
+def check_critic(config: Config, actor: dict) -> None:
+    """UserError unless --critic is a value model of the actor's tokens, and the sizes fit."""
+    hf = read_hf_config(config.critic, "--critic")
+    weights = HFWeights(config.critic, "--critic")
+    weights.check(tensor_names(hf) | {HEAD})
+    if HEAD not in weights.file_of:
+        raise UserError(f"{weights.where}: it has no {HEAD}, the head of a value or reward model")
+    actors, own = (data.load_tokenizer(path).get_vocab() for path in (config.model, config.critic))
+    if strange := actors.items() - own.items():
+        raise UserError(f"{weights.where}: {min(strange)[0]!r} isn't the token it is for --model")
     if (has := hf["vocab_size"]) < (needed := actor["vocab_size"]):
         raise UserError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
     if "vision" in actor and "vision" not in hf:
