@@ -1,6 +1,6 @@
 """What the records of a long run cost: CPU seconds and memory of a resume, and of the end.
 
-python tests/long_records.py --steps 10000 --answers 512     0.25 MB a step on the disk; nothing is trained
+python bench/long_records.py --steps 10000 --answers 512     0.25 MB a step on the disk; nothing is trained
 """
 
 import argparse
