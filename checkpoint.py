@@ -31,6 +31,7 @@ from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
+from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
@@ -321,14 +322,6 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
         say(f"changed since {folder}: {', '.join(changed)}")
 
 
-def archive(out: Path, say: Callable[[str], None]) -> None:
-    """What an earlier run left is moved, not overwritten."""
-    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
-    if any(any(out.glob(name)) for name in left):
-        target = out.rename(next_free(out))
-        say(f"moved the earlier run in {out} to {target}")
-
-
 def truncate_to(out: Path, step: int) -> float:
     """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -341,9 +334,3 @@ def truncate_to(out: Path, step: int) -> float:
         target = next_free(out / "checkpoints" / f"archived_{later}")
         (out / "checkpoints" / f"step_{later}").rename(target)
     return max((span.end for span in timeline.read(out / "spans").spans), default=0.0)
-
-
-def next_free(path: Path) -> Path:
-    """The path with the first number behind it that isn't taken."""
-    numbered = (path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
-    return next(path for path in numbered if not path.exists())
