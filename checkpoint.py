@@ -56,7 +56,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
     """What is the same on every controller between two steps, and this one's own. JSON, floats exactly."""
     import torch
 
-    common = {"ranks": c.world.size, "config": dict(vars(c.config))}
+    common = {"ranks": c.world.size, "config": dict(vars(c.config)), "files": c.checkpoints.files}
     common |= {"prompts": c.prompts.state()} | {name: vars(c.state)[name] for name in COUNTERS}
     common |= {"split": c.placement.plan.split, "history": [asdict(stats) for stats in c.state.history]}
     own = {"groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]}
@@ -148,6 +148,9 @@ class Checkpoints:
     newest: int | None = None
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
+
+    def __post_init__(self) -> None:
+        self.files = sums_of_files(self.config)  # as they are at the start
 
     def is_due(self, step: int, *every: int) -> bool:
         """Whether `step` is one of those every so many (0: never), or the last."""
@@ -307,7 +310,7 @@ def make_ready(config: Config, folder: Path | None, say: Callable[[str], None]) 
 
 
 def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Raises UserError for a setting that would make another run of it; says which others differ."""
+    """Raises UserError for a setting or file that would make another run of it; says what else differs."""
     common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
@@ -318,8 +321,18 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
             made = f"the checkpoint {folder} was made with {old}"
             raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
         changed.append(f"--{dashed(name)} {new} (was {old})")
+    for path, checksum in sums_of_files(config).items():
+        if common.get("files", {}).get(path, checksum) != checksum:  # an older checkpoint has none
+            raise UserError(f"{path} has changed since {folder} was made; --resume never starts anew")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
+
+
+def sums_of_files(config: Config) -> dict[str, str]:
+    """SHA-256 by path of --data and of the files with rules, which may be spelled FILE.py:name."""
+    specs = (config.data, *config.rule, *config.cost_rule)
+    paths = [spec if Path(spec).is_file() else spec.rpartition(":")[0] for spec in specs]
+    return {path: atomic_files.sha256(Path(path)) for path in paths if Path(path).is_file()}
 
 
 def truncate_to(out: Path, step: int) -> float:

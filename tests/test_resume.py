@@ -20,12 +20,13 @@ SETTINGS = vars(CONFIG)
 FILES = {"common.json", "megatron/__0_0.distcp"}
 
 
-def make_checkpoint(out: Path, step: int, config: dict = SETTINGS) -> Path:
+def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Path:
     """A whole one, as far as its files tell."""
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
-    (folder / "common.json").write_text(json.dumps({"step": step, "config": dict(config)}))
+    common = {"step": step, "config": dict(config)} | more
+    (folder / "common.json").write_text(json.dumps(common))
     lines = [f"{atomic_files.sha256(folder / name)}  {name}\n" for name in FILES]
     (folder / CHECKSUMS).write_text("".join(lines))
     return folder
@@ -211,6 +212,27 @@ def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, name, value, 
     with pytest.raises(ValueError, match=line):
         prepared(out, **{name: value})
     assert is_untouched(out)
+
+
+@pytest.mark.parametrize("changed", ["data.jsonl", "rule.py", None])
+def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
+    """Prompts are dealt by their number: a row more makes others of them. Old checkpoints can't tell."""
+    for name in ("data.jsonl", "rule.py"):
+        (tmp_path / name).write_text("as it was")
+    named = {"data": f"{tmp_path}/data.jsonl", "rule": (f"{tmp_path}/rule.py:score", "length:9")}
+    config, out = replace(CONFIG, **named), make_run(tmp_path / "run", steps=())
+    make_checkpoint(out, 20, vars(config))
+    assert prepared(out, **named)[0].step == 20
+    files = checkpoint.Checkpoints(config, None, out).files
+    assert set(files) == {f"{tmp_path}/data.jsonl", f"{tmp_path}/rule.py"}
+    make_checkpoint(out, 30, vars(config), files=files)
+    if changed:
+        (tmp_path / changed).write_text("another")
+        with pytest.raises(
+            ValueError, match=f"^{tmp_path / changed} has changed since .*step_30 was"
+        ):
+            prepared(out, **named)
+    assert changed or prepared(out, **named)[0].step == 30
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
