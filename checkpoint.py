@@ -21,10 +21,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 from config import Config, UserError, as_text, dashed
 from reporting import timeline
@@ -263,10 +265,19 @@ class ResumePoint(NamedTuple):
 async def prepare_out(config: Config, world: World, say: Callable[[str], None]) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
+        if any(await world.gather(was_obeyed(config))):
+            config = replace(config, resume="auto")  # what that has led to is in the newest checkpoint
         folder = await find_checkpoint(config, world, say)
         return await on_rank_0(world, make_ready, config, folder, say)
     except OSError as error:
         raise UserError(f"--out {config.out} can't be used: {error}") from None
+
+
+def was_obeyed(config: Config) -> bool:
+    """Whether --resume was: torchrun has started this rank again, and a checkpoint since it began."""
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    folder, began = Path(config.out, "checkpoints"), psutil.Process(os.getppid()).create_time()
+    return is_again and any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -128,7 +129,9 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         stopped_by = await controller.train(c)
         await world.barrier()
         if stopped_by:
-            launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.join(sys.argv)}"
+            obeyed = re.escape(shlex.quote(config.resume))
+            words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
+            launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
             launch = launch if rendezvous.is_local() else "the same command on each machine"
             saved = f"go on with: {launch}" if c.checkpoints.newest == c.state.step else "nothing was saved"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"

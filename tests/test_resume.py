@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import checkpoint
@@ -177,6 +179,21 @@ def test_a_checkpoint_of_another_run_by_name(tmp_path):
     assert lines[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
     assert atomic_files.steps_in(other / "checkpoints") == [20, 10] and is_untouched(other)
     assert not (out / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("resume", ["never", "other/checkpoints/step_10"])
+@pytest.mark.parametrize("restarts, saved_s, again", [(1, 9, False), (1, -9, True), (0, 9, True)])
+def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_s, again):
+    """Not again where torchrun starts the ranks again, if there is a checkpoint since it began."""
+    out, _ = make_run(tmp_path / "run", steps=[20]), make_run(tmp_path / "other")
+    saved = psutil.Process(os.getppid()).create_time() + saved_s
+    os.utime(out / "checkpoints" / "step_20", (saved, saved))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    monkeypatch.chdir(tmp_path)
+    point, _ = prepared(out, resume=resume)
+    chosen = None if resume == "never" else Path(resume)
+    assert (point and point.folder) == (chosen if again else out / "checkpoints" / "step_20")
+    assert (tmp_path / "run-1").exists() == again
 
 
 @pytest.mark.parametrize(
