@@ -3,13 +3,13 @@
 import asyncio
 import json
 import shlex
-import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -215,20 +215,11 @@ def test_the_command_that_goes_on(monkeypatch, given):
     settings = config.parse_config(shlex.split(command)[1:])
     c = SimpleNamespace(checkpoints=SimpleNamespace(newest=3), state=SimpleNamespace(step=3))
 
-    async def stopped(*_):
-        return signal.SIGINT
-
-    @asynccontextmanager
-    async def joined(_):
-        yield FakeWorld(0, 1, {}), None
-
-    async def build(*_):
-        return c
-
-    monkeypatch.setattr(run, "joined", joined)
+    joined = nullcontext((FakeWorld(0, 1, {}), None))
+    monkeypatch.setattr(run, "joined", lambda _: joined)
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext())
-    monkeypatch.setattr(run, "build", build)
-    monkeypatch.setattr(run.controller, "train", stopped)
+    monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
+    monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=2))
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
