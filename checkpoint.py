@@ -21,16 +21,19 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 from config import Config, UserError, as_text, dashed
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
+from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
@@ -55,7 +58,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
     """What is the same on every controller between two steps, and this one's own. JSON, floats exactly."""
     import torch
 
-    common = {"ranks": c.world.size, "config": dict(vars(c.config))}
+    common = {"ranks": c.world.size, "config": dict(vars(c.config)), "files": c.checkpoints.files}
     common |= {"prompts": c.prompts.state()} | {name: vars(c.state)[name] for name in COUNTERS}
     common |= {"split": c.placement.plan.split, "history": [asdict(stats) for stats in c.state.history]}
     own = {"groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]}
@@ -147,6 +150,9 @@ class Checkpoints:
     newest: int | None = None
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
+
+    def __post_init__(self) -> None:
+        self.files = sums_of_files(self.config)  # as they are at the start
 
     def is_due(self, step: int, *every: int) -> bool:
         """Whether `step` is one of those every so many (0: never), or the last."""
@@ -259,10 +265,19 @@ class ResumePoint(NamedTuple):
 async def prepare_out(config: Config, world: World, say: Callable[[str], None]) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
+        if any(await world.gather(was_obeyed(config))):
+            config = replace(config, resume="auto")  # what that has led to is in the newest checkpoint
         folder = await find_checkpoint(config, world, say)
         return await on_rank_0(world, make_ready, config, folder, say)
     except OSError as error:
         raise UserError(f"--out {config.out} can't be used: {error}") from None
+
+
+def was_obeyed(config: Config) -> bool:
+    """Whether --resume was: torchrun has started this rank again, and a checkpoint since it began."""
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    folder, began = Path(config.out, "checkpoints"), psutil.Process(os.getppid()).create_time()
+    return is_again and any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
@@ -306,7 +321,7 @@ def make_ready(config: Config, folder: Path | None, say: Callable[[str], None]) 
 
 
 def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Raises UserError for a setting that would make another run of it; says which others differ."""
+    """Raises UserError for a setting or file that would make another run of it; says what else differs."""
     common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
@@ -317,16 +332,18 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
             made = f"the checkpoint {folder} was made with {old}"
             raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
         changed.append(f"--{dashed(name)} {new} (was {old})")
+    for path, checksum in sums_of_files(config).items():
+        if common.get("files", {}).get(path, checksum) != checksum:  # an older checkpoint has none
+            raise UserError(f"{path} has changed since {folder} was made; --resume never starts anew")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
 
 
-def archive(out: Path, say: Callable[[str], None]) -> None:
-    """What an earlier run left is moved, not overwritten."""
-    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
-    if any(any(out.glob(name)) for name in left):
-        target = out.rename(next_free(out))
-        say(f"moved the earlier run in {out} to {target}")
+def sums_of_files(config: Config) -> dict[str, str]:
+    """SHA-256 by path of --data and of the files with rules, which may be spelled FILE.py:name."""
+    specs = (config.data, *config.rule, *config.cost_rule)
+    paths = [spec if Path(spec).is_file() else spec.rpartition(":")[0] for spec in specs]
+    return {path: atomic_files.sha256(Path(path)) for path in paths if Path(path).is_file()}
 
 
 def truncate_to(out: Path, step: int) -> float:
@@ -339,9 +356,3 @@ def truncate_to(out: Path, step: int) -> float:
         target = next_free(out / "checkpoints" / f"archived_{later}")
         (out / "checkpoints" / f"step_{later}").rename(target)
     return timeline.truncate(out / "spans", step)
-
-
-def next_free(path: Path) -> Path:
-    """The path with the first number behind it that isn't taken."""
-    numbered = (path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
-    return next(path for path in numbered if not path.exists())

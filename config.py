@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,17 +221,6 @@ COMMANDS = {
     "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
     "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
-
-
-def make_out(config: Config) -> Path:
-    """The run's folder. Raises UserError if nothing can be written there."""
-    out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UserError(f"--out {out} can't be written: {error.strerror}") from None
-    return out
 
 
 def dashed(name: str) -> str:

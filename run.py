@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -45,6 +46,7 @@ from reporting.metrics import Report
 from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
+from runtime.out_folder import held
 from runtime.world import World, raise_on_all
 from scheduling.pipeline import schedule_of
 
@@ -127,7 +129,9 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         stopped_by = await controller.train(c)
         await world.barrier()
         if stopped_by:
-            launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.join(sys.argv)}"
+            obeyed = re.escape(shlex.quote(config.resume))
+            words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
+            launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
             launch = launch if rendezvous.is_local() else "the same command on each machine"
             saved = f"go on with: {launch}" if c.checkpoints.newest == c.state.step else "nothing was saved"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
@@ -151,8 +155,8 @@ async def learn_from_examples(config: Config) -> str:
 
 @contextlib.asynccontextmanager
 async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
-    """The World of all ranks and the progress bar, while they are together (collective)."""
-    with contextlib.ExitStack() as opened:
+    """The World of all ranks and the progress bar, while they are together and hold --out (collective)."""
+    async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
         joining = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), rendezvous.join, config)
@@ -162,6 +166,8 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)
         opened.callback(asyncio.create_task(progress.tick()).cancel)
+        lock = held(Path(config.out), progress.line) if world.rank == 0 else contextlib.nullcontext()
+        await raise_on_all(world, opened.enter_async_context(lock))
         yield world, progress
 
 
@@ -170,7 +176,6 @@ async def build(
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     decode, texts, inputs = await world.run(load_inputs, config, progress.line)
-    await fleet.end_stale(progress.line)
     point = await prepare_out(config, world, progress.line)
     progress.doing("starting engines")
     await fleet.launch(servers_of(world.rank, config, plans))

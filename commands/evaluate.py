@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import data
-from checkpoint import archive
-from config import Config, UserError, make_out, printable
+from config import Config, UserError, printable
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import EngineStatus, Pool
@@ -25,6 +24,7 @@ from recipes.addition.task import Addition
 from reporting.timeline import Timeline
 from rollout import Tasks
 from runtime import rendezvous
+from runtime.out_folder import archive, held
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -87,6 +87,13 @@ async def ask(
 
 
 async def run(config: Config) -> str:
+    """Evaluate alone in OUT. UserError for what can't be used."""
+    async with held(Path(config.out), print):
+        await evaluate(config)
+    return ""
+
+
+async def evaluate(config: Config) -> None:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. UserError for what can't be used."""
     from training import model
 
@@ -97,7 +104,7 @@ async def run(config: Config) -> str:
     stop = data.stop_tokens(config.model, tokenizer, reader)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     archive(Path(config.out), print)
-    out, rows = make_out(config), []
+    out, rows = Path(config.out), []
     answers = await generate(config, problems, sampling)
     for problem, row in zip(problems, answers, strict=True):
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
@@ -114,4 +121,3 @@ async def run(config: Config) -> str:
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items())
     print(printable(f"{config.model}: {shown}  ({len(problems)} prompts, {config.samples} samples each)"))
     print(f"wrote {out}/", flush=True)
-    return ""

@@ -23,14 +23,14 @@ from torch import Tensor
 
 import data
 from actor import Actor, Reference, cross_entropy_loss, learning_rate, target_logprobs
-from checkpoint import archive
-from config import HELD_OUT, Config, UserError, make_out
+from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
 from critic import Critic, target_values
 from images.reader import sees
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
+from runtime.out_folder import archive
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
@@ -195,14 +195,14 @@ class Learner:
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
-    """Rank 0 makes the folder for what `train` leaves behind; without --data the demo's examples in it."""
+    """Rank 0 clears the folder for what `train` leaves behind; without --data the demo's examples in it."""
     check_models(config)
     if config.command == "rm" and sees(config.model):
         raise UserError("run.py rm: a scalar reward model reads text alone, and --model sees images")
     if rank:
         return
-    archive(Path(config.out), say)
-    out = make_out(config)
+    out = Path(config.out)
+    archive(out, say)
     (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     if not config.data:
         from recipes.addition.pairs import example_rows

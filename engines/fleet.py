@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
-from engines import server
 from engines.engine import Engine, EngineLost
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
@@ -46,16 +43,6 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         for pool in self._pools.values():
             pool.close()
         await asyncio.gather(*(engine.close() for engine in self._engines))
-
-    async def end_stale(self, say: Callable[[str], None]) -> None:
-        """End what an earlier run in the same place left behind (collective). UserError if it isn't over."""
-
-        async def end() -> None:
-            if os.environ["LOCAL_RANK"] == "0":  # one of each machine
-                for line in server.end_stale_servers(Path(self._config.out)):
-                    say(line)
-
-        await raise_on_all(self._world, end())
 
     async def launch(self, specs: list[ServerSpec]) -> None:
         """Start this rank's servers (collective). UserError if that fails.

@@ -21,12 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from config import Config, UserError
 from images.reader import read_model_config, sees
 from images.tokens import Image
-from runtime.world import live_process
 
 if TYPE_CHECKING:
     import aiohttp
@@ -37,7 +34,6 @@ KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't 
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
 NVCC = Path("/usr/local/cuda/bin/nvcc")  # where SGLang looks last
-END_S = 10.0  # for a killed server to be gone
 LOG_START = "---- a server starts"  # a line of its log begins so
 
 
@@ -158,10 +154,10 @@ def check_port(host: str, port: int, name: str) -> None:
 
 
 class ServerProcess:
-    """A server on this machine: a group of processes, a log, a .pid file beside that, a private folder."""
+    """A server on this machine: a group of processes, a log, a private folder."""
 
     def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]):
-        self._command, self._key, self._log, self._pid_file = command, key, log, log.with_suffix(".pid")
+        self._command, self._key, self._log = command, key, log
         self._device, self._environment = device, environment
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen | None = None
@@ -176,7 +172,6 @@ class ServerProcess:
         with self._log.open("ab", buffering=0) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
-        write_pid_file(self._pid_file, self._process.pid)
 
     def exit_status(self) -> str:
         """How it ended; empty while it runs."""
@@ -190,7 +185,6 @@ class ServerProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
-        self._pid_file.unlink(missing_ok=True)
         process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
         process.wait()
         try:
@@ -202,42 +196,6 @@ class ServerProcess:
     def log_tail(self) -> str:
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
         return "\n".join((f"; the end of {self._log}:", *newest.splitlines()[1:][-15:]))
-
-
-def write_pid_file(path: Path, pid: int) -> None:
-    """Which process serves, which owns it (this one), and since when: an id may be another's by tomorrow."""
-    server, owner = psutil.Process(pid), psutil.Process()
-    facts = {"pid": pid, "born": server.create_time(), "owner": owner.pid, "owner_born": owner.create_time()}
-    facts["machine"] = socket.gethostname()  # --out may be shared
-    written = path.with_suffix(".part")
-    written.write_text(json.dumps(facts))
-    written.rename(path)  # whole or not at all
-
-
-def end_stale_servers(out: Path) -> list[str]:
-    """End servers that an earlier run left here; a line for each. UserError if that run isn't over."""
-    facts = {}
-    for path in sorted((out / "logs").glob("*.pid")):
-        with contextlib.suppress(FileNotFoundError):  # another machine has just removed its own
-            row = {"machine": socket.gethostname()} | json.loads(path.read_text())
-            facts |= {path: row} if row["machine"] == socket.gethostname() else {}
-    for row in facts.values():
-        if live_process(row["owner"], row["owner_born"]):
-            whose = f"a run is at work there (process {row['owner']})"
-            raise UserError(f"--out {out}: {whose}: stop it, or choose another --out")
-    lines = []
-    for path, row in facts.items():
-        server, gone_by = live_process(row["pid"], row["born"]), time.monotonic() + END_S
-        if server and os.getpgid(server.pid) == server.pid:  # launched as the leader of a group of its own
-            line = f"process {server.pid}, a server that an earlier run left: {path.stem}"
-            os.killpg(server.pid, signal.SIGKILL)
-            while live_process(server.pid, row["born"]):  # Process.wait would wait for a zombie's parent, too
-                if time.monotonic() > gone_by:
-                    raise UserError(f"can't end {line}")
-                time.sleep(0.02)
-            lines.append(f"ended {line}")
-        path.unlink()
-    return lines
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:

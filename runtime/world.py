@@ -153,7 +153,7 @@ class World:
         except (OSError, RuntimeError):
             return ["the ranks' notes are gone, so who didn't come is unknown"]
         late = [(rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals]
-        gone = [each for each in late if self._notes and not live_process(each[1])]
+        gone = [each for each in late if self._notes and not is_alive(each[1])]
         return [f"rank {rank} didn't come, last seen in phase: {phase}" for rank, _, phase in gone or late]
 
     def _explained(self, function: Callable, args: tuple) -> Any:
@@ -175,14 +175,12 @@ class World:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def live_process(pid: int, born: float | None = None) -> psutil.Process | None:
-    """A process of this machine, which began then, if it runs: a zombie only waits for its parent."""
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs: a zombie only waits for its parent."""
     try:
-        process = psutil.Process(pid)
-        same = born is None or abs(process.create_time() - born) < 1.0  # the clock may have been set since
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return None
+        return False
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:

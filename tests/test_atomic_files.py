@@ -1,5 +1,6 @@
 """Checkpoints that say whether they are whole, and JSONL files that were cut short."""
 
+import errno
 import io
 import json
 import resource
@@ -56,6 +57,16 @@ def test_checksums_without_a_line_are_none(tmp_path):
     folder = make_folder(tmp_path)
     (folder / CHECKSUMS).write_text("")
     assert atomic_files.verify(folder) == f"{CHECKSUMS} is missing or was changed"
+
+
+def test_what_cannot_be_read_is_damaged(folder, monkeypatch):
+    """Whatever the disk says of it: the one before may be whole."""
+
+    def sha256(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(atomic_files, "sha256", sha256)
+    assert atomic_files.verify(folder) == "it can't be read: [Errno 5] Input/output error"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])

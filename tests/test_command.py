@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -296,3 +299,22 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
             urls = [f"http://127.0.0.1:{settings.port + 2 * n + offset}" for n in range(3)]
             assert facts == [(n, urls[n], 10 + n) for n in range(3)]
             assert found[number].calls == ["ready", "sleep"]
+
+
+@pytest.mark.parametrize("given", ["", " --resume never", " --resume=never", " --resume a/step_10"])
+def test_the_command_that_goes_on(monkeypatch, given):
+    """--resume was obeyed: the line would have it move aside, or do again, what has just been saved."""
+    command = f"run.py --mode full{given} --out 'a b'"
+    settings = config.parse_config(shlex.split(command)[1:])
+    c = SimpleNamespace(checkpoints=SimpleNamespace(newest=3), state=SimpleNamespace(step=3))
+
+    joined = nullcontext((FakeWorld(0, 1, {}), None))
+    monkeypatch.setattr(run, "joined", lambda _: joined)
+    monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext())
+    monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
+    monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=2))
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    line = asyncio.run(run.run(settings, [], None))
+    assert line.endswith("go on with: torchrun --nproc-per-node 2 run.py --mode full --out 'a b'")

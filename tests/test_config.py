@@ -19,7 +19,6 @@ from config import (
     as_text,
     dashed,
     documented_settings,
-    make_out,
     parse_config,
 )
 from run import check_settings, describe
@@ -246,18 +245,6 @@ def test_a_batch_that_fits_gives_its_plan(arguments, mode, plan):
     assert check_settings(config, ranks) == [expected]
     described = describe(config, [expected], ranks)
     assert str(expected) in described and f"{config.prompts_per_step * 8} samples" in described
-
-
-@pytest.mark.parametrize("name", ["a file/out", "a file"])
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
-    """In one line; a folder that can is made, with those above it, and nothing stays in it."""
-    (tmp_path / "a file").touch()
-    message = rf"--out {tmp_path / name} can't be written: \w+"
-    with pytest.raises(ValueError, match=message) as caught:
-        make_out(Config(out=str(tmp_path / name)))
-    assert "\n" not in str(caught.value)
-    made = make_out(Config(out=str(tmp_path / "deep" / "out")))
-    assert made.is_dir() and not list(made.iterdir())
 
 
 def test_a_command_has_few_settings_and_its_own():

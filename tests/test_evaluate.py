@@ -37,6 +37,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, c
     asked, out = [], tmp_path / "out"
 
     async def generate(config, prompts, sampling):
+        assert (tmp_path / ".out.lease").exists()  # nobody else may write there meanwhile
         asked.extend(prompts)
         return [[*answers_of(tokenizer, config.samples + 1)] for _ in prompts]
 

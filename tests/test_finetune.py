@@ -277,6 +277,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     given = f"{command} --model {tmp_path}/model --out {out} --max-tokens-per-micro-batch 1024"
     how = "--steps 8 --eval-every 5 --lr 3e-3 --batch-size 16"
     config = parse_config(f"{given} {how}".split())
+    out.mkdir()
     asyncio.run(finetune.prepare(config, 0, progress.line))
     finetune.train(config, out, progress, rank=0)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import checkpoint
@@ -20,12 +22,13 @@ SETTINGS = vars(CONFIG)
 FILES = {"common.json", "megatron/__0_0.distcp"}
 
 
-def make_checkpoint(out: Path, step: int, config: dict = SETTINGS) -> Path:
+def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Path:
     """A whole one, as far as its files tell."""
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
-    (folder / "common.json").write_text(json.dumps({"step": step, "config": dict(config)}))
+    common = {"step": step, "config": dict(config)} | more
+    (folder / "common.json").write_text(json.dumps(common))
     lines = [f"{atomic_files.sha256(folder / name)}  {name}\n" for name in FILES]
     (folder / CHECKSUMS).write_text("".join(lines))
     return folder
@@ -189,6 +192,21 @@ def test_a_checkpoint_of_another_run_by_name(tmp_path):
     assert not (out / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("resume", ["never", "other/checkpoints/step_10"])
+@pytest.mark.parametrize("restarts, saved_s, again", [(1, 9, False), (1, -9, True), (0, 9, True)])
+def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_s, again):
+    """Not again where torchrun starts the ranks again, if there is a checkpoint since it began."""
+    out, _ = make_run(tmp_path / "run", steps=[20]), make_run(tmp_path / "other")
+    saved = psutil.Process(os.getppid()).create_time() + saved_s
+    os.utime(out / "checkpoints" / "step_20", (saved, saved))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    monkeypatch.chdir(tmp_path)
+    point, _ = prepared(out, resume=resume)
+    chosen = None if resume == "never" else Path(resume)
+    assert (point and point.folder) == (chosen if again else out / "checkpoints" / "step_20")
+    assert (tmp_path / "run-1").exists() == again
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -222,6 +240,27 @@ def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, name, value, 
     with pytest.raises(ValueError, match=line):
         prepared(out, **{name: value})
     assert is_untouched(out)
+
+
+@pytest.mark.parametrize("changed", ["data.jsonl", "rule.py", None])
+def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
+    """Prompts are dealt by their number: a row more makes others of them. Old checkpoints can't tell."""
+    for name in ("data.jsonl", "rule.py"):
+        (tmp_path / name).write_text("as it was")
+    named = {"data": f"{tmp_path}/data.jsonl", "rule": (f"{tmp_path}/rule.py:score", "length:9")}
+    config, out = replace(CONFIG, **named), make_run(tmp_path / "run", steps=())
+    make_checkpoint(out, 20, vars(config))
+    assert prepared(out, **named)[0].step == 20
+    files = checkpoint.Checkpoints(config, None, out).files
+    assert set(files) == {f"{tmp_path}/data.jsonl", f"{tmp_path}/rule.py"}
+    make_checkpoint(out, 30, vars(config), files=files)
+    if changed:
+        (tmp_path / changed).write_text("another")
+        with pytest.raises(
+            ValueError, match=f"^{tmp_path / changed} has changed since .*step_30 was"
+        ):
+            prepared(out, **named)
+    assert changed or prepared(out, **named)[0].step == 30
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):

@@ -1,8 +1,6 @@
-"""Who can come in: loopback and a key on a real run, a model's own code, control characters, old servers."""
+"""Who can come in: loopback and a key on a real run, a model's own code, control characters."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -17,7 +15,7 @@ from transformers import AutoTokenizer
 
 import data
 from config import parse_config, printable
-from engines.server import end_stale_servers, server_flags, write_pid_file
+from engines.server import server_flags
 from launched import ROOT, Run
 from models import save_model
 
@@ -115,63 +113,6 @@ def test_a_server_has_no_websocket(server_module):
     gone, left = (set(line.split()) for line in server_module[0].splitlines())
     assert all("WebSocket" in kind for kind in gone) and gone
     assert not any("WebSocket" in kind for kind in left) and left
-
-
-# ---------------------------------------------------------------- servers that an earlier run left
-
-SERVER = "import subprocess, time; subprocess.Popen(['sleep', '600']); "
-SERVER += "print('up', flush=True); time.sleep(600)"
-
-
-@pytest.fixture
-def left(tmp_path):
-    """A server of two processes in a group of its own, as an engine starts it, and the file that notes it."""
-    how = dict(stdout=subprocess.PIPE, text=True, start_new_session=True)
-    server = subprocess.Popen([sys.executable, "-c", SERVER], **how)
-    assert server.stdout.readline() == "up\n"
-    (tmp_path / "logs").mkdir()
-    path = tmp_path / "logs" / "genrm-1.pid"
-    write_pid_file(path, server.pid)
-    yield server, path
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
-def change(path, **more):
-    path.write_text(json.dumps(json.loads(path.read_text()) | more))
-
-
-def test_a_server_whose_owner_is_gone_is_ended_with_its_group(left, tmp_path):
-    """A line names it, its file goes; a file that another machine has just removed is passed over."""
-    (tmp_path / "logs" / "genrm-0.pid").symlink_to(tmp_path / "gone")
-    server, path = left
-    child = psutil.Process(server.pid).children()[0]
-    change(path, owner_born=0.0)  # the owner's process id is another's by now
-    line = f"ended process {server.pid}, a server that an earlier run left: genrm-1"
-    assert end_stale_servers(tmp_path) == [line]
-    assert server.wait(5) == -signal.SIGKILL and not path.exists()
-    psutil.wait_procs([child], 5)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert end_stale_servers(tmp_path) == []
-
-
-@pytest.mark.parametrize("difference", [{"born": 1e9}, {"machine": "another"}])
-def test_a_process_that_is_not_ours_is_spared(left, tmp_path, difference):
-    """A process id is used again; in a shared --out those of another machine name others here."""
-    server, path = left
-    change(path, owner_born=0.0, **difference)
-    assert end_stale_servers(tmp_path) == []
-    assert server.poll() is None and path.exists() == ("machine" in difference)
-
-
-def test_a_run_that_is_not_over_is_not_touched(left, tmp_path):
-    """Its owner lives (this process): one sentence, nothing ended, the note stays."""
-    server, path = left
-    message = f"--out {tmp_path}: a run is at work there .process {os.getpid()}."
-    with pytest.raises(ValueError, match=message):
-        end_stale_servers(tmp_path)
-    assert server.poll() is None and path.exists()
 
 
 # ---------------------------------------------------------------- real runs of half the loop

@@ -152,7 +152,7 @@ async def met(world):
     await asyncio.sleep(rank)  # rank 1 comes out of the meeting later
 
 async def work(stop):
-    async with run.joined(Config(timeout_s=60)) as (world, _):
+    async with run.joined(Config(timeout_s=60, out=sys.argv[1])) as (world, _):
         try:
             await stop.until_all_are_ready(met(world))
             return await {program}(world, stop)
@@ -174,7 +174,8 @@ def torchrun(tmp_path, program, ranks):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([*command, tmp_path / "ranks.py"], env=environment, **pipes) as run:
+    command += [tmp_path / "ranks.py", tmp_path / "out"]
+    with subprocess.Popen(command, env=environment, **pipes) as run:
         try:
             yield run
         finally:
@@ -206,6 +207,7 @@ def test_a_stop_that_was_asked_for(tmp_path):
     """
     with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
+        assert (tmp_path / ".out.lease").exists()  # nobody else may write there meanwhile
         ranks = psutil.Process(run.pid).children()
         run.send_signal(signal.SIGINT)
         stdout, stderr = run.communicate(timeout=100)
