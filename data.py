@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import heapq
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from config import UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
+from runtime.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Row = TypeVar("Row")
-Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to it with what ends it
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: list[int]
-    question: str  # what the judge reads
+    question: str  # the last turn of the user
     answer_key: str | None  # for the accuracy and for rules; no judge sees it
     # reads them: a prompt doesn't hold their bytes
     images: Callable[[], tuple[Image, ...]] = field(default=tuple, compare=False)
+    turns: list[dict] = field(default_factory=list)  # as Sample.turns
 
 
 class Source(Protocol):
@@ -79,7 +80,7 @@ class Prompts:
             self.attach_images(group := self.groups.pop(prompt_id))
             return group
         prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images(), prompt.turns)
         return [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
 
     def attach_images(self, samples: list[Sample]) -> None:
@@ -153,12 +154,14 @@ class PromptFile(Sequence[Prompt]):
     def __init__(
         self, path: Path, encode: Callable[..., list[int]], max_tokens: int, skip_long: bool = False,
         say: Callable[[str], None] = print, reader: ImageReader | None = None,
+        check: Callable[[Text, str], None] = lambda prompt, where: None,
     ):  # fmt: skip
         """encode: `encode_prompt` of a model. max_tokens: room in the context. UserError: file and line.
 
-        skip_long: leave out longer ones. reader: of a model that sees.
+        skip_long: leave out longer ones. reader: of a model that sees. check: `check_prompt` of the model.
         """
         self._path, self._encode, self._max_tokens, self._reader = path, encode, max_tokens, reader
+        self._check = check
         self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
         rows = [self._row(line, row) for line, row in read_rows(path)]
         longer = {row.where: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
@@ -180,6 +183,7 @@ class PromptFile(Sequence[Prompt]):
         if not (callable(images) or isinstance(images, list)):
             raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
+        self._check(prompt, where)
         if not callable(images):  # of JSON
             files = [image_file(item, self._path.parent, where) for item in images]
             if self._reader:
@@ -215,97 +219,13 @@ class PromptFile(Sequence[Prompt]):
 
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]
-        tokens, key = self._tokens(row), None if row.answer is None else str(row.answer).strip()
+        tokens = self._tokens(row)
         if len(tokens) > self._max_tokens:  # `_most_tokens` thought too little of a template or normaliser
             raise self._too_long(row.where, len(tokens))
-        turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
-        earlier = str(row.prompt).count(IMAGE) - question.count(IMAGE) if self._reader else 0  # turns' images
-        return Prompt(tokens, IMAGE * earlier + question, key, partial(self._images, row))
-
-
-def prompt_of(row: dict, where: str) -> Text:
-    """Of a row of `PromptFile`, with IMAGE for parts that are images. UserError that says `where`."""
-    prompt = row.get("messages") or row.get("prompt")
-    if isinstance(prompt, list):
-        prompt = [with_text(turn, where) for turn in prompt]
-    if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
-        turns = "a list of {role, content}, both text"
-        raise UserError(f"{where}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
-    return prompt
-
-
-def with_text(turn: Any, where: str) -> Any:
-    """A turn of a chat whose content may be a list of parts, of type text or image, as one of text."""
-    if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
-        return turn
-    content = ""
-    for part in turn["content"]:
-        part = part if isinstance(part, dict) else {"type": part}
-        match {name: value for name, value in part.items() if value is not None}:  # Parquet has all names
-            case {"type": "text", "text": str(text)}:
-                content += text
-            case {"type": "image", **others} if not others:
-                content += IMAGE
-            case other:
-                needed = "only {type: text, text} and {type: image}, whose file stands in the row's `images`"
-                raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
-    return turn | {"content": content}
-
-
-def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. UserError says where."""
-    if not path.is_file():
-        raise UserError(f"{setting} {path}: no such file")
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
-    if not rows:
-        raise UserError(f"{setting} {path}: the file holds no row")
-    return rows
-
-
-def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
-    import pyarrow.parquet
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        has_images = "images" in pyarrow.parquet.read_schema(path).names  # maybe more than the memory holds
-        table = Dataset.from_parquet(str(path), keep_in_memory=not has_images)
-    except (pyarrow.ArrowException, DatasetGenerationError, ValueError):
-        raise UserError(f"--data {path}: not a Parquet file that can be read") from None
-    if not has_images:
-        return list(enumerate(table, 1))
-    images = table.select_columns("images").with_format("arrow")  # as they are stored: not decoded
-
-    def read(number: int) -> list:
-        return images[number]["images"][0].as_py() or []
-
-    texts = table.remove_columns("images")
-    return [(number + 1, row | {"images": partial(read, number)}) for number, row in enumerate(texts)]
-
-
-def _json_rows(path: Path) -> list[tuple[int, dict]]:
-    rows = []  # read line by line: the errors of datasets.load_dataset don't say which line is at fault
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise UserError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
-            rows.append((number, row))
-    return rows
-
-
-def is_chat(turns: Any) -> bool:
-    """Whether it is a list of {"role": text, "content": text}."""
-    return isinstance(turns, list) and all(
-        isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
-        for turn in turns
-    )
+        turns = as_turns(row.prompt, "user")
+        question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
+        several = turns if len(turns) > 1 else []
+        return Prompt(tokens, question, answer_key(row.answer), partial(self._images, row), several)
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
@@ -330,6 +250,34 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
     return text
 
 
+@lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The token by which the chat template ends an answer; None without a template, or such a token.
+
+    It is the first special one behind the answer's text, where renderings of two answers are alike.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    asked = {"role": "user", "content": "Is it?"}
+    chats = ([asked, {"role": "assistant", "content": text}] for text in ("yes", "no"))
+    rendered = (reversed(encode(tokenizer, turns, is_complete=True)) for turns in chats)
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return next((token for token, _ in reversed([*alike]) if token in special), None)
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
+    """UserError that says `where` if no answer can follow the prompt, or none could end."""
+    end = end_of_turn(tokenizer)
+    if isinstance(prompt, str):
+        stop = {tokenizer.eos_token_id, end} - {None}
+        if prompt.endswith(tuple(tokenizer.convert_ids_to_tokens(list(stop)))):
+            raise UserError(f"{where}: the prompt ends with a token that ends an answer: {prompt[-20:]!r}")
+    elif end is None and tokenizer.chat_template is not None:
+        template = f"the chat template in {tokenizer.name_or_path}"
+        raise UserError(f"{where}: {template} ends an answer with no special token, so none could end")
+
+
 def encode_prompt(
     tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text,
     images: Sequence[Image] = (), where: str = "--data",
@@ -345,7 +293,11 @@ def encode_prompt(
 def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image: str = IMAGE) -> list[int]:
     """Token ids of text or chat turns; is_complete: the last is an answer. UserError without a template."""
     if isinstance(prompt, str):
-        return tokenizer(prompt.replace(IMAGE, image))["input_ids"]
+        text = prompt.replace(IMAGE, image)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        framed = tokenizer(text)["input_ids"]  # between a BOS and an EOS, if the tokenizer adds them
+        start = framed.index(tokens[0]) if tokens else len(framed)
+        return framed[:start] + tokens  # a text that spells BOS needs no other, and it is to go on
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
@@ -370,13 +322,22 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str =
     return start, both[len(start) :]
 
 
-def encode_exchange(tokenizer: Tokenizer, turns: list[dict]) -> list[int]:
-    """Token ids of a question and its answer with what ends it, as `run.py rm` learns from them."""
-    if tokenizer.chat_template is not None:
-        return encode(tokenizer, turns, is_complete=True)
-    question, answer = (turn["content"] for turn in turns)
-    start, end = encode_pair(tokenizer, question, break_special_tokens(tokenizer, answer))
-    return start + end
+def encode_exchange(tokenizer: Tokenizer, turns: list[dict], is_cut: bool = False) -> list[int]:
+    """Token ids of a conversation and its answer, the last turn, with what ends it unless it `is_cut`.
+
+    Both what `run.py rm` learns from, whatever its rows are, and what its model is shown as a judge. Without
+    a template they are plain text.
+    """
+    end = tokenizer.eos_token_id
+    if tokenizer.chat_template is None:
+        texts = (transcript(turns[:-1]), turns[-1]["content"])
+        pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
+        tokens = pair[0] + pair[1]
+    else:
+        tokens, end = encode(tokenizer, turns, is_complete=True), end_of_turn(tokenizer)
+    if is_cut and end in tokens:
+        del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
+    return tokens
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -384,15 +345,17 @@ def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 def stop_tokens(
-    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None
+    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None, say=lambda line: None
 ) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end of sequence, generation_config.json's, an image's."""
+    """The ids that end an answer: of a sequence, a turn, generation_config.json's, an image's."""
     from transformers import GenerationConfig
 
-    named = None
+    named, end = None, end_of_turn(tokenizer)
     if (Path(model_dir) / "generation_config.json").is_file():
         named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-    stop = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    stop = {tokenizer.eos_token_id, end, *(named if isinstance(named, list) else [named])} - {None}
     if not stop:
         raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
+    if end is not None:
+        say(f"{model_dir}: its chat template ends an answer with {tokenizer.convert_ids_to_tokens(end)}")
     return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))

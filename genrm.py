@@ -31,7 +31,8 @@ class JudgeFormat:
     """How one kind of judge is spoken to."""
 
     final_answer: Callable[[str], str | None]  # in a response; None: it has none, and reward 0 without asking
-    prompt: Callable[[str, str], str | list[dict]]  # of question and answer: text, or chat turns
+    # of question (or transcript) and answer: text, or chat turns; None: the conversation as run.py rm learns
+    prompt: Callable[[str, str], str | list[dict]] | None
     parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict to be read
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees all of a response; final_answer is for the accuracy alone
@@ -99,11 +100,6 @@ Response:
 {answer}"""
 
 
-def score_prompt(question: str, response: str) -> list[dict]:
-    """The turns that a scalar reward model scores."""
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
-
-
 FORMATS = {  # recipes add rows of their own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
     "harm": JudgeFormat(
@@ -112,7 +108,7 @@ FORMATS = {  # recipes add rows of their own
         chat_parse,
         full_response=True,
     ),
-    "score": JudgeFormat(chat_answer, score_prompt, full_response=True, scores=True),
+    "score": JudgeFormat(chat_answer, None, full_response=True, scores=True),
 }
 
 
@@ -151,18 +147,20 @@ class Judge:
         self.latencies: list[float] = []  # seconds of each critique in this step
 
     async def ask(
-        self, question: str, answer: str | None, pool: Pool, images: tuple[Image, ...] = ()
+        self, turns: list[dict], answer: str | None, pool: Pool, images: tuple[Image, ...] = (), is_cut=False
     ) -> Judgement:
         """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
 
-        images: the prompt's, for a judge that sees; to others the question has IMAGE in their places.
+        turns: the conversation before it. images: the prompt's, for a judge that sees; others read IMAGE in
+        their places. is_cut: the answer was cut off before its end.
         """
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
-        prompt, images = self._prompt(question, answer, images)
+        prompt, images = self._prompt(turns, answer, images, is_cut)
         if len(prompt) > self.max_prompt_tokens:
             self.failed += 1
             return Judgement(f"not asked: {len(prompt)} tokens, of at most {self.max_prompt_tokens}", None)
+        question = data.transcript(turns)
         texts, verdicts, missing = [], [], list(range(self.judgements))
         for attempt in range(1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES):  # greedy repeats
             seeds = [seed_of(self.seed, question, answer, self.number, which, attempt) for which in missing]
@@ -176,12 +174,16 @@ class Judge:
         self.failed += not verdicts
         return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
 
-    def _prompt(self, question: str, answer: str, images: tuple[Image, ...]) -> tuple[list[int], tuple]:
+    def _prompt(
+        self, turns: list[dict], answer: str, images: tuple[Image, ...], is_cut: bool
+    ) -> tuple[list[int], tuple[Image, ...]]:
         """Tokens, and the images in them."""
+        if self.format.prompt is None:
+            exchange = [*turns, {"role": "assistant", "content": answer}]
+            return data.encode_exchange(self.tokenizer, exchange, is_cut), ()
         # a special token that they spell out is text: it can't end the turn
-        question, answer = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
-        if self.format.scores:
-            return data.encode_exchange(self.tokenizer, self.format.prompt(question, answer)), ()
+        question = data.break_special_tokens(self.tokenizer, data.transcript(turns))
+        answer = data.break_special_tokens(self.tokenizer, answer)
         if not (self.reader and images):
             return data.encode(self.tokenizer, self.format.prompt(question, answer)), ()
         shown = self.format.prompt(question, answer.replace(IMAGE, "< image>"))  # no place that it made up

@@ -170,10 +170,12 @@ class Rewards:
         """The task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.response)
         seen = TextSample(**vars(sample), text=text, answer=self._format.answer_of(text, sample.finish))
-        asks = {}
+        asks, turns = {}, sample.conversation
         for judge in self.judges:
-            pair = (sample.question, judge.format.shown(text, sample.finish))
-            asks[judge, *pair, sample.media] = partial(judge.ask, *pair, pool, sample.media)
+            shown = judge.format.shown(text, sample.finish)
+            is_cut = judge.format.scores and sample.finish != "stop"  # others don't show it
+            asked = partial(judge.ask, turns, shown, pool, sample.media, is_cut)
+            asks[judge, str(turns), shown, sample.media, is_cut] = asked
         for rule in self.rules:
             asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
         asked = self._tasks

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -32,13 +31,14 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def read_problems(
-    config: Config, encode: Callable[..., list[int]], reader: ImageReader | None = None
+    config: Config, tokenizer: data.Tokenizer, reader: ImageReader | None = None
 ) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
+    encode, check = partial(data.encode_prompt, tokenizer, reader), partial(data.check_prompt, tokenizer)
     if not config.data:
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, reader=reader)
+    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, print, reader, check)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
@@ -80,9 +80,9 @@ async def ask(
 async def run(config: Config) -> str:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. UserError for what can't be used."""
     tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
-    problems = read_problems(config, partial(data.encode_prompt, tokenizer, reader), reader)
+    problems = read_problems(config, tokenizer, reader)
     answer_of = formats_of(config)[0].answer_of
-    stop = data.stop_tokens(config.model, tokenizer, reader)
+    stop = data.stop_tokens(config.model, tokenizer, reader, print)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     archive(Path(config.out), print)
     out, rows = make_out(config), []
@@ -91,7 +91,8 @@ async def run(config: Config) -> str:
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
         right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]
         asked = {"question": problem.question, "answer": problem.answer_key}
-        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right})
+        finish = [answer.finish for answer in row]  # of `right`, too, the greedy one's is the last
+        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right, "finish": finish})
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
     for k in (2**n for n in range(config.samples.bit_length())):
         passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)

@@ -31,6 +31,7 @@ from images.reader import sees
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
+from runtime.rows import TURNS, as_turns, is_chat, read_rows
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
@@ -38,10 +39,11 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
+Exchange = tuple[data.Text, data.Text]  # a prompt and an answer, both text or both chat turns
 Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
-def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> data.Pair:
+def read_exchange(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> Exchange:
     """prompt, answer: text or chat turns. UserError that says `where` what is wrong.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
@@ -50,17 +52,17 @@ def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
-        return data.encode_pair(tokenizer, prompt, answer, where)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not (data.is_chat(before) and data.is_chat(turns) and turns):
-        each = "each text or a list of {role, content}, both text"
-        raise UserError(f"{where}: a prompt and an answer are needed, {each}")
+        data.check_prompt(tokenizer, prompt, where)
+        return prompt, answer
+    before, turns = as_turns(prompt or [], "user"), as_turns(answer, "assistant")
+    if not (is_chat(before) and is_chat(turns) and turns):
+        raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
     turns = turns if turns[0]["role"] != "assistant" else before + turns
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
-    return data.encode_pair(tokenizer, turns[:-1], turns[-1:], where)
+    data.check_prompt(tokenizer, turns[:-1], where)
+    return turns[:-1], turns[-1:]
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -70,29 +72,38 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
         answers = [([], row["messages"])]
     if len(answers) != 1:
         raise UserError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
-    prompt, response = encode_answer(*answers[0], tokenizer, where)
+    prompt, response = data.encode_pair(tokenizer, *read_exchange(*answers[0], tokenizer, where), where)
     return [Sample(0, 0, prompt, response=response)]
 
 
-def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+def read_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> list[Exchange]:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     names = ("chosen", "rejected")
-    encoded = [encode_answer(row.get("prompt"), row[name], tokenizer, where) for name in names]
-    return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(encoded)]
+    return [read_exchange(row.get("prompt"), row[name], tokenizer, where) for name in names]
+
+
+def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+    """A pair as DPO learns it."""
+    pairs = [data.encode_pair(tokenizer, *each, where) for each in read_pair(row, tokenizer, where)]
+    return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(pairs)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
-    pair = parse_pair(row, tokenizer, where)
-    return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in pair]
+    example = []
+    for index, (prompt, answer) in enumerate(read_pair(row, tokenizer, where)):
+        turns = as_turns(prompt, "user") + as_turns(answer, "assistant")
+        tokens = data.encode_exchange(tokenizer, turns)
+        example.append(Sample(0, index, tokens, response=tokens[-1:]))
+    return example
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:
     """UserError with file and line for a row that can't be used, or is longer than a micro-batch."""
     rows, budget = [], config.max_tokens_per_micro_batch
-    for line, row in data.read_rows(path):
+    for line, row in read_rows(path):
         if row.get("images"):
             raise UserError(f"{path}:{line}: it has images, and run.py {config.command} learns from texts")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
@@ -219,6 +230,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
     progress.line(f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}")
     learner, writer, skips = Learner(config), MetricsWriter(out) if rank == 0 else None, 0
+    learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)
     for step in range(config.steps + 1):
         row, began = {}, time.perf_counter()
         if held_out and (step % config.eval_every == 0 or step == config.steps):

@@ -14,10 +14,10 @@ import itertools
 import json
 from pathlib import Path
 
-import data
 from config import UserError
 from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
+from runtime.rows import read_rows
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
@@ -63,7 +63,7 @@ class Replay:
 def read_replay(path: Path) -> list[list[Sample]]:
     """The samples of each step in the order of drawing; none for a step that kept nothing."""
     by_step = {}
-    for number, row in data.read_rows(path, "--replay"):
+    for number, row in read_rows(path, "--replay"):
         if row.keys() != FIELDS or not isinstance(row["step"], int):
             needed = "expected the fields of a Sample and its step, as of --rollout-only"
             raise UserError(f"--replay {path}:{number}: {needed}")
