@@ -152,17 +152,15 @@ class PromptFile(Sequence[Prompt]):
     """
 
     def __init__(
-        self, path: Path, encode: Callable[..., list[int]], max_tokens: int, skip_long: bool = False,
+        self, path: Path, tokenizer: Tokenizer, max_tokens: int, skip_long: bool = False,
         say: Callable[[str], None] = print, reader: ImageReader | None = None,
-        check: Callable[[Text, str], None] = lambda prompt, where: None,
     ):  # fmt: skip
-        """encode: `encode_prompt` of a model. max_tokens: room in the context. UserError: file and line.
+        """max_tokens: room in the context. skip_long: leave out longer ones. reader: of a model that sees.
 
-        skip_long: leave out longer ones. reader: of a model that sees. check: `check_prompt` of the model.
+        UserError for what can't be used: file and line.
         """
-        self._path, self._encode, self._max_tokens, self._reader = path, encode, max_tokens, reader
-        self._check = check
-        self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
+        self._path, self._max_tokens, self._tokenizer, self._reader = path, max_tokens, tokenizer, reader
+        self._added: dict[tuple[str, ...], int] = {}  # by roles of turns: tokens with hardly a text
         rows = [self._row(line, row) for line, row in read_rows(path)]
         longer = {row.where: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
         if longer and not skip_long:
@@ -183,7 +181,7 @@ class PromptFile(Sequence[Prompt]):
         if not (callable(images) or isinstance(images, list)):
             raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
-        self._check(prompt, where)
+        check_prompt(self._tokenizer, prompt, where)
         if not callable(images):  # of JSON
             files = [image_file(item, self._path.parent, where) for item in images]
             if self._reader:
@@ -195,16 +193,14 @@ class PromptFile(Sequence[Prompt]):
         return self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
 
     def _tokens(self, row: PromptRow) -> list[int]:
-        if self._reader is None:
-            return self._encode(row.prompt)
-        return self._encode(row.prompt, self._images(row), row.where)
+        return encode_prompt(self._tokenizer, self._reader, row.prompt, self._images(row), row.where)
 
     def _most_tokens(self, row: PromptRow) -> int:
         """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
         roles = () if isinstance(row.prompt, str) else tuple(turn["role"] for turn in row.prompt)
         if roles not in self._added:
             turns = [{"role": role, "content": "x"} for role in roles]
-            self._added[roles] = len(self._encode(turns or "x"))
+            self._added[roles] = len(encode_prompt(self._tokenizer, self._reader, turns or "x"))
         text = repr(row.prompt)
         seen = text.count(IMAGE) * self._reader.most_features if self._reader else 0
         most = len(text.encode()) + self._added[roles] + seen
@@ -220,7 +216,8 @@ class PromptFile(Sequence[Prompt]):
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]
         tokens = self._tokens(row)
-        if len(tokens) > self._max_tokens:  # `_most_tokens` thought too little of a template or normaliser
+        # `_most_tokens` thought too little of a template or normaliser
+        if len(tokens) > self._max_tokens:
             raise self._too_long(row.where, len(tokens))
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
@@ -235,7 +232,8 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         return AutoTokenizer.from_pretrained(model_dir, **options)
-    except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json
+    # AttributeError: an odd config.json
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 
@@ -270,12 +268,12 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
     """UserError that says `where` if no answer can follow the prompt, or none could end."""
     end = end_of_turn(tokenizer)
     if isinstance(prompt, str):
-        stop = {tokenizer.eos_token_id, end} - {None}
-        if prompt.endswith(tuple(tokenizer.convert_ids_to_tokens(list(stop)))):
-            raise UserError(f"{where}: the prompt ends with a token that ends an answer: {prompt[-20:]!r}")
+        stop = [token for token in (tokenizer.eos_token_id, end) if token is not None]
+        if prompt.endswith(tuple(map(tokenizer.decode, stop))):
+            raise UserError(f"{where}: the prompt ends with what ends an answer: {prompt[-20:]!r}")
     elif end is None and tokenizer.chat_template is not None:
-        template = f"the chat template in {tokenizer.name_or_path}"
-        raise UserError(f"{where}: {template} ends an answer with no special token, so none could end")
+        problem = "its chat template ends an answer with no special token, so none could end"
+        raise UserError(f"{where}: chat turns need another {tokenizer.name_or_path}: {problem}")
 
 
 def encode_prompt(
@@ -295,9 +293,9 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image:
     if isinstance(prompt, str):
         text = prompt.replace(IMAGE, image)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        framed = tokenizer(text)["input_ids"]  # between a BOS and an EOS, if the tokenizer adds them
-        start = framed.index(tokens[0]) if tokens else len(framed)
-        return framed[:start] + tokens  # a text that spells BOS needs no other, and it is to go on
+        framed = tokenizer(text)["input_ids"]
+        # behind a BOS that the tokenizer adds, unless the text spells it; no EOS: it is to go on
+        return framed[: framed.index(tokens[0])] + tokens if tokens else framed
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
@@ -313,8 +311,10 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image:
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
     """Both text, or both chat turns. UserError if the template doesn't render one behind the other."""
     start = encode(tokenizer, prompt)
-    if isinstance(prompt, str):  # encoded apart: a token across the border would be none of a prompt's
-        return start, [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    if isinstance(prompt, str):
+        # encoded apart: a token across the border would be none of a prompt's
+        answer = tokenizer(response, add_special_tokens=False)["input_ids"]
+        return start, [*answer, tokenizer.eos_token_id]
     both = encode(tokenizer, prompt + response, is_complete=True)
     if both[: len(start)] != start or both == start:
         problem = "the chat template doesn't render the conversation as its prompt and an answer behind it"
@@ -322,19 +322,22 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str =
     return start, both[len(start) :]
 
 
-def encode_exchange(tokenizer: Tokenizer, turns: list[dict], is_cut: bool = False) -> list[int]:
-    """Token ids of a conversation and its answer, the last turn, with what ends it unless it `is_cut`.
+def encode_exchange(
+    tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut: bool = False
+) -> list[int]:
+    """Token ids of a prompt and an answer, with what ends it unless it `is_cut`: cut off by a limit.
 
-    Both what `run.py rm` learns from, whatever its rows are, and what its model is shown as a judge. Without
-    a template they are plain text.
+    Both what `run.py rm` learns from, and what its model is shown as a judge, of text and of chat turns: all
+    go through the chat template. Without one they are plain text.
     """
-    end = tokenizer.eos_token_id
-    if tokenizer.chat_template is None:
-        texts = (transcript(turns[:-1]), turns[-1]["content"])
-        pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
-        tokens = pair[0] + pair[1]
+    before, behind = as_turns(prompt, "user"), as_turns(answer, "assistant")
+    end = end_of_turn(tokenizer)
+    if tokenizer.chat_template is not None:
+        tokens = encode(tokenizer, before + behind, is_complete=True)
     else:
-        tokens, end = encode(tokenizer, turns, is_complete=True), end_of_turn(tokenizer)
+        texts = (break_special_tokens(tokenizer, transcript(turns)) for turns in (before, behind))
+        start, tokens = encode_pair(tokenizer, *texts)
+        tokens, end = start + tokens, tokenizer.eos_token_id
     if is_cut and end in tokens:
         del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
     return tokens
@@ -357,5 +360,5 @@ def stop_tokens(
     if not stop:
         raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
     if end is not None:
-        say(f"{model_dir}: its chat template ends an answer with {tokenizer.convert_ids_to_tokens(end)}")
+        say(f"{model_dir}: its chat template ends an answer with {tokenizer.decode(end)}")
     return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))

@@ -147,7 +147,7 @@ class Judge:
         self.latencies: list[float] = []  # seconds of each critique in this step
 
     async def ask(
-        self, turns: list[dict], answer: str | None, pool: Pool, images: tuple[Image, ...] = (), is_cut=False
+        self, turns: list[dict], answer: str | None, pool: Pool, images: tuple = (), is_cut: bool = False
     ) -> Judgement:
         """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
 
@@ -179,11 +179,10 @@ class Judge:
     ) -> tuple[list[int], tuple[Image, ...]]:
         """Tokens, and the images in them."""
         if self.format.prompt is None:
-            exchange = [*turns, {"role": "assistant", "content": answer}]
-            return data.encode_exchange(self.tokenizer, exchange, is_cut), ()
+            return data.encode_exchange(self.tokenizer, turns, answer, is_cut), ()
         # a special token that they spell out is text: it can't end the turn
-        question = data.break_special_tokens(self.tokenizer, data.transcript(turns))
-        answer = data.break_special_tokens(self.tokenizer, answer)
+        texts = (data.transcript(turns), answer)
+        question, answer = (data.break_special_tokens(self.tokenizer, text) for text in texts)
         if not (self.reader and images):
             return data.encode(self.tokenizer, self.format.prompt(question, answer)), ()
         shown = self.format.prompt(question, answer.replace(IMAGE, "< image>"))  # no place that it made up

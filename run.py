@@ -216,8 +216,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     source = Addition(config.seed, encode, reader)
     if config.data:
         room = longest - config.max_new_tokens
-        check = partial(data.check_prompt, tokenizer)
-        rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader, check)
+        rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling, has_images = Sampling(config.temperature, config.max_new_tokens, stop), reader is not None

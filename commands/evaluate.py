@@ -34,11 +34,10 @@ def read_problems(
     config: Config, tokenizer: data.Tokenizer, reader: ImageReader | None = None
 ) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
-    encode, check = partial(data.encode_prompt, tokenizer, reader), partial(data.check_prompt, tokenizer)
     if not config.data:
-        return Addition(config.seed, encode, reader).held_out
+        return Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, print, reader, check)
+    rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
@@ -91,8 +90,9 @@ async def run(config: Config) -> str:
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
         right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]
         asked = {"question": problem.question, "answer": problem.answer_key}
-        finish = [answer.finish for answer in row]  # of `right`, too, the greedy one's is the last
-        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right, "finish": finish})
+        said = {"greedy": texts[-1], "sampled": texts[:-1], "right": right}
+        # of `right`, too, the last is the greedy answer's
+        rows.append(asked | said | {"finish": [answer.finish for answer in row]})
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
     for k in (2**n for n in range(config.samples.bit_length())):
         passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)

@@ -39,11 +39,13 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-Exchange = tuple[data.Text, data.Text]  # a prompt and an answer, both text or both chat turns
+Encode = Callable[..., data.Pair]  # as data.encode_pair
 Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
-def read_exchange(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> Exchange:
+def encode_answer(
+    prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode = data.encode_pair
+) -> data.Pair:
     """prompt, answer: text or chat turns. UserError that says `where` what is wrong.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
@@ -53,7 +55,7 @@ def read_exchange(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
-        return prompt, answer
+        return encode(tokenizer, prompt, answer, where)
     before, turns = as_turns(prompt or [], "user"), as_turns(answer, "assistant")
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
@@ -62,7 +64,7 @@ def read_exchange(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
     data.check_prompt(tokenizer, turns[:-1], where)
-    return turns[:-1], turns[-1:]
+    return encode(tokenizer, turns[:-1], turns[-1:], where)
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -72,32 +74,29 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
         answers = [([], row["messages"])]
     if len(answers) != 1:
         raise UserError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
-    prompt, response = data.encode_pair(tokenizer, *read_exchange(*answers[0], tokenizer, where), where)
+    prompt, response = encode_answer(*answers[0], tokenizer, where)
     return [Sample(0, 0, prompt, response=response)]
 
 
-def read_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> list[Exchange]:
+def parse_pair(
+    row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode = data.encode_pair
+) -> Example:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
-    names = ("chosen", "rejected")
-    return [read_exchange(row.get("prompt"), row[name], tokenizer, where) for name in names]
-
-
-def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
-    """A pair as DPO learns it."""
-    pairs = [data.encode_pair(tokenizer, *each, where) for each in read_pair(row, tokenizer, where)]
-    return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(pairs)]
+    answers = (row["chosen"], row["rejected"])
+    pairs = [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
+    return [Sample(0, index, *pair[:1], response=pair[1]) for index, pair in enumerate(pairs)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
-    example = []
-    for index, (prompt, answer) in enumerate(read_pair(row, tokenizer, where)):
-        turns = as_turns(prompt, "user") + as_turns(answer, "assistant")
-        tokens = data.encode_exchange(tokenizer, turns)
-        example.append(Sample(0, index, tokens, response=tokens[-1:]))
-    return example
+
+    def encode(tokenizer: data.Tokenizer, prompt: data.Text, answer: data.Text, where: str) -> data.Pair:
+        tokens = data.encode_exchange(tokenizer, prompt, answer)
+        return tokens, tokens[-1:]
+
+    return parse_pair(row, tokenizer, where, encode)
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:

@@ -58,7 +58,8 @@ def _json_rows(path: Path) -> list[tuple[int, dict]]:
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
                 raise UserError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
             if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
+                found = type(row).__name__
+                raise UserError(f"{path}:{number}: expected a JSON object, found {found}")
             rows.append((number, row))
     return rows
 
@@ -73,8 +74,8 @@ def prompt_of(row: dict, where: str) -> Text:
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
     if roles[-1] not in ("user", "tool") or "user" not in roles:
         example = ": that is an example for run.py sft" * (roles[-1] == "assistant")
-        ends = f"it ends with the {roles[-1]}'s turn{example}"
-        raise UserError(f"{where}: {ends}; a prompt ends with the user's")
+        end = f"it ends with the {roles[-1]}'s turn{example}"
+        raise UserError(f"{where}: {end}; a prompt ends with the user's")
     return prompt
 
 
@@ -85,7 +86,8 @@ def with_text(turn: Any, where: str) -> Any:
     content = ""
     for part in turn["content"]:
         part = part if isinstance(part, dict) else {"type": part}
-        match {name: value for name, value in part.items() if value is not None}:  # Parquet has all names
+        # Parquet has all names
+        match {name: value for name, value in part.items() if value is not None}:
             case {"type": "text", "text": str(text)}:
                 content += text
             case {"type": "image", **others} if not others:
@@ -117,7 +119,7 @@ def transcript(turns: list[dict]) -> str:
 
 
 def answer_key(answer: Any) -> str | None:
-    """The text of a row's `answer`. Integers of a column with a gap are floats: 56.0 is 56, and NaN is none."""
+    """A row's `answer` as text. Integers of a column with a gap are floats: 56.0 is 56, and NaN is none."""
     if answer is None or answer != answer:
         return None
     is_whole = isinstance(answer, float) and answer.is_integer()

@@ -81,7 +81,7 @@ class Trainer:
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
-        self.stop_tokens: tuple[int, ...] = ()  # that generation_config.json of an export shall name
+        self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
         self.pipeline, self.reverse = join_pipeline(self.device), reverse
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
