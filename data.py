@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Row = TypeVar("Row")
-Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to it with what ends it
+Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Prompts:
         self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
         self.cursor = 0  # next prompt_id that was never drawn
         self.requeued: list[int] = []  # drawn, but not used
-        self.groups: dict[int, list[Sample]] = {}  # of requeued prompts, as far as they were generated here
-        self.owners: dict[int, int] = {}  # requeued prompt_id -> data-parallel rank that has its group
+        self.groups: dict[int, list[Sample]] = {}  # of requeued prompts, as generated here
+        self.owners: dict[int, int] = {}  # requeued prompt_id -> rank that has its group
 
     def draw(self, count: int) -> list[int]:
         """The next prompt_ids: first those that were requeued, then new ones."""
@@ -64,7 +64,7 @@ class Prompts:
 
     def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
         """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
-        owners = {prompt_id: self.owners[prompt_id] for prompt_id in prompt_ids if prompt_id in self.owners}
+        owners = {i: self.owners[i] for i in prompt_ids if i in self.owners}
         counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
         heap = sorted(zip(counts.values(), counts, strict=True))
         for prompt_id in prompt_ids:
@@ -80,8 +80,9 @@ class Prompts:
             self.attach_images(group := self.groups.pop(prompt_id))
             return group
         prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images(), prompt.turns)
-        return [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
+        asked = (prompt.tokens, prompt.question, prompt.answer_key)
+        shown = (prompt.images(), prompt.turns)
+        return [Sample(prompt_id, i, *asked, *shown, greedy=i == self._answers) for i in range(count)]
 
     def attach_images(self, samples: list[Sample]) -> None:
         """Read the images of samples, which came without: none passes from controller to controller.
@@ -102,7 +103,8 @@ class Prompts:
 
     def state(self) -> dict:
         """What a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
-        return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": list(self.owners.items())}
+        owners = list(self.owners.items())
+        return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": owners}
 
     def load_state(self, state: dict, groups: list[list[Sample]], controllers: int, rank: int) -> None:
         """groups: of all controllers. rank: this one's data-parallel rank; -1 of one that asks no engine."""
@@ -159,7 +161,8 @@ class PromptFile(Sequence[Prompt]):
 
         UserError for what can't be used: file and line.
         """
-        self._path, self._max_tokens, self._tokenizer, self._reader = path, max_tokens, tokenizer, reader
+        self._path, self._max_tokens = path, max_tokens
+        self._tokenizer, self._reader = tokenizer, reader
         self._added: dict[tuple[str, ...], int] = {}  # by roles of turns: tokens with hardly a text
         rows = [self._row(line, row) for line, row in read_rows(path)]
         longer = {row.where: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
@@ -169,7 +172,8 @@ class PromptFile(Sequence[Prompt]):
         if not self._rows:
             raise UserError(f"--data {path}: no prompt has at most {max_tokens} tokens")
         if longer:
-            say(f"--skip-long: {len(longer)} of {len(rows)} prompts in {path} have over {max_tokens} tokens")
+            left_out = f"{len(longer)} of {len(rows)} prompts in {path}"
+            say(f"--skip-long: {left_out} have over {max_tokens} tokens")
 
     def _row(self, line: int, row: dict) -> PromptRow:
         """UserError for all that shows before its images are read."""
@@ -193,7 +197,8 @@ class PromptFile(Sequence[Prompt]):
         return self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
 
     def _tokens(self, row: PromptRow) -> list[int]:
-        return encode_prompt(self._tokenizer, self._reader, row.prompt, self._images(row), row.where)
+        images = self._images(row)
+        return encode_prompt(self._tokenizer, self._reader, row.prompt, images, row.where)
 
     def _most_tokens(self, row: PromptRow) -> int:
         """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
@@ -250,18 +255,15 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 @lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The token by which the chat template ends an answer; None without a template, or such a token.
-
-    It is the first special one behind the answer's text, where renderings of two answers are alike.
-    """
+    """The first special token behind an answer in the chat template; None without, or if it has none."""
     if tokenizer.chat_template is None:
         return None
-    asked = {"role": "user", "content": "Is it?"}
-    chats = ([asked, {"role": "assistant", "content": text}] for text in ("yes", "no"))
-    rendered = (reversed(encode(tokenizer, turns, is_complete=True)) for turns in chats)
+    chats = ([*as_turns("Is it?", "user"), *as_turns(text, "assistant")] for text in ("yes", "no"))
+    rendered = [encode(tokenizer, turns, is_complete=True)[::-1] for turns in chats]
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
+    behind = [token for token, _ in alike][::-1]  # the answers, in which alone they differ
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return next((token for token, _ in reversed([*alike]) if token in special), None)
+    return next((token for token in behind if token in special), None)
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
@@ -283,12 +285,13 @@ def encode_prompt(
     """As `encode`; if the model sees, with its image tokens for each IMAGE. UserError if too few or many."""
     if reader is None:
         return encode(tokenizer, prompt)
-    tokens = encode(tokenizer, prompt, image="".join(tokenizer.convert_ids_to_tokens(reader.placeholder)))
+    image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
+    tokens = encode(tokenizer, prompt, image=image)
     check_places(tokens.count(reader.image_token), images, where)
     return expand(tokens, images)
 
 
-def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image: str = IMAGE) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = IMAGE) -> list[int]:
     """Token ids of text or chat turns; is_complete: the last is an answer. UserError without a template."""
     if isinstance(prompt, str):
         text = prompt.replace(IMAGE, image)
@@ -322,22 +325,20 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str =
     return start, both[len(start) :]
 
 
-def encode_exchange(
-    tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut: bool = False
-) -> list[int]:
-    """Token ids of a prompt and an answer, with what ends it unless it `is_cut`: cut off by a limit.
+def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False) -> list[int]:
+    """What `run.py rm` learns from, and what its model is shown: through the template, else as plain text.
 
-    Both what `run.py rm` learns from, and what its model is shown as a judge, of text and of chat turns: all
-    go through the chat template. Without one they are plain text.
+    Token ids of a prompt and an answer, with what ends it unless it `is_cut`: cut off by a limit.
     """
-    before, behind = as_turns(prompt, "user"), as_turns(answer, "assistant")
-    end = end_of_turn(tokenizer)
+    turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     if tokenizer.chat_template is not None:
-        tokens = encode(tokenizer, before + behind, is_complete=True)
+        tokens = encode(tokenizer, turns, is_complete=True)
+        end = end_of_turn(tokenizer)
     else:
-        texts = (break_special_tokens(tokenizer, transcript(turns)) for turns in (before, behind))
-        start, tokens = encode_pair(tokenizer, *texts)
-        tokens, end = start + tokens, tokenizer.eos_token_id
+        texts = (transcript(turns[:-1]), turns[-1]["content"])
+        pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
+        tokens = [*pair[0], *pair[1]]
+        end = tokenizer.eos_token_id
     if is_cut and end in tokens:
         del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
     return tokens
@@ -353,7 +354,8 @@ def stop_tokens(
     """The ids that end an answer: of a sequence, a turn, generation_config.json's, an image's."""
     from transformers import GenerationConfig
 
-    named, end = None, end_of_turn(tokenizer)
+    end = end_of_turn(tokenizer)
+    named = None
     if (Path(model_dir) / "generation_config.json").is_file():
         named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
     stop = {tokenizer.eos_token_id, end, *(named if isinstance(named, list) else [named])} - {None}

@@ -51,10 +51,5 @@ class Sample:
         return self.prompt_id, self.index
 
     @property
-    def conversation(self) -> list[dict]:
-        """The chat turns before the answer, as judges are shown them; a text is one of the user's."""
-        return self.turns or [{"role": "user", "content": self.question}]
-
-    @property
     def is_finished(self) -> bool:
         return self.finish in ("stop", "length")

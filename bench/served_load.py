@@ -132,7 +132,7 @@ class GivenRewards(rewards.Rewards):
         exactly = copy.copy(judge)  # of other lengths for each sample
         lengths = dict(ignore_eos=True, max_new_tokens=self._load.critique(sample))
         exactly.sampling = dataclasses.replace(judge.sampling, **lengths)
-        task = self._tasks[answer] = asyncio.create_task(exactly.ask(sample.conversation, answer, pool))
+        task = self._tasks[answer] = asyncio.create_task(exactly.ask(sample.question, answer, pool))
         await asyncio.shield(task)
         sample.reward, sample.verdict = self._load.reward(sample), True
 

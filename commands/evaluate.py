@@ -90,9 +90,8 @@ async def run(config: Config) -> str:
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
         right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]
         asked = {"question": problem.question, "answer": problem.answer_key}
-        said = {"greedy": texts[-1], "sampled": texts[:-1], "right": right}
-        # of `right`, too, the last is the greedy answer's
-        rows.append(asked | said | {"finish": [answer.finish for answer in row]})
+        ends = {"right": right, "finish": [answer.finish for answer in row]}  # the greedy one's is last
+        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1]} | ends)
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
     for k in (2**n for n in range(config.samples.bit_length())):
         passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,11 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-Encode = Callable[..., data.Pair]  # as data.encode_pair
+Encode = Callable[[data.Tokenizer, data.Text, data.Text], Any]  # of a prompt and an answer
 Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
-def encode_answer(
-    prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode = data.encode_pair
-) -> data.Pair:
+def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
     """prompt, answer: text or chat turns. UserError that says `where` what is wrong.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
@@ -55,7 +54,7 @@ def encode_answer(
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
-        return encode(tokenizer, prompt, answer, where)
+        return encode(tokenizer, prompt, answer)
     before, turns = as_turns(prompt or [], "user"), as_turns(answer, "assistant")
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
@@ -64,7 +63,7 @@ def encode_answer(
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
     data.check_prompt(tokenizer, turns[:-1], where)
-    return encode(tokenizer, turns[:-1], turns[-1:], where)
+    return encode(tokenizer, turns[:-1], turns[-1:])
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -74,29 +73,28 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
         answers = [([], row["messages"])]
     if len(answers) != 1:
         raise UserError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
-    prompt, response = encode_answer(*answers[0], tokenizer, where)
+    encode = partial(data.encode_pair, where=where)
+    prompt, response = encode_answer(*answers[0], tokenizer, where, encode)
     return [Sample(0, 0, prompt, response=response)]
 
 
-def parse_pair(
-    row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode = data.encode_pair
-) -> Example:
+def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode) -> list:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     answers = (row["chosen"], row["rejected"])
-    pairs = [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
-    return [Sample(0, index, *pair[:1], response=pair[1]) for index, pair in enumerate(pairs)]
+    return [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
+
+
+def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+    pairs = encode_both(row, tokenizer, where, partial(data.encode_pair, where=where))
+    return [Sample(0, index, pair[0], response=pair[1]) for index, pair in enumerate(pairs)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
-
-    def encode(tokenizer: data.Tokenizer, prompt: data.Text, answer: data.Text, where: str) -> data.Pair:
-        tokens = data.encode_exchange(tokenizer, prompt, answer)
-        return tokens, tokens[-1:]
-
-    return parse_pair(row, tokenizer, where, encode)
+    pairs = encode_both(row, tokenizer, where, data.encode_exchange)
+    return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:

@@ -11,8 +11,7 @@ from config import UserError
 from images.reader import IMAGE
 
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
-# of chat turns. Many templates write whatever role they are given: a model would read a turn of nobody's
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
 
 
@@ -34,7 +33,8 @@ def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        has_images = "images" in pyarrow.parquet.read_schema(path).names  # maybe more than the memory holds
+        # images: maybe more than the memory holds
+        has_images = "images" in pyarrow.parquet.read_schema(path).names
         table = Dataset.from_parquet(str(path), keep_in_memory=not has_images)
     except (pyarrow.ArrowException, DatasetGenerationError, ValueError):
         raise UserError(f"--data {path}: not a Parquet file that can be read") from None
@@ -46,7 +46,7 @@ def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
         return images[number]["images"][0].as_py() or []
 
     texts = table.remove_columns("images")
-    return [(number + 1, row | {"images": partial(read, number)}) for number, row in enumerate(texts)]
+    return [(n + 1, row | {"images": partial(read, n)}) for n, row in enumerate(texts)]
 
 
 def _json_rows(path: Path) -> list[tuple[int, dict]]:
@@ -111,11 +111,11 @@ def as_turns(text: Text, role: str) -> list[dict]:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def transcript(turns: list[dict]) -> str:
-    """Chat turns as plain text: the words of a lone one, of several each behind its role."""
-    if len(turns) == 1:
-        return turns[0]["content"]
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+def transcript(prompt: Text) -> str:
+    """Text, or chat turns as text: the words of a lone one, of several each behind its role."""
+    turns = as_turns(prompt, "user")
+    labelled = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    return labelled if len(turns) > 1 else turns[0]["content"]
 
 
 def answer_key(answer: Any) -> str | None:
