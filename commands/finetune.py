@@ -40,7 +40,7 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-Encode = Callable[[data.Tokenizer, data.Text, data.Text], Any]  # of a prompt and an answer
+Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
 Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 

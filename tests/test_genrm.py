@@ -188,6 +188,32 @@ def test_identical_pairs_are_asked_once():
     assert len(engine.asked) == 3 and listed.counts() == ([0], [3])
 
 
+SAID = [("system", "Be terse"), ("user", "1+1?"), ("assistant", "2"), ("user", "And plus 7?")]
+TURNS = [{"role": role, "content": text} for role, text in SAID]
+
+
+@pytest.mark.parametrize("name,label", [("chat", "Question"), ("harm", "Request")])
+def test_a_judge_is_asked_about_the_whole_conversation(name, label):
+    """Every turn behind its role; a question by itself stands alone. Conversations are told apart."""
+    listed, engine = make_rewards(name), Engine(always("Verdict: yes"))
+    samples = [sample("9", "And plus 7?") for _ in range(4)]
+    samples[1].turns, samples[2].turns, samples[3].turns = TURNS, TURNS[1:], list(TURNS)
+    score_all(listed, Pool(engine), samples)
+    alone, whole, shorter = engine.asked
+    turns = "".join(f"{role}: {text}\n" for role, text in SAID)
+    assert f"\n{label}:\nAnd plus 7?\n\n" in alone and f"\n{label}:\n{turns}\n" in whole
+    assert shorter == whole.replace("system: Be terse\n", "")
+
+
+@pytest.mark.parametrize("name,asked", [("addition_score", 2), ("harm", 1)])
+def test_an_answer_that_was_cut_off_is_another_pair_where_its_end_is_shown(name, asked):
+    listed, engine = make_rewards(name), Engine(lambda *_: (1.0, -0.1, "stop"))
+    if name == "harm":
+        engine.reply = always("Verdict: yes")
+    score_all(listed, Pool(engine), [sample("9"), sample("9", finish="length")])
+    assert len(engine.asked) == asked
+
+
 def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     """Counted and dropped; the engine, which would refuse it, is not asked."""
     listed, engine, too_long = make_rewards(max_prompt_tokens=8), Engine(accept), sample(">125")
