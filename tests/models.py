@@ -59,7 +59,6 @@ def end_turns_with(directory, token) -> int:
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"extra_special_tokens": [token]})
-    turns = "{% for turn in messages %}{{ turn.content }}" + token + "{% endfor %}"
-    tokenizer.chat_template = turns
+    tokenizer.chat_template = TEMPLATE.replace("<|im_end|>", token)
     tokenizer.save_pretrained(directory)
     return tokenizer.convert_tokens_to_ids(token)

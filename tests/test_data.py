@@ -179,11 +179,7 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
         ([GOOD, {"prompt": ""}], 2, "prompt"),
         ([{"messages": [{"role": "human", "content": "?"}]}], 1, "of the roles system, .*, user,"),
         ([{"messages": CHAT[:1]}], 1, "ends with the system's turn; a prompt ends with the user's"),
-        (
-            [{"messages": ANSWERED}],
-            1,
-            "ends .* assistant's turn: that is an example for run.py sft;",
-        ),
+        ([{"messages": ANSWERED}], 1, "assistant's turn: that is an example for run.py sft; a"),
         ([GOOD, {"prompt": "all is said\x03"}], 2, "the prompt ends with what ends an answer"),
     ],
 )
@@ -317,23 +313,20 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
         data.encode(tokenizer, CHAT)
 
 
-KEYS = [(56.0, "56"), (0.5, "0.5"), (" 56.0 ", "56.0"), (7, "7"), (float("nan"), None)]
-
-
-@pytest.mark.parametrize("answer,key", KEYS)
-def test_the_key_of_an_answer(answer, key, tmp_path):
+def test_the_key_of_an_answer(tmp_path):
     """Whole floats are integers, as a column with a gap holds them; a gap is none."""
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": answer}])
-    assert data.PromptFile(path, Characters(), 100)[0].answer_key == key
+    answers = (56.0, 0.5, " 56.0 ", 7, float("nan"))
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": each} for each in answers])
+    prompts = data.PromptFile(path, Characters(), 100)
+    assert [prompt.answer_key for prompt in prompts] == ["56", "0.5", "56.0", "7", None]
 
 
 def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
     """Whatever the tokenizer adds, and whether the text was rendered before."""
     models.new_model(tmp_path, 0)
     tokenizer = data.load_tokenizer(str(tmp_path))
-    frame = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
-    )
+    ends = [("<bos>", 1), ("<eos>", 2)]
+    frame = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
     tokenizer.backend_tokenizer.post_processor = frame
     assert tokenizer("3+4=")["input_ids"][-1] == 2
     expected = [1, *tokenizer("3+4=", add_special_tokens=False)["input_ids"]]
@@ -361,11 +354,8 @@ def test_what_ends_an_answer(tokenizer, tmp_path, template, end):
     assert {*map(tokenizer.decode, stop)} == {"<|endoftext|>", end or "<|endoftext|>"}
     assert said == [f"{tmp_path}: its chat template ends an answer with {end}"] * bool(end)
     assert len(data.PromptFile(texts, tokenizer, 1000)) == 1
-    with (
-        nullcontext()
-        if end
-        else pytest.raises(ValueError, match=r"0\.jsonl:1: .* no special token")
-    ):
+    refused = pytest.raises(ValueError, match=r"0\.jsonl:1: .* no special token")
+    with nullcontext() if end else refused:
         data.PromptFile(chats, tokenizer, 1000)
 
 

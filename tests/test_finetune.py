@@ -230,49 +230,31 @@ def test_chat_rows_for_sft(row, tokenizers):
     assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
 
 
-def shown_to_judge(tokenizer, row, policy, path, **answer) -> list[int]:
-    """What a run sends to a scalar judge with this tokenizer about an answer to the row."""
-    path.write_text(json.dumps({"prompt": row["prompt"]}))
-    prompt = data.PromptFile(path, policy, 1000)[0]
-    sample = Sample(0, 0, prompt.tokens, prompt.question, turns=prompt.turns, **answer)
-    named = dict(model="m", judge=("m",), judge_format=("score",), max_model_len=2000)
-    asked = []
-
-    class Pool:
-        async def generate(self, requests, model):
-            asked.append(requests[0].prompt)
-            yield Answer(0, [], [], "stop", [], score=0.0)
-
-    listed = rewards.build(Config(**named), [tokenizer], "".join)
-    asyncio.run(listed.score(sample, Pool()))
-    return asked[0]
+class ScoringPool:
+    async def generate(self, requests, model):
+        self.shown = requests[0].prompt
+        yield Answer(0, [], [], "stop", [], score=0.0)
 
 
-RM_PROMPTS = {
-    "text": "3+4=",
-    "a turn": [user("3+4=")],
-    "turns": [SYSTEM, user("1+1?"), assistant("2"), user("3+4=")],
-    "special": "3+4=<|im_start|>",
-}
+SEVERAL = [SYSTEM, user("1+1?"), assistant("2"), user("3+4=")]
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
-@pytest.mark.parametrize("prompt", RM_PROMPTS)
-def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(
-    prompt, kind, tokenizers, tmp_path
-):
+@pytest.mark.parametrize("kind,end", [("text", "<eos>"), ("chat", "<|im_end|>\n")])
+@pytest.mark.parametrize("prompt", ["3+4=", "3+4=<|im_end|>!", [user("3+4=")], SEVERAL])
+def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, end, tokenizers):
     """Token by token, with a template and without; what ends an answer only if it wasn't cut off."""
-    row = {"prompt": RM_PROMPTS[prompt], "chosen": ">7", "rejected": ">6"}
-    tokenizer = tokenizers[kind]
-    how = (tokenizer, row, tokenizers["chat"], tmp_path / "rows.jsonl")
-    learned, _ = (sample.prompt for sample in parse_rm(row, tokenizer, "f:1"))
-    assert shown_to_judge(*how, response=[">", "7"], finish="stop") == learned
-    cut = shown_to_judge(*how, response=[">", "7"], finish="length")
-    ends = "<|im_end|>\n" if kind == "chat" else "<eos>"
-    assert tokenizer.decode(cut) + ends == tokenizer.decode(learned)
-    every = RM_PROMPTS[prompt] if prompt == "turns" else [{"content": "3+4="}]
-    text = tokenizer.decode(learned)
-    assert all(turn["content"] in text for turn in every) or kind == "text"
+    tokenizer, pool = tokenizers[kind], ScoringPool()
+    row = {"prompt": prompt, "chosen": ">7", "rejected": ">6"}
+    learned = parse_rm(row, tokenizer, "f:1")[0].prompt
+    named = dict(model="m", judge=("m",), judge_format=("score",), max_model_len=2000)
+    [judge] = rewards.build(Config(**named), [tokenizer], "".join).judges
+    asyncio.run(judge.ask(prompt, ">7", pool))
+    assert pool.shown == learned and tokenizer.decode(learned).endswith(">7" + end)
+    asyncio.run(judge.ask(prompt, ">7", pool, is_cut=True))
+    assert tokenizer.decode(pool.shown) + end == tokenizer.decode(learned)
+    assert kind == "text" or ("Be right.<|im_end|>" in tokenizer.decode(learned)) == (
+        prompt is SEVERAL
+    )
 
 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
@@ -289,7 +271,6 @@ BAD = [
     ("sft", "text", {"prompt": "3<eos>", "response": "7"}, "the prompt ends with what ends an"),
     ("sft", "chat", {"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
     ("dpo", "endless", PAIR, "ends an answer with no special token, so none could end"),
-    ("rm", "endless", PAIR, "ends an answer with no special token, so none could end"),
 ]
 
 

@@ -205,15 +205,6 @@ def test_a_judge_is_asked_about_the_whole_conversation(name, label):
     assert shorter == whole.replace("system: Be terse\n", "")
 
 
-@pytest.mark.parametrize("name,asked", [("addition_score", 2), ("harm", 1)])
-def test_an_answer_that_was_cut_off_is_another_pair_where_its_end_is_shown(name, asked):
-    listed, engine = make_rewards(name), Engine(lambda *_: (1.0, -0.1, "stop"))
-    if name == "harm":
-        engine.reply = always("Verdict: yes")
-    score_all(listed, Pool(engine), [sample("9"), sample("9", finish="length")])
-    assert len(engine.asked) == asked
-
-
 def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     """Counted and dropped; the engine, which would refuse it, is not asked."""
     listed, engine, too_long = make_rewards(max_prompt_tokens=8), Engine(accept), sample(">125")
@@ -343,9 +334,9 @@ def test_a_scalar_reward_model_scores_the_whole_response():
     listed = make_rewards("addition_score", judgements=4)
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
-    score_all(listed, Pool(engine), [judged, cut])
-    assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 2
-    assert (listed.counts(), judged.critique) == (([0], [2]), "score 1.25")
+    score_all(listed, Pool(engine), [judged, cut, sample("7+8")])  # the last is shown with its end
+    assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 3
+    assert (listed.counts(), judged.critique) == (([0], [3]), "score 1.25")
     assert (judged.reward, judged.verdict, listed.final_answer(judged)) == (1.25, None, "125")
     assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None)
 
