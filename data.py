@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import heapq
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from config import UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
+from runtime.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Row = TypeVar("Row")
-Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
-Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of the response to it with what ends it
+Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 
 
 @dataclass(frozen=True)
 class Prompt:
     tokens: list[int]
-    question: str  # what the judge reads
+    question: str  # the last turn of the user
     answer_key: str | None  # for the accuracy and for rules; no judge sees it
     # reads them: a prompt doesn't hold their bytes
     images: Callable[[], tuple[Image, ...]] = field(default=tuple, compare=False)
+    turns: list[dict] = field(default_factory=list)  # as Sample.turns
 
 
 class Source(Protocol):
@@ -51,8 +52,8 @@ class Prompts:
         self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
         self.cursor = 0  # next prompt_id that was never drawn
         self.requeued: list[int] = []  # drawn, but not used
-        self.groups: dict[int, list[Sample]] = {}  # of requeued prompts, as far as they were generated here
-        self.owners: dict[int, int] = {}  # requeued prompt_id -> data-parallel rank that has its group
+        self.groups: dict[int, list[Sample]] = {}  # of requeued prompts, as generated here
+        self.owners: dict[int, int] = {}  # requeued prompt_id -> rank that has its group
 
     def draw(self, count: int) -> list[int]:
         """The next prompt_ids: first those that were requeued, then new ones."""
@@ -63,7 +64,7 @@ class Prompts:
 
     def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
         """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
-        owners = {prompt_id: self.owners[prompt_id] for prompt_id in prompt_ids if prompt_id in self.owners}
+        owners = {i: self.owners[i] for i in prompt_ids if i in self.owners}
         counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
         heap = sorted(zip(counts.values(), counts, strict=True))
         for prompt_id in prompt_ids:
@@ -79,8 +80,9 @@ class Prompts:
             self.attach_images(group := self.groups.pop(prompt_id))
             return group
         prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-        of_prompt = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
-        return [Sample(prompt_id, i, *of_prompt, greedy=i == self._answers) for i in range(count)]
+        asked = (prompt.tokens, prompt.question, prompt.answer_key)
+        shown = (prompt.images(), prompt.turns)
+        return [Sample(prompt_id, i, *asked, *shown, greedy=i == self._answers) for i in range(count)]
 
     def attach_images(self, samples: list[Sample]) -> None:
         """Read the images of samples, which came without: none passes from controller to controller.
@@ -101,7 +103,8 @@ class Prompts:
 
     def state(self) -> dict:
         """What a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
-        return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": list(self.owners.items())}
+        owners = list(self.owners.items())
+        return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": owners}
 
     def load_state(self, state: dict, groups: list[list[Sample]], controllers: int, rank: int) -> None:
         """groups: of all controllers. rank: this one's data-parallel rank; -1 of one that asks no engine."""
@@ -151,15 +154,16 @@ class PromptFile(Sequence[Prompt]):
     """
 
     def __init__(
-        self, path: Path, encode: Callable[..., list[int]], max_tokens: int, skip_long: bool = False,
+        self, path: Path, tokenizer: Tokenizer, max_tokens: int, skip_long: bool = False,
         say: Callable[[str], None] = print, reader: ImageReader | None = None,
     ):  # fmt: skip
-        """encode: `encode_prompt` of a model. max_tokens: room in the context. UserError: file and line.
+        """max_tokens: room in the context. skip_long: leave out longer ones. reader: of a model that sees.
 
-        skip_long: leave out longer ones. reader: of a model that sees.
+        UserError for what can't be used: file and line.
         """
-        self._path, self._encode, self._max_tokens, self._reader = path, encode, max_tokens, reader
-        self._added: dict[tuple[str, ...], int] = {}  # roles of chat turns -> tokens with hardly a text
+        self._path, self._max_tokens = path, max_tokens
+        self._tokenizer, self._reader = tokenizer, reader
+        self._added: dict[tuple[str, ...], int] = {}  # by roles of turns: tokens with hardly a text
         rows = [self._row(line, row) for line, row in read_rows(path)]
         longer = {row.where: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
         if longer and not skip_long:
@@ -168,7 +172,8 @@ class PromptFile(Sequence[Prompt]):
         if not self._rows:
             raise UserError(f"--data {path}: no prompt has at most {max_tokens} tokens")
         if longer:
-            say(f"--skip-long: {len(longer)} of {len(rows)} prompts in {path} have over {max_tokens} tokens")
+            left_out = f"{len(longer)} of {len(rows)} prompts in {path}"
+            say(f"--skip-long: {left_out} have over {max_tokens} tokens")
 
     def _row(self, line: int, row: dict) -> PromptRow:
         """UserError for all that shows before its images are read."""
@@ -180,6 +185,7 @@ class PromptFile(Sequence[Prompt]):
         if not (callable(images) or isinstance(images, list)):
             raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
+        check_prompt(self._tokenizer, prompt, where)
         if not callable(images):  # of JSON
             files = [image_file(item, self._path.parent, where) for item in images]
             if self._reader:
@@ -191,16 +197,15 @@ class PromptFile(Sequence[Prompt]):
         return self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
 
     def _tokens(self, row: PromptRow) -> list[int]:
-        if self._reader is None:
-            return self._encode(row.prompt)
-        return self._encode(row.prompt, self._images(row), row.where)
+        images = self._images(row)
+        return encode_prompt(self._tokenizer, self._reader, row.prompt, images, row.where)
 
     def _most_tokens(self, row: PromptRow) -> int:
         """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
         roles = () if isinstance(row.prompt, str) else tuple(turn["role"] for turn in row.prompt)
         if roles not in self._added:
             turns = [{"role": role, "content": "x"} for role in roles]
-            self._added[roles] = len(self._encode(turns or "x"))
+            self._added[roles] = len(encode_prompt(self._tokenizer, self._reader, turns or "x"))
         text = repr(row.prompt)
         seen = text.count(IMAGE) * self._reader.most_features if self._reader else 0
         most = len(text.encode()) + self._added[roles] + seen
@@ -215,97 +220,14 @@ class PromptFile(Sequence[Prompt]):
 
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]
-        tokens, key = self._tokens(row), None if row.answer is None else str(row.answer).strip()
-        if len(tokens) > self._max_tokens:  # `_most_tokens` thought too little of a template or normaliser
+        tokens = self._tokens(row)
+        # `_most_tokens` thought too little of a template or normaliser
+        if len(tokens) > self._max_tokens:
             raise self._too_long(row.where, len(tokens))
-        turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        question = next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
-        earlier = str(row.prompt).count(IMAGE) - question.count(IMAGE) if self._reader else 0  # turns' images
-        return Prompt(tokens, IMAGE * earlier + question, key, partial(self._images, row))
-
-
-def prompt_of(row: dict, where: str) -> Text:
-    """Of a row of `PromptFile`, with IMAGE for parts that are images. UserError that says `where`."""
-    prompt = row.get("messages") or row.get("prompt")
-    if isinstance(prompt, list):
-        prompt = [with_text(turn, where) for turn in prompt]
-    if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
-        turns = "a list of {role, content}, both text"
-        raise UserError(f"{where}: needs `messages` ({turns}) or `prompt` (text, or such a list)")
-    return prompt
-
-
-def with_text(turn: Any, where: str) -> Any:
-    """A turn of a chat whose content may be a list of parts, of type text or image, as one of text."""
-    if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
-        return turn
-    content = ""
-    for part in turn["content"]:
-        part = part if isinstance(part, dict) else {"type": part}
-        match {name: value for name, value in part.items() if value is not None}:  # Parquet has all names
-            case {"type": "text", "text": str(text)}:
-                content += text
-            case {"type": "image", **others} if not others:
-                content += IMAGE
-            case other:
-                needed = "only {type: text, text} and {type: image}, whose file stands in the row's `images`"
-                raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
-    return turn | {"content": content}
-
-
-def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. UserError says where."""
-    if not path.is_file():
-        raise UserError(f"{setting} {path}: no such file")
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
-    if not rows:
-        raise UserError(f"{setting} {path}: the file holds no row")
-    return rows
-
-
-def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
-    import pyarrow.parquet
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        has_images = "images" in pyarrow.parquet.read_schema(path).names  # maybe more than the memory holds
-        table = Dataset.from_parquet(str(path), keep_in_memory=not has_images)
-    except (pyarrow.ArrowException, DatasetGenerationError, ValueError):
-        raise UserError(f"--data {path}: not a Parquet file that can be read") from None
-    if not has_images:
-        return list(enumerate(table, 1))
-    images = table.select_columns("images").with_format("arrow")  # as they are stored: not decoded
-
-    def read(number: int) -> list:
-        return images[number]["images"][0].as_py() or []
-
-    texts = table.remove_columns("images")
-    return [(number + 1, row | {"images": partial(read, number)}) for number, row in enumerate(texts)]
-
-
-def _json_rows(path: Path) -> list[tuple[int, dict]]:
-    rows = []  # read line by line: the errors of datasets.load_dataset don't say which line is at fault
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise UserError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
-            rows.append((number, row))
-    return rows
-
-
-def is_chat(turns: Any) -> bool:
-    """Whether it is a list of {"role": text, "content": text}."""
-    return isinstance(turns, list) and all(
-        isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
-        for turn in turns
-    )
+        turns = as_turns(row.prompt, "user")
+        question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
+        several = turns if len(turns) > 1 else []
+        return Prompt(tokens, question, answer_key(row.answer), partial(self._images, row), several)
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
@@ -315,7 +237,8 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         return AutoTokenizer.from_pretrained(model_dir, **options)
-    except (OSError, ValueError, KeyError, AttributeError) as error:  # AttributeError: an odd config.json
+    # AttributeError: an odd config.json
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 
@@ -330,6 +253,31 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
     return text
 
 
+@lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The first special token behind an answer in the chat template; None without, or if it has none."""
+    if tokenizer.chat_template is None:
+        return None
+    chats = ([*as_turns("Is it?", "user"), *as_turns(text, "assistant")] for text in ("yes", "no"))
+    rendered = [encode(tokenizer, turns, is_complete=True)[::-1] for turns in chats]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
+    behind = [token for token, _ in alike][::-1]  # the answers, in which alone they differ
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return next((token for token in behind if token in special), None)
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
+    """UserError that says `where` if no answer can follow the prompt, or none could end."""
+    end = end_of_turn(tokenizer)
+    if isinstance(prompt, str):
+        stop = [token for token in (tokenizer.eos_token_id, end) if token is not None]
+        if prompt.endswith(tuple(map(tokenizer.decode, stop))):
+            raise UserError(f"{where}: the prompt ends with what ends an answer: {prompt[-20:]!r}")
+    elif end is None and tokenizer.chat_template is not None:
+        problem = "its chat template ends an answer with no special token, so none could end"
+        raise UserError(f"{where}: chat turns need another {tokenizer.name_or_path}: {problem}")
+
+
 def encode_prompt(
     tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text,
     images: Sequence[Image] = (), where: str = "--data",
@@ -337,15 +285,20 @@ def encode_prompt(
     """As `encode`; if the model sees, with its image tokens for each IMAGE. UserError if too few or many."""
     if reader is None:
         return encode(tokenizer, prompt)
-    tokens = encode(tokenizer, prompt, image="".join(tokenizer.convert_ids_to_tokens(reader.placeholder)))
+    image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
+    tokens = encode(tokenizer, prompt, image=image)
     check_places(tokens.count(reader.image_token), images, where)
     return expand(tokens, images)
 
 
-def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image: str = IMAGE) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = IMAGE) -> list[int]:
     """Token ids of text or chat turns; is_complete: the last is an answer. UserError without a template."""
     if isinstance(prompt, str):
-        return tokenizer(prompt.replace(IMAGE, image))["input_ids"]
+        text = prompt.replace(IMAGE, image)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        framed = tokenizer(text)["input_ids"]
+        # behind a BOS that the tokenizer adds, unless the text spells it; no EOS: it is to go on
+        return framed[: framed.index(tokens[0])] + tokens if tokens else framed
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
@@ -361,8 +314,10 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete: bool = False, image:
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
     """Both text, or both chat turns. UserError if the template doesn't render one behind the other."""
     start = encode(tokenizer, prompt)
-    if isinstance(prompt, str):  # encoded apart: a token across the border would be none of a prompt's
-        return start, [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    if isinstance(prompt, str):
+        # encoded apart: a token across the border would be none of a prompt's
+        answer = tokenizer(response, add_special_tokens=False)["input_ids"]
+        return start, [*answer, tokenizer.eos_token_id]
     both = encode(tokenizer, prompt + response, is_complete=True)
     if both[: len(start)] != start or both == start:
         problem = "the chat template doesn't render the conversation as its prompt and an answer behind it"
@@ -370,13 +325,23 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str =
     return start, both[len(start) :]
 
 
-def encode_exchange(tokenizer: Tokenizer, turns: list[dict]) -> list[int]:
-    """Token ids of a question and its answer with what ends it, as `run.py rm` learns from them."""
+def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False) -> list[int]:
+    """What `run.py rm` learns from, and what its model is shown: through the template, else as plain text.
+
+    Token ids of a prompt and an answer, with what ends it unless it `is_cut`: cut off by a limit.
+    """
+    turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     if tokenizer.chat_template is not None:
-        return encode(tokenizer, turns, is_complete=True)
-    question, answer = (turn["content"] for turn in turns)
-    start, end = encode_pair(tokenizer, question, break_special_tokens(tokenizer, answer))
-    return start + end
+        tokens = encode(tokenizer, turns, is_complete=True)
+        end = end_of_turn(tokenizer)
+    else:
+        texts = (transcript(turns[:-1]), turns[-1]["content"])
+        pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
+        tokens = [*pair[0], *pair[1]]
+        end = tokenizer.eos_token_id
+    if is_cut and end in tokens:
+        del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
+    return tokens
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -384,15 +349,18 @@ def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 def stop_tokens(
-    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None
+    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None, say=lambda line: None
 ) -> tuple[int, ...]:
-    """The ids that end an answer: the tokenizer's end of sequence, generation_config.json's, an image's."""
+    """The ids that end an answer: of a sequence, a turn, generation_config.json's, an image's."""
     from transformers import GenerationConfig
 
+    end = end_of_turn(tokenizer)
     named = None
     if (Path(model_dir) / "generation_config.json").is_file():
         named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-    stop = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+    stop = {tokenizer.eos_token_id, end, *(named if isinstance(named, list) else [named])} - {None}
     if not stop:
         raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
+    if end is not None:
+        say(f"{model_dir}: its chat template ends an answer with {tokenizer.decode(end)}")
     return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))

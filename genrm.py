@@ -30,11 +30,14 @@ MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gav
 class JudgeFormat:
     """How one kind of judge is spoken to."""
 
-    final_answer: Callable[[str], str | None]  # in a response; None: it has none, and reward 0 without asking
-    prompt: Callable[[str, str], str | list[dict]]  # of question and answer: text, or chat turns
-    parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict to be read
+    # in a response; None: it has none, and reward 0 without asking
+    final_answer: Callable[[str], str | None]
+    # of question (or transcript) and answer: text, or chat turns; None: all, as `run.py rm` learns
+    prompt: Callable[[str, str], str | list[dict]] | None
+    # a critique; None: no verdict to be read
+    parse: Callable[[str], bool | None] = lambda text: None
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
-    full_response: bool = False  # the judge sees all of a response; final_answer is for the accuracy alone
+    full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
 
     def answer_of(self, text: str, finish: str) -> str | None:
@@ -64,7 +67,8 @@ Final answer:
 
 VERDICT = re.compile(r"verdict[\s*]*:[\s*]*(?:(correct|incorrect|yes|no)\b)?", re.IGNORECASE)
 ACCEPTS = {"correct": True, "yes": True, "incorrect": False, "no": False}
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # braces inside up to two deep
+# braces inside up to two deep
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 
 def chat_answer(text: str) -> str | None:
@@ -99,11 +103,6 @@ Response:
 {answer}"""
 
 
-def score_prompt(question: str, response: str) -> list[dict]:
-    """The turns that a scalar reward model scores."""
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
-
-
 FORMATS = {  # recipes add rows of their own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
     "harm": JudgeFormat(
@@ -112,7 +111,7 @@ FORMATS = {  # recipes add rows of their own
         chat_parse,
         full_response=True,
     ),
-    "score": JudgeFormat(chat_answer, score_prompt, full_response=True, scores=True),
+    "score": JudgeFormat(chat_answer, None, full_response=True, scores=True),
 }
 
 
@@ -121,8 +120,10 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     names, count = config.judge_format, max(1, len(config.judge_models))
     unknown = [name for name in names if name not in FORMATS]
     if unknown or len(names) not in (1, count):
-        wrong = f"{unknown[0]} is unknown" if unknown else f"one is needed, or one for each of {count} judges"
-        raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
+        needed = f"one is needed, or one for each of {count} judges"
+        wrong = f"{unknown[0]} is unknown" if unknown else needed
+        known = ", ".join(FORMATS)
+        raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {known}")
     return tuple(FORMATS[name] for name in names * (count // len(names)))
 
 
@@ -143,48 +144,60 @@ class Judge:
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop, self.reader = data.stop_tokens(model_dir, tokenizer, reader), reader
         self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
-        self.signal = "reward" if number < len(config.judge_models) - len(config.cost_judge) else "cost"
+        of_reward = len(config.judge_models) - len(config.cost_judge)
+        self.signal = "reward" if number < of_reward else "cost"
         self.judgements = 1 if self.format.scores else config.judgements
         self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
         self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
-        self.failed = self.parsed = 0  # since the run's start: pairs without a verdict, and verdicts
+        # since the run's start: pairs without a verdict, and verdicts
+        self.failed = self.parsed = 0
         self.latencies: list[float] = []  # seconds of each critique in this step
 
     async def ask(
-        self, question: str, answer: str | None, pool: Pool, images: tuple[Image, ...] = ()
+        self, prompt: data.Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
     ) -> Judgement:
         """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
 
-        images: the prompt's, for a judge that sees; to others the question has IMAGE in their places.
+        prompt: the question, or all turns before the answer. images: its, for a judge that sees; to others
+        it has IMAGE in their places. is_cut: the answer was cut off before its end.
         """
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
-        prompt, images = self._prompt(question, answer, images)
-        if len(prompt) > self.max_prompt_tokens:
+        tokens, images = self._tokens(prompt, answer, images, is_cut)
+        if len(tokens) > self.max_prompt_tokens:
             self.failed += 1
-            return Judgement(f"not asked: {len(prompt)} tokens, of at most {self.max_prompt_tokens}", None)
+            size = f"{len(tokens)} tokens, of at most {self.max_prompt_tokens}"
+            return Judgement(f"not asked: {size}", None)
+        pair = (data.transcript(prompt), answer)
         texts, verdicts, missing = [], [], list(range(self.judgements))
-        for attempt in range(1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES):  # greedy repeats
-            seeds = [seed_of(self.seed, question, answer, self.number, which, attempt) for which in missing]
-            found = [self._read(reply) for reply in await self._replies(prompt, seeds, pool, images)]
+        attempts = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES  # greedy repeats
+        for attempt in range(attempts):
+            seeds = [seed_of(self.seed, *pair, self.number, which, attempt) for which in missing]
+            replies = await self._replies(tokens, seeds, pool, images)
+            found = [self._read(reply) for reply in replies]
             texts += [text for text, _ in found]
             verdicts += [verdict for _, verdict in found if verdict is not None]
-            missing = [which for which, (_, verdict) in zip(missing, found, strict=True) if verdict is None]
+            asked = zip(missing, found, strict=True)
+            missing = [which for which, (_, verdict) in asked if verdict is None]
             if not missing:
                 break
         self.parsed += len(verdicts)
         self.failed += not verdicts
         return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
 
-    def _prompt(self, question: str, answer: str, images: tuple[Image, ...]) -> tuple[list[int], tuple]:
-        """Tokens, and the images in them."""
+    def _tokens(
+        self, prompt: data.Text, answer: str, images: tuple[Image, ...], is_cut: bool
+    ) -> tuple[list[int], tuple]:
+        """What the judge is sent, and the images in it."""
+        if self.format.prompt is None:
+            return data.encode_exchange(self.tokenizer, prompt, answer, is_cut), ()
         # a special token that they spell out is text: it can't end the turn
-        question, answer = (data.break_special_tokens(self.tokenizer, text) for text in (question, answer))
-        if self.format.scores:
-            return data.encode_exchange(self.tokenizer, self.format.prompt(question, answer)), ()
+        texts = (data.transcript(prompt), answer)
+        question, answer = (data.break_special_tokens(self.tokenizer, text) for text in texts)
         if not (self.reader and images):
             return data.encode(self.tokenizer, self.format.prompt(question, answer)), ()
-        shown = self.format.prompt(question, answer.replace(IMAGE, "< image>"))  # no place that it made up
+        answer = answer.replace(IMAGE, "< image>")  # no place that it made up
+        shown = self.format.prompt(question, answer)
         return data.encode_prompt(self.tokenizer, self.reader, shown, images), images
 
     async def _replies(

@@ -122,10 +122,12 @@ class Rewards:
         self.judges, self.rules, self._decode = judges, rules, decode
         self._format = formats_of(config)[0]
         signals = [source.signal for source in (*judges, *rules)]
-        self._of_reward, self._of_cost = ([signal == of for signal in signals] for of in ("reward", "cost"))
-        self._of_verdict = [judge.signal == "reward" and not judge.format.scores for judge in judges]
+        self._of_reward = [signal == "reward" for signal in signals]
+        self._of_cost = [signal == "cost" for signal in signals]
+        self._of_verdict = [j.signal == "reward" and not j.format.scores for j in judges]
         self._weights = config.reward_weights or (1.0,) * sum(self._of_reward)
-        self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}  # of this step, by what is asked of whom
+        # of this step, by what is asked of whom
+        self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}
 
     def reset(self) -> None:
         """Of a new step: engines may have changed, so all is asked for anew."""
@@ -149,7 +151,8 @@ class Rewards:
         values = [judgement.value for judgement in judgements]
         if None in values:
             return
-        verdicts, costs = list(compress(values, self._of_verdict)), list(compress(values, self._of_cost))
+        verdicts = list(compress(values, self._of_verdict))
+        costs = list(compress(values, self._of_cost))
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
         sample.reward = weighted_mean(list(compress(values, self._of_reward)), self._weights)
         sample.cost = math.fsum(costs) if costs else None
@@ -169,11 +172,15 @@ class Rewards:
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """The task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.response)
-        seen = TextSample(**vars(sample), text=text, answer=self._format.answer_of(text, sample.finish))
+        answer = self._format.answer_of(text, sample.finish)
+        seen = TextSample(**vars(sample), text=text, answer=answer)
+        prompt = sample.turns or sample.question
         asks = {}
         for judge in self.judges:
-            pair = (sample.question, judge.format.shown(text, sample.finish))
-            asks[judge, *pair, sample.media] = partial(judge.ask, *pair, pool, sample.media)
+            shown = judge.format.shown(text, sample.finish)
+            is_cut = judge.format.scores and sample.finish != "stop"  # others don't show it
+            ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
+            asks[judge, str(prompt), shown, sample.media, is_cut] = ask
         for rule in self.rules:
             asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
         asked = self._tasks

@@ -184,6 +184,7 @@ async def build(
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     progress.line(describe(config, plans, world.size))
     trainers, references = await world.run(build_trainers, config, texts)
+    trainers[0].stop_tokens = inputs["sampling"].stop_token_ids
     await fleet.ready()
 
     def on_open(name: str, step: int) -> None:
@@ -220,9 +221,9 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     source = Addition(config.seed, encode, reader)
     if config.data:
         room = longest - config.max_new_tokens
-        rows = data.PromptFile(Path(config.data), encode, room, config.skip_long, say, reader)
+        rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
-    stop = data.stop_tokens(config.model, tokenizer, reader)
+    stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling, has_images = Sampling(config.temperature, config.max_new_tokens, stop), reader is not None
     kept = (config.continues_answers, algorithm.greedy, has_images)
     prompts = data.Prompts(source, config.answers_per_prompt, *kept)

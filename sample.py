@@ -22,9 +22,10 @@ class Sample:
     prompt_id: int
     index: int  # answer number within its group (the answers to one prompt)
     prompt: list[int]
-    question: str = ""  # what the judge is shown
+    question: str = ""  # the last turn of the user
     answer_key: str | None = None
     media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
+    turns: list[dict] = field(default_factory=list)  # of a chat of several: all before the answer
     greedy: bool = False  # generated greedily, as a baseline for the others of its group, and not trained on
     # rollout.py
     response: list[int] = field(default_factory=list)

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -33,13 +32,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def read_problems(
-    config: Config, encode: Callable[..., list[int]], reader: ImageReader | None = None
+    config: Config, tokenizer: data.Tokenizer, reader: ImageReader | None = None
 ) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
     if not config.data:
-        return Addition(config.seed, encode, reader).held_out
+        return Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.PromptFile(Path(config.data), encode, longest, config.skip_long, reader=reader)
+    rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
@@ -99,9 +98,9 @@ async def evaluate(config: Config) -> None:
 
     model.check_models(config)
     tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
-    problems = read_problems(config, partial(data.encode_prompt, tokenizer, reader), reader)
+    problems = read_problems(config, tokenizer, reader)
     answer_of = formats_of(config)[0].answer_of
-    stop = data.stop_tokens(config.model, tokenizer, reader)
+    stop = data.stop_tokens(config.model, tokenizer, reader, print)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     archive(Path(config.out), print)
     out, rows = Path(config.out), []
@@ -110,7 +109,8 @@ async def evaluate(config: Config) -> None:
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
         right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]
         asked = {"question": problem.question, "answer": problem.answer_key}
-        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1], "right": right})
+        ends = {"right": right, "finish": [answer.finish for answer in row]}  # the greedy one's is last
+        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1]} | ends)
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
     for k in (2**n for n in range(config.samples.bit_length())):
         passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from runtime.out_folder import archive
+from runtime.rows import TURNS, as_turns, is_chat, read_rows
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
@@ -39,10 +41,11 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Output, OutputLoss, Trainer, as_sequences
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
+Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
 Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
-def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> data.Pair:
+def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
     """prompt, answer: text or chat turns. UserError that says `where` what is wrong.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
@@ -51,17 +54,17 @@ def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
-        return data.encode_pair(tokenizer, prompt, answer, where)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not (data.is_chat(before) and data.is_chat(turns) and turns):
-        each = "each text or a list of {role, content}, both text"
-        raise UserError(f"{where}: a prompt and an answer are needed, {each}")
+        data.check_prompt(tokenizer, prompt, where)
+        return encode(tokenizer, prompt, answer)
+    before, turns = as_turns(prompt or [], "user"), as_turns(answer, "assistant")
+    if not (is_chat(before) and is_chat(turns) and turns):
+        raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
     turns = turns if turns[0]["role"] != "assistant" else before + turns
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
-    return data.encode_pair(tokenizer, turns[:-1], turns[-1:], where)
+    data.check_prompt(tokenizer, turns[:-1], where)
+    return encode(tokenizer, turns[:-1], turns[-1:])
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -71,29 +74,34 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
         answers = [([], row["messages"])]
     if len(answers) != 1:
         raise UserError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
-    prompt, response = encode_answer(*answers[0], tokenizer, where)
+    encode = partial(data.encode_pair, where=where)
+    prompt, response = encode_answer(*answers[0], tokenizer, where, encode)
     return [Sample(0, 0, prompt, response=response)]
 
 
-def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode) -> list:
     """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
-    names = ("chosen", "rejected")
-    encoded = [encode_answer(row.get("prompt"), row[name], tokenizer, where) for name in names]
-    return [Sample(0, index, prompt, response=answer) for index, (prompt, answer) in enumerate(encoded)]
+    answers = (row["chosen"], row["rejected"])
+    return [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
+
+
+def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+    pairs = encode_both(row, tokenizer, where, partial(data.encode_pair, where=where))
+    return [Sample(0, index, pair[0], response=pair[1]) for index, pair in enumerate(pairs)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
-    pair = parse_pair(row, tokenizer, where)
-    return [replace(s, prompt=s.prompt + s.response, response=s.response[-1:]) for s in pair]
+    pairs = encode_both(row, tokenizer, where, data.encode_exchange)
+    return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
 
 
 def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:
     """UserError with file and line for a row that can't be used, or is longer than a micro-batch."""
     rows, budget = [], config.max_tokens_per_micro_batch
-    for line, row in data.read_rows(path):
+    for line, row in read_rows(path):
         if row.get("images"):
             raise UserError(f"{path}:{line}: it has images, and run.py {config.command} learns from texts")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
@@ -222,6 +230,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     progress.line(f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}")
     learner, skips = Learner(config), 0
     writer = MetricsWriter(out, progress.line) if rank == 0 else None
+    learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)
     for step in range(config.steps + 1):
         row, began = {}, time.perf_counter()
         if held_out and (step % config.eval_every == 0 or step == config.steps):

@@ -13,11 +13,11 @@ import dataclasses
 import itertools
 from pathlib import Path
 
-import data
 from config import UserError
 from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
 from runtime import atomic_files
+from runtime.rows import read_rows
 from sample import Sample
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
@@ -64,7 +64,7 @@ class Replay:
 def read_replay(path: Path, name: str) -> list[list[Sample]]:
     """The samples of each step in the order of drawing; none for a step that kept nothing."""
     by_step = {}
-    for number, row in data.read_rows(path, "--replay"):
+    for number, row in read_rows(path, "--replay"):
         if row.keys() != FIELDS or not isinstance(row["step"], int):
             needed = "expected the fields of a Sample, its step and algorithm, as of --rollout-only"
             raise UserError(f"--replay {path}:{number}: {needed}")

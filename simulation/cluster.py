@@ -10,6 +10,7 @@ import asyncio
 import gc
 import math
 import random
+import re
 import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext
@@ -40,8 +41,8 @@ from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
-SCORER = genrm.JudgeFormat(str, genrm.score_prompt, full_response=True, scores=True)
-WRITER = genrm.JudgeFormat(str, genrm.score_prompt, lambda text: text == "right", full_response=True)
+SCORER = genrm.JudgeFormat(str, None, full_response=True, scores=True)
+WRITER = replace(SCORER, prompt=genrm.chat_prompt, parse="right".__eq__, scores=False)
 genrm.FORMATS |= {"simulated": WRITER, "simulated scores": SCORER}
 
 
@@ -134,7 +135,8 @@ class Author:
         return "right" if critique[0] else "wrong"
 
     def apply_chat_template(self, turns: list[dict], **_: Any) -> dict[str, list[int]]:
-        prompt_id, index, tokens = map(int, " ".join(turn["content"] for turn in turns).split())
+        numbers = re.findall(r"\d+", str(turns)) or (0, 0, 0)  # other words say nothing
+        prompt_id, index, tokens = map(int, numbers)
         return {"input_ids": [prompt_id, index] + [0] * max(0, self._prompt + tokens - 2)}
 
 

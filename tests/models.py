@@ -51,3 +51,14 @@ def save_model(directory) -> Path:
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **ends, bos_token_id=None))
     model.save_pretrained(directory)
     return Path(directory)
+
+
+def end_turns_with(directory, token) -> int:
+    """Give the tokenizer there a chat template that ends each turn with a special token: its id."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"extra_special_tokens": [token]})
+    tokenizer.chat_template = TEMPLATE.replace("<|im_end|>", token)
+    tokenizer.save_pretrained(directory)
+    return tokenizer.convert_tokens_to_ids(token)

@@ -4,24 +4,44 @@ import copy
 import json
 import random
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 import data
+from examples.make_demo import models
 from models import save_tokenizer
 from sample import Sample
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 
 
-def characters(prompt):
-    """Stands in for a tokenizer: the code of every character, chat turns joined by newlines."""
-    text = prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
+def characters(text):
     return [ord(c) for c in text]
+
+
+class Characters:
+    """A tokenizer: the code of every character, chat turns joined by newlines, END behind an answer."""
+
+    chat_template, eos_token_id, all_special_tokens, name_or_path = "lines", 3, ("\x03",), "m"
+
+    def __init__(self):
+        self.added_tokens_decoder = {3: SimpleNamespace(content="\x03", special=True)}
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": characters(text)}
+
+    def apply_chat_template(self, turns, add_generation_prompt, return_dict):
+        end = "" if add_generation_prompt else "\x03"
+        return self("\n".join(turn["content"] for turn in turns) + end)
+
+    def decode(self, token):
+        return chr(token)
 
 
 def text_of(prompt):
@@ -35,7 +55,7 @@ def jsonl(path, rows):
 
 
 def prompt_file(path, seed=0, held_out=200, room=1000):
-    return data.Shuffled(data.PromptFile(path, characters, room), seed, held_out)
+    return data.Shuffled(data.PromptFile(path, Characters(), room), seed, held_out)
 
 
 class Numbers:
@@ -131,8 +151,9 @@ def test_jsonl(tmp_path):
     said = (("user", "first"), ("assistant", "yes"), ("user", "second"))
     turns = [{"role": role, "content": text} for role, text in said]
     rows = [{"prompt": "7+5=", "answer": 12, "more": [1]}, {"messages": turns}]
-    plain, chat = data.PromptFile(jsonl(tmp_path / "b.jsonl", rows), characters, 1000)
-    assert plain == data.Prompt(characters("7+5="), "7+5=", "12") and chat.question == "second"
+    plain, chat = data.PromptFile(jsonl(tmp_path / "b.jsonl", rows), Characters(), 1000)
+    assert plain == data.Prompt(characters("7+5="), "7+5=", "12")
+    assert (chat.question, chat.turns) == ("second", turns)
 
 
 def test_parquet(tmp_path, monkeypatch):
@@ -143,6 +164,7 @@ def test_parquet(tmp_path, monkeypatch):
 
 
 GOOD = {"prompt": "good"}
+ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +177,10 @@ GOOD = {"prompt": "good"}
         ([{"messages": [{"role": "user", "content": None}]}], 1, "needs `messages`"),
         ([GOOD, {"prompt": "x" * 21}], 2, "21 tokens, but --max-model-len less --max-new-tokens"),
         ([GOOD, {"prompt": ""}], 2, "prompt"),
+        ([{"messages": [{"role": "human", "content": "?"}]}], 1, "of the roles system, .*, user,"),
+        ([{"messages": CHAT[:1]}], 1, "ends with the system's turn; a prompt ends with the user's"),
+        ([{"messages": ANSWERED}], 1, "assistant's turn: that is an example for run.py sft; a"),
+        ([GOOD, {"prompt": "all is said\x03"}], 2, "the prompt ends with what ends an answer"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, rows, line, message):
@@ -164,16 +190,17 @@ def test_a_bad_row_is_named(tmp_path, rows, line, message):
         prompt_file(path, room=20)
 
 
-def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path):
+def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
     """At the start only what may be too long, and a short text of each order of roles."""
     asked = []
 
-    def encode(prompt):
+    def encode(tokenizer, reader, prompt, *images_and_where):
         asked.append(prompt)
-        return characters(prompt)
+        return characters(prompt) if isinstance(prompt, str) else [0]
 
+    monkeypatch.setattr(data, "encode_prompt", encode)
     rows = [{"prompt": f"row {i}"} for i in range(50)] + [{"prompt": "?" * 99}, ROWS[0]]
-    prompts = data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), encode, 100)
+    prompts = data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), Characters(), 100)
     turns = [{"role": role, "content": "x"} for role in ("system", "user")]
     assert asked == ["x", "?" * 99, turns]
     asked.clear()
@@ -186,18 +213,19 @@ def test_long_prompts_are_left_out_if_asked_for(tmp_path):
     """In one line; the others keep their order, and their lines in errors."""
     texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
-    prompts = data.PromptFile(path, characters, 20, skip_long=True, say=said.append)
+    prompts = data.PromptFile(path, Characters(), 20, skip_long=True, say=said.append)
     assert [text_of(prompt) for prompt in prompts] == ["four", "y" * 20, "z" * 6]
     assert said == [f"--skip-long: 1 of 4 prompts in {path} have over 20 tokens"]
     with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
-        data.PromptFile(path, characters, 3, skip_long=True)
+        data.PromptFile(path, Characters(), 3, skip_long=True)
 
 
-def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path):
+def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path, monkeypatch):
     """One whose tokens are more than its bytes and those of its roles: file and line, then."""
-    encode = lambda prompt: characters(prompt) * (10 if "often" in prompt else 1)  # noqa: E731
+    encode = lambda _, reader, text, *more: characters(text * (10 if "often" in text else 1))  # noqa: E731
+    monkeypatch.setattr(data, "encode_prompt", encode)
     path = jsonl(tmp_path / "rows.jsonl", [GOOD, {"prompt": "often"}])
-    prompts = data.PromptFile(path, encode, 20, skip_long=True)
+    prompts = data.PromptFile(path, Characters(), 20, skip_long=True)
     assert text_of(prompts[0]) == "good"
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: the prompt has 50 tokens, but .*-long"):
         prompts[1]
@@ -285,6 +313,52 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
         data.encode(tokenizer, CHAT)
 
 
+def test_the_key_of_an_answer(tmp_path):
+    """Whole floats are integers, as a column with a gap holds them; a gap is none."""
+    answers = (56.0, 0.5, " 56.0 ", 7, float("nan"))
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": each} for each in answers])
+    prompts = data.PromptFile(path, Characters(), 100)
+    assert [prompt.answer_key for prompt in prompts] == ["56", "0.5", "56.0", "7", None]
+
+
+def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
+    """Whatever the tokenizer adds, and whether the text was rendered before."""
+    models.new_model(tmp_path, 0)
+    tokenizer = data.load_tokenizer(str(tmp_path))
+    ends = [("<bos>", 1), ("<eos>", 2)]
+    frame = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = frame
+    assert tokenizer("3+4=")["input_ids"][-1] == 2
+    expected = [1, *tokenizer("3+4=", add_special_tokens=False)["input_ids"]]
+    assert data.encode(tokenizer, "3+4=") == data.encode(tokenizer, "<bos>3+4=") == expected
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATES = [
+    (TURNS, "<|im_end|>"),
+    (TURNS.replace("<|im_end|>", "{{ eos_token }}"), "<|endoftext|>"),
+    (TURNS.replace("m.content", "m.content | trim"), "<|im_end|>"),
+    (TURNS.replace("{{ m.content", "<think>\n\n</think>\n\n{{ m.content"), "<|im_end|>"),
+    ("{% if messages[0].role == 'system' %}{{ nothing.x.y }}{% endif %}" + TURNS, "<|im_end|>"),
+    (TURNS.replace("<|im_end|>", ""), None),
+]
+
+
+@pytest.mark.parametrize("template,end", TEMPLATES)
+def test_what_ends_an_answer(tokenizer, tmp_path, template, end):
+    """Is a stop token, and said at the start. Without, rows of chats are refused, and texts aren't."""
+    tokenizer, said = copy.deepcopy(tokenizer), []
+    tokenizer.eos_token, tokenizer.chat_template = "<|endoftext|>", template
+    chats, texts = (jsonl(tmp_path / f"{n}.jsonl", [row]) for n, row in enumerate((ROWS[1], GOOD)))
+    stop = data.stop_tokens(str(tmp_path), tokenizer, say=said.append)
+    assert {*map(tokenizer.decode, stop)} == {"<|endoftext|>", end or "<|endoftext|>"}
+    assert said == [f"{tmp_path}: its chat template ends an answer with {end}"] * bool(end)
+    assert len(data.PromptFile(texts, tokenizer, 1000)) == 1
+    refused = pytest.raises(ValueError, match=r"0\.jsonl:1: .* no special token")
+    with nullcontext() if end else refused:
+        data.PromptFile(chats, tokenizer, 1000)
+
+
 def test_stop_tokens(tokenizer, tmp_path):
     """The tokenizer's own and those of generation_config.json; none at all is an error."""
     own = tokenizer.eos_token_id
@@ -293,7 +367,7 @@ def test_stop_tokens(tokenizer, tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert set(data.stop_tokens(str(tmp_path), tokenizer)) == {own} | more
     without = copy.deepcopy(tokenizer)
-    without.eos_token = None
+    without.eos_token = without.chat_template = None
     with pytest.raises(ValueError, match="names no end-of-sequence token"):
         data.stop_tokens(str(tmp_path), without)
 

@@ -15,6 +15,7 @@ from config import UserError, parse_config
 from engines.engine import Answer, Sampling, seed_of
 from engines.pool import Pool
 from examples.make_demo import models
+from models import end_turns_with
 from recipes.addition import task  # noqa: F401  task adds the format
 from reporting.timeline import Timeline
 from tests.fakes import Device, FakeEngine, FakeWorld, VirtualClock, run_on, text_answer
@@ -31,6 +32,7 @@ def answers_of(tokenizer, count):
 def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, capsys):
     """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
     models.new_model(tmp_path / "model", 0)
+    end = end_turns_with(tmp_path / "model", "<unused59>")
     tokenizer = data.load_tokenizer(str(tmp_path / "model"))
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -39,6 +41,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, c
     async def generate(config, prompts, sampling):
         assert (tmp_path / ".out.lease").exists()  # nobody else may write there meanwhile
         asked.extend(prompts)
+        assert sampling.stop_token_ids == (tokenizer.eos_token_id, end)
         return [[*answers_of(tokenizer, config.samples + 1)] for _ in prompts]
 
     monkeypatch.setattr(evaluate, "generate", generate)
@@ -56,6 +59,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, c
     first, second = (json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines())
     assert (first["question"], first["greedy"], first["sampled"][1]) == ("3+4=", ">7", ">8")
     assert first["right"] == [True, False, True, False, False, True] and not any(second["right"])
+    assert first["finish"] == ["stop"] * 4 + ["length", "stop"]
 
 
 class FakePool:

@@ -1,6 +1,7 @@
 """SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows."""
 
 import asyncio
+import copy
 import json
 import math
 import random
@@ -14,12 +15,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import data
-import genrm
+import rewards
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import Config, parse_config
+from engines.engine import Answer
 from examples.make_demo import models
-from models import save_tokenizer
+from models import end_turns_with, save_tokenizer
 from parallel_worker import far, set_constants
 from sample import Sample
 from test_actor import VOCAB, make_model, plain_optimizer
@@ -168,13 +170,16 @@ def test_a_command_learns_as_the_plain_reference(command, references, single_ran
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict:
-    """One that has a chat template, and the demo's characters, which have none."""
+    """One that has a chat template, also without an end of turns; the demo's, which has none."""
     path = tmp_path_factory.mktemp("tokenizers")
     models.new_model(path / "text", 0)
-    return {
+    named = {
         "chat": data.load_tokenizer(str(save_tokenizer(path / "chat"))),
         "text": data.load_tokenizer(str(path / "text")),
     }
+    named["endless"] = copy.deepcopy(named["chat"])
+    named["endless"].chat_template = named["chat"].chat_template.replace("<|im_end|>", "")
+    return named
 
 
 def user(text: str) -> dict:
@@ -226,16 +231,34 @@ def test_chat_rows_for_sft(row, tokenizers):
     assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
 
 
-def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(tokenizers):
-    """The tokens of a question and a response as a judge, whose number is read at the last of them."""
-    texts = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
-    turns = {"prompt": [user("3+4=")], "chosen": [assistant(">7")], "rejected": [assistant(">6")]}
-    prompts = [genrm.score_prompt("3+4=", answer) for answer in (">7", ">6")]
-    for tokenizer, row in ((tokenizers["text"], texts), (tokenizers["chat"], turns)):
-        shown = [data.encode_exchange(tokenizer, prompt) for prompt in prompts]
-        assert shown == [sample.prompt for sample in parse_rm(row, tokenizer, "f:1")]
+class ScoringPool:
+    async def generate(self, requests, model):
+        self.shown = requests[0].prompt
+        yield Answer(0, [], [], "stop", [], score=0.0)
 
 
+SEVERAL = [SYSTEM, user("1+1?"), assistant("2"), user("3+4=")]
+
+
+@pytest.mark.parametrize("kind,end", [("text", "<eos>"), ("chat", "<|im_end|>\n")])
+@pytest.mark.parametrize("prompt", ["3+4=", "3+4=<|im_end|>!", [user("3+4=")], SEVERAL])
+def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, end, tokenizers):
+    """Token by token, with a template and without; what ends an answer only if it wasn't cut off."""
+    tokenizer, pool = tokenizers[kind], ScoringPool()
+    row = {"prompt": prompt, "chosen": ">7", "rejected": ">6"}
+    learned = parse_rm(row, tokenizer, "f:1")[0].prompt
+    named = dict(model="m", judge=("m",), judge_format=("score",), max_model_len=2000)
+    [judge] = rewards.build(Config(**named), [tokenizer], "".join).judges
+    asyncio.run(judge.ask(prompt, ">7", pool))
+    assert pool.shown == learned and tokenizer.decode(learned).endswith(">7" + end)
+    asyncio.run(judge.ask(prompt, ">7", pool, is_cut=True))
+    assert tokenizer.decode(pool.shown) + end == tokenizer.decode(learned)
+    assert kind == "text" or ("Be right.<|im_end|>" in tokenizer.decode(learned)) == (
+        prompt is SEVERAL
+    )
+
+
+PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 BAD = [
     ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
@@ -246,6 +269,9 @@ BAD = [
     ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
     ("dpo", "text", {"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
     ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
+    ("sft", "text", {"prompt": "3<eos>", "response": "7"}, "the prompt ends with what ends an"),
+    ("sft", "chat", {"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
+    ("dpo", "endless", PAIR, "ends an answer with no special token, so none could end"),
 ]
 
 
@@ -273,6 +299,7 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
     """On the demo's examples from new weights, as `run.py` puts it together."""
     models.new_model(tmp_path / "model", 0)
+    end = end_turns_with(tmp_path / "model", "<unused59>")
     out, progress = tmp_path / "out", mock.MagicMock()
     given = f"{command} --model {tmp_path}/model --out {out} --max-tokens-per-micro-batch 1024"
     how = "--steps 8 --eval-every 5 --lr 3e-3 --batch-size 16"
@@ -292,3 +319,5 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert json.loads((out / "config.json").read_text())["command"] == command
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
+    written = json.loads((out / "hf" / "generation_config.json").read_text())
+    assert {*written["eos_token_id"]} == {2, end} and written["pad_token_id"] == 0

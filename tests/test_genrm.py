@@ -190,6 +190,23 @@ def test_identical_pairs_are_asked_once():
     assert len(engine.asked) == 3 and listed.counts() == ([0], [3])
 
 
+SAID = [("system", "Be terse"), ("user", "1+1?"), ("assistant", "2"), ("user", "And plus 7?")]
+TURNS = [{"role": role, "content": text} for role, text in SAID]
+
+
+@pytest.mark.parametrize("name,label", [("chat", "Question"), ("harm", "Request")])
+def test_a_judge_is_asked_about_the_whole_conversation(name, label):
+    """Every turn behind its role; a question by itself stands alone. Conversations are told apart."""
+    listed, engine = make_rewards(name), Engine(always("Verdict: yes"))
+    samples = [sample("9", "And plus 7?") for _ in range(4)]
+    samples[1].turns, samples[2].turns, samples[3].turns = TURNS, TURNS[1:], list(TURNS)
+    score_all(listed, Pool(engine), samples)
+    alone, whole, shorter = engine.asked
+    turns = "".join(f"{role}: {text}\n" for role, text in SAID)
+    assert f"\n{label}:\nAnd plus 7?\n\n" in alone and f"\n{label}:\n{turns}\n" in whole
+    assert shorter == whole.replace("system: Be terse\n", "")
+
+
 def test_a_prompt_beyond_the_context_is_a_failed_judgement():
     """Counted and dropped; the engine, which would refuse it, is not asked."""
     listed, engine, too_long = make_rewards(max_prompt_tokens=8), Engine(accept), sample(">125")
@@ -319,9 +336,9 @@ def test_a_scalar_reward_model_scores_the_whole_response():
     listed = make_rewards("addition_score", judgements=4)
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
-    score_all(listed, Pool(engine), [judged, cut])
-    assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 2
-    assert (listed.counts(), judged.critique) == (([0], [2]), "score 1.25")
+    score_all(listed, Pool(engine), [judged, cut, sample("7+8")])  # the last is shown with its end
+    assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 3
+    assert (listed.counts(), judged.critique) == (([0], [3]), "score 1.25")
     assert (judged.reward, judged.verdict, listed.final_answer(judged)) == (1.25, None, "125")
     assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None)
 

@@ -1,7 +1,6 @@
 """Rows with images: as they are in JSONL and Parquet, their tokens, when they are read, what is refused."""
 
 import json
-from functools import partial
 
 import datasets
 import pyarrow
@@ -10,6 +9,7 @@ import pytest
 
 import data
 from images import reader
+from models import save_tokenizer
 from vision_models import IMAGE, START, encoded_picture, make_vision_model
 
 SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
@@ -31,9 +31,10 @@ def folder(tmp_path):
 def prompts_of(model, path, room=200, **options):
     eyes, tokenizer = reader.reader_of(model), data.load_tokenizer(model)
     if options.pop("template", False):
-        tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }};{% endfor %}"
-    encode = partial(data.encode_prompt, tokenizer, eyes)
-    return data.PromptFile(path, encode, room, reader=eyes, **options)
+        tokenizer.chat_template = (
+            "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+        )
+    return data.PromptFile(path, tokenizer, room, reader=eyes, **options)
 
 
 def write(folder, *rows):
@@ -153,12 +154,11 @@ def test_a_row_that_cannot_be_used_is_refused_at_once(model, folder, kind):
     assert "\n" not in str(error.value)
 
 
-def test_a_model_of_texts_refuses_images(folder):
-    texts = data.PromptFile(
-        write(folder, dict(prompt="<image>")), lambda prompt: [*prompt.encode()], 100
-    )
-    assert texts[0].tokens == [*b"<image>"]  # a text like any other
+def test_a_model_of_texts_refuses_images(folder, tmp_path):
+    tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
+    texts = data.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
+    assert tokenizer.decode(texts[0].tokens) == "<image>"  # a text like any other
     with pytest.raises(
         ValueError, match=r"rows.jsonl:1: it has images, and --model reads text alone"
     ):
-        data.PromptFile(write(folder, *ROWS), lambda prompt: [*prompt.encode()], 100)
+        data.PromptFile(write(folder, *ROWS), tokenizer, 100)

@@ -41,7 +41,7 @@ class StubJudge:
     def reset(self):
         pass
 
-    async def ask(self, question, answer, pool, images=()):
+    async def ask(self, prompt, answer, pool, images=(), is_cut=False):
         return genrm.Judgement(f"says {self.value}", self.value)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import data
 from config import UserError
+from runtime.rows import read_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,7 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
     A row has `text`, learned from its second token on, or `prompt` and `response`.
     """
     sequences = []
-    for line, row in data.read_rows(path, "ptx_data"):
+    for line, row in read_rows(path, "ptx_data"):
         texts = [row.get(name) for name in (("prompt", "response") if "response" in row else ("text",))]
         if not all(isinstance(text, str) and text for text in texts):
             raise UserError(f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts")

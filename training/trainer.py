@@ -84,6 +84,7 @@ class Trainer:
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
+        self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
         self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
         self.pipeline, self.reverse = join_pipeline(self.device), reverse
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -321,7 +322,7 @@ class Trainer:
         return iter(self.gathering)
 
     def export(self, path: str | Path) -> None:
-        """Write a Hugging Face directory: weights, config.json, the tokenizer's files (collective)."""
+        """Write a Hugging Face directory: weights, config.json, `stop_tokens`, other files (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
         dist.barrier()
@@ -341,6 +342,10 @@ class Trainer:
                 shutil.copy(file, path)
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
         Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
+        if self.stop_tokens:
+            file = Path(path, "generation_config.json")
+            named = json.loads(file.read_text()) if file.is_file() else {}
+            file.write_text(json.dumps(named | {"eos_token_id": list(self.stop_tokens)}, indent=2))
         save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
 
     def _hf_config(self, hf: dict) -> dict:

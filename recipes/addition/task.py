@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from data import Prompt
-from genrm import FORMATS, JudgeFormat, score_prompt
+from genrm import FORMATS, JudgeFormat
 from images.reader import IMAGE, ImageReader
 from recipes.addition.drawing import picture
 
@@ -118,4 +118,4 @@ def addition_parse(text: str) -> bool | None:
 
 
 FORMATS["addition"] = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
-FORMATS["addition_score"] = JudgeFormat(addition_answer, score_prompt, full_response=True, scores=True)
+FORMATS["addition_score"] = JudgeFormat(addition_answer, None, full_response=True, scores=True)
