@@ -61,12 +61,10 @@ def make_samples(step: int) -> list[Sample]:
     rng = random.Random(step)
     samples = []
     for index in range(16):
-        prompt, response = (
-            [rng.randrange(VOCAB) for _ in range(rng.randint(1, high))] for high in (8, 20)
-        )
-        sample = Sample(
-            index // 4, index % 4, prompt, response=response, versions=[step] * len(response)
-        )
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
+        response = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        sample = Sample(index // 4, index % 4, prompt, response=response)
+        sample.versions = [step] * len(response)
         sample.advantages = [rng.gauss(0, 1)] * len(response)
         if index in (5, 11) or (step == 2 and index != 6):
             sample.advantages = None
@@ -143,17 +141,17 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     optimizer, losses, norms = plain_optimizer(model), [], []
-    for part in (samples[0::2], samples[1::2]):
+    parts = (samples[0::2], samples[1::2])
+    for part in parts:
         optimizer.zero_grad()
         losses.append(plain_row_loss(model, part, actor.config, actor.algorithm))
         losses[-1].backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
         optimizer.step()
     assert metrics["train/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-3)
-    sizes = [
-        len(part) if row != "cispo" else sum(len(sample.response) for sample in part)
-        for part in (samples[0::2], samples[1::2])
-    ]
+    sizes = [len(part) for part in parts]
+    if row == "cispo":
+        sizes = [sum(len(sample.response) for sample in part) for part in parts]
     mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
     expected = dict(model.named_parameters())
@@ -303,12 +301,9 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(
     assert expected.abs().max() > 1e-3
     assert torch.allclose(gradient(actor, stale, monkeypatch), expected, rtol=0, atol=1e-6)
     metrics = update(actor, stale)
-    assert metrics["train/stale_token_frac"] == len(weights) / sum(
-        len(sample.response) for sample in stale
-    )
-    assert metrics["train/stale_weight_mean"] == pytest.approx(
-        sum(weights) / len(weights), abs=1e-5
-    )
+    tokens, mean = sum(len(sample.response) for sample in stale), sum(weights) / len(weights)
+    assert metrics["train/stale_token_frac"] == len(weights) / tokens
+    assert metrics["train/stale_weight_mean"] == pytest.approx(mean, abs=1e-5)
     assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/clip_frac"] == 0
 
 

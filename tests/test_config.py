@@ -113,12 +113,8 @@ def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
     assert parse_config(["sft", "--preset", name, "--lr", "0.5"]).lr == 0.5
 
 
-OF_RL = {
-    field.name
-    for name, row in documented_settings().items()
-    if name in COMMANDS["rl"].groups
-    for field, _ in row
-}
+ROWS_OF_RL = [documented_settings()[group] for group in COMMANDS["rl"].groups]
+OF_RL = {field.name for row in ROWS_OF_RL for field, _ in row}
 
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])
@@ -237,11 +233,8 @@ def test_an_engine_stays_on_one_machine(role):
     ],
 )
 def test_a_batch_that_fits_gives_its_plan(arguments, mode, plan):
-    config, expected, ranks = (
-        parse_config(arguments.split()),
-        placement.Plan(mode, *plan),
-        len(plan[2]),
-    )
+    config, ranks = parse_config(arguments.split()), len(plan[2])
+    expected = placement.Plan(mode, *plan)
     assert check_settings(config, ranks) == [expected]
     described = describe(config, [expected], ranks)
     assert str(expected) in described and f"{config.prompts_per_step * 8} samples" in described
