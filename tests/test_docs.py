@@ -24,12 +24,9 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
-PROGRAMS = (
-    *ROOT.glob("bench/*.py"),
-    *ROOT.glob("tests/*chaos.py"),
-    ROOT / "reporting" / "figure.py",
-)
-PROGRAMS += (ROOT / "papers" / "tables.py", ROOT / "tests" / "planted_bugs.py")
+PROGRAMS = [*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*chaos.py")]
+PROGRAMS += [ROOT / "papers" / "tables.py", ROOT / "tests" / "planted_bugs.py"]
+PROGRAMS += [ROOT / "reporting" / "figure.py"]
 TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr"}
 TORCHRUN |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
@@ -46,9 +43,8 @@ def prose(page: Path) -> str:
 
 def rows_of(text: str) -> list[list[str]]:
     """The cells of the rows of the first table in a text, without its head."""
-    lines = list(
-        takewhile(lambda line: line.startswith("|"), text[text.index("\n|") + 1 :].splitlines())
-    )
+    from_it = text[text.index("\n|") + 1 :].splitlines()
+    lines = list(takewhile(lambda line: line.startswith("|"), from_it))
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
@@ -153,16 +149,9 @@ def test_a_page_can_be_read(page):
 
 def commands_in(page: Path) -> list[list[str]]:
     """The words of each command line of a page, without comment and what is behind &&."""
-    text = page.read_text().replace("\\\n", " ")
-    lines = [
-        line.split("#")[0].split("&&")[0] for line in text.splitlines() if line.startswith("    ")
-    ]
-    programs = (r"\S*torchrun ", r"\S*python ")
-    return [
-        shlex.split(line)
-        for line in lines
-        if re.match(rf"    (\w+=\w+ )?({'|'.join(programs)})", line)
-    ]
+    lines = page.read_text().replace("\\\n", " ").splitlines()
+    starts = [line for line in lines if re.match(r"    (\w+=\w+ )?\S*(torchrun|python) ", line)]
+    return [shlex.split(line.split("#")[0].split("&&")[0]) for line in starts]
 
 
 def check_run(words: list[str]) -> None:
@@ -185,9 +174,8 @@ def check_program(words: list[str]) -> None:
     (name,) = [word for word in words if word.endswith(".py")] or [words[words.index("-m") + 1]]
     path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
     flags = [word for word in words[words.index(name) :] if word.startswith("--")]
-    path = (
-        ROOT / "papers" / "tables.py" if path.parent.name == "papers" and path.is_file() else path
-    )
+    if path.parent.name == "papers" and path.is_file():
+        path = ROOT / "papers" / "tables.py"
     if path.parent != ROOT / "examples":  # those have run.py's
         text = path.read_text()
         assert not [flag for flag in flags if f'add_argument("{flag}"' not in text], words
@@ -232,13 +220,11 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
         path = tmp_path / ".venv" / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{does}\n")
         path.chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "5"}
-    slurm["SLURM_SUBMIT_DIR"] = str(tmp_path)
-    slurm |= {"SLURM_NNODES": "2", "NETWORK": network, "MODEL": "a b", "JUDGE": "j", "DATA": "d"}
+    env = os.environ | {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "5"}
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "2", "NETWORK": network}
+    env |= {"MODEL": "a b", "JUDGE": "j", "DATA": "d"}
     command = [SLURM, "--steps", "3"]
-    ran = subprocess.run(
-        command, env=os.environ | slurm, capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     for number, line in enumerate(ran.stdout.splitlines()):
         words = json.loads(line)
         launch, arguments = words[: words.index("run.py")], words[words.index("run.py") + 1 :]

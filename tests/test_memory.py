@@ -40,10 +40,8 @@ def kept_by(actor) -> int:
     def nothing(batch, output):
         raise StopIteration
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        pytest.raises(StopIteration),
-    ):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, pytest.raises(StopIteration):
         actor._passes([[([1] * 12, [2] * (TOKENS - 11))]], nothing)
     return sum(size for size, _ in found.values())
 
@@ -52,9 +50,8 @@ def kept_by(actor) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # noqa: F811
     """A token: by KEPT within 2 %; recomputed, the layer's input alone."""
-    one, three = (
-        kept_by(make_actor(model, dtype=dtype, recompute=recompute)) for model in shallow_and_deep
-    )
+    how = dict(dtype=dtype, recompute=recompute)
+    one, three = (kept_by(make_actor(model, **how)) for model in shallow_and_deep)
     of_a_layer = (three - one) / 2 / TOKENS
     widths = zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True)
     all_of_it = sum(size * width for size, width in widths)
