@@ -51,6 +51,7 @@ def run(*arguments, figures=None):
         (GOOD.replace("5500", "fast"), "could not convert string to float: 'fast'"),
         (GOOD.replace("5500", "0"), "0, precision 0.02: no number above 0"),
         (GOOD.replace("5500", "nan"), "no number above 0"),
+        (GOOD.replace("5500", "inf"), "no number above 0"),
         (GOOD.replace("0.02", "2"), "no number above 0"),
         (GOOD.replace("FIG", "ME"), "a label of P, FIG, CALC, 2ND"),
         (GOOD.replace("arXiv", ""), "needs a source"),
