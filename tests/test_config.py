@@ -196,16 +196,12 @@ ENGINES = "for a rollout engine of 1 and a genrm engine of 1"
     "arguments,ranks,message",
     [
         ("", 1, f"--mode partial needs at least 2 ranks, {ENGINES}; this run has 1"),
-        ("--rollout-ranks 2", 2, "2 leaves 0 of 2 ranks for genrm; this run takes 1"),
         ("--tp 2", 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
-        ("--rollout-tp 2", 3, "--rollout-tp 2 doesn't divide 3 ranks"),
-        ("--model m --judge j k", 2, "engine of 1 for each of 2 judges; this run has 2"),
         ("--model m --judge j k l --rollout-ranks 6", 8, "this run takes 1, 2, 3, 4, 5"),
-        ("--mode half", 2, "--mode half is unknown; choose one of full, partial, fused, auto"),
     ],
 )
 def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
-    """With the numbers."""
+    """With the numbers. (test_placement.py has more of the split.)"""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         check_settings(parse_config(arguments.split()), ranks)
     assert "\n" not in str(caught.value)
@@ -271,13 +267,3 @@ def test_help(command):
             assert is_shown == (group in COMMANDS[command].groups), field.name
     assert "--no-deterministic" in ran.stdout or command not in ("rl", "eval")
     assert "--no-sp" not in ran.stdout and "--no-rebalance" not in ran.stdout
-
-
-def test_the_plain_script_says_how_to_start_it():
-    """Without torchrun, and with a bad setting: one line, status 2, nothing imported that takes seconds."""
-    start = "error: start with: torchrun --nproc-per-node 2 run.py"
-    for arguments, message in (([], start), (["--steps", "0"], "error: --steps 0")):
-        command = [sys.executable, "run.py", *arguments]
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert ran.returncode == 2 and ran.stdout == ""
-        assert ran.stderr.startswith(message) and len(ran.stderr.splitlines()) == 1

@@ -195,7 +195,6 @@ def test_a_dry_run_with_a_map(said):
 
 
 def test_a_map_has_every_model_of_the_algorithm(tmp_path):
-    """And goes with a dry run alone."""
     save_model(tmp_path / "model")
     path = str(tmp_path / "model")
     safe = dict(judge=(path,), cost_judge=(path,), algorithm=("safe_rlhf", "kl_coef=0.1"))
@@ -205,8 +204,6 @@ def test_a_map_has_every_model_of_the_algorithm(tmp_path):
     actor, judge = models["actor"], models["judge 1"]
     assert actor._replace(cuts=0) == judge and actor.cuts == 2
     assert (actor.layers, actor.hidden, actor.kv_width) == (2, 64, 32)
-    with pytest.raises(ValueError, match="--map belongs to --dry-run"):
-        run.start(["--map"], None)
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):

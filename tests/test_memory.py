@@ -11,10 +11,8 @@ from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512
 DTYPES = ["float32", "bfloat16"]
-WIDTHS = dict(
-    hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28, num_key_value_heads=4
-)
-WIDTHS |= dict(vocab_size=VOCAB, max_position_embeddings=1024)
+WIDTHS = dict(hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28)
+WIDTHS |= dict(num_key_value_heads=4, vocab_size=VOCAB, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="session")

@@ -70,9 +70,10 @@ def test_rows_of_both_kinds(tmp_path):
     assert read_texts(path, Characters(), 6) == expected
 
 
-@pytest.mark.parametrize(
-    "row", [{}, {"text": ""}, {"response": "a"}, {"prompt": "", "response": "a"}]
-)
+BAD = [{}, {"text": ""}, {"response": "a"}, {"prompt": "", "response": "a"}]
+
+
+@pytest.mark.parametrize("row", BAD)
 def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
