@@ -97,9 +97,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
     """Draw prompts that come again, as far as they were answered."""
     drawn = prompts.draw(9)
     owners = prompts.assign_owners(drawn, actor.dp_size)
-    mine = [
-        prompt_id for prompt_id in drawn if owners[prompt_id] == actor.dp_rank and actor.is_head
-    ]
+    mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_head]
     groups = [prompts.group(prompt_id) for prompt_id in mine]
     for sample in flat([groups]):
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]

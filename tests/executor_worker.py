@@ -100,11 +100,7 @@ def ppo_step(trainers: tuple, step: int, samples: list) -> tuple[dict, list]:
 
 def weights_of(trainers: tuple) -> dict:
     named = ((str(number), trainer) for number, trainer in enumerate(trainers))
-    return {
-        (n, name): tensor.clone()
-        for n, trainer in named
-        for name, tensor in trainer.named_weights()
-    }
+    return {(n, name): each.clone() for n, of in named for name, each in of.named_weights()}
 
 
 def train(reference: dict, layout: dict, path: str) -> dict:

@@ -185,11 +185,9 @@ class FakeEngine:
         while True:
             changed = asyncio.ensure_future(self.changed.wait())
             waiting = [changed] if self.hangs else [changed, aborted]
-            timeout = None if self.hangs else max(0.0, due - clock())
+            left = None if self.hangs else max(0.0, due - clock())
             try:
-                done, _ = await asyncio.wait(
-                    waiting, timeout=timeout, return_when="FIRST_COMPLETED"
-                )
+                done, _ = await asyncio.wait(waiting, timeout=left, return_when="FIRST_COMPLETED")
             finally:
                 changed.cancel()
             if not self.runs:

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
-WIDTHS = dict(
-    hidden_size=1536, intermediate_size=4608, num_hidden_layers=16, num_attention_heads=12
-)
-WIDTHS |= dict(num_key_value_heads=4, vocab_size=32768)
+WIDTHS = dict(hidden_size=1536, intermediate_size=4608, num_hidden_layers=16)
+WIDTHS |= dict(num_attention_heads=12, num_key_value_heads=4, vocab_size=32768)
 SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
 SMALL |= dict(num_key_value_heads=2, vocab_size=512)
 

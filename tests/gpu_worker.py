@@ -83,14 +83,10 @@ def timed(work: Callable[[], object]) -> float:
 def differences(samples: list[Sample], rows: list[list[float]]) -> dict[str, float]:
     """Of the samples' own log-probabilities and others."""
     pairs = [zip(s.logprobs, row, strict=True) for s, row in zip(samples, rows, strict=True)]
-    apart = (
-        torch.tensor([abs(a - b) for row in pairs for a, b in row], dtype=torch.float64)
-        .sort()
-        .values
-    )
-    return dict(
-        mean=apart.mean().item(), p999=apart[int(0.999 * len(apart))].item(), max=apart[-1].item()
-    )
+    distances = [abs(a - b) for row in pairs for a, b in row]
+    apart = torch.tensor(distances, dtype=torch.float64).sort().values
+    p999 = apart[int(0.999 * len(apart))].item()
+    return dict(mean=apart.mean().item(), p999=p999, max=apart[-1].item())
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -104,10 +100,8 @@ def random_samples(actor) -> list[Sample]:
     for number in range(SIZE.answers):
         length = SIZE.answer * (number + 1) // SIZE.answers
         sample = Sample(number, 0, random_tokens(SIZE.prompt, number))
-        sample.response, sample.advantages = (
-            random_tokens(length, -number - 1),
-            [(-1.0) ** number] * length,
-        )
+        sample.response = random_tokens(length, -number - 1)
+        sample.advantages = [(-1.0) ** number] * length
         samples.append(sample)
     for sample, row in zip(samples, actor.logprobs(samples), strict=True):
         sample.logprobs = row
@@ -252,13 +246,8 @@ async def serve_and_learn(tp: str = "1") -> None:
         awake = used_bytes()
         await engine.sleep()
         total = torch.cuda.mem_get_info()[1] if HAS_GPU else 0
-        note(
-            "release",
-            before=before,
-            awake=awake,
-            asleep=used_bytes(),
-            share=config.mem_fraction * total,
-        )
+        memory = dict(before=before, awake=awake, asleep=used_bytes())
+        note("release", **memory, share=config.mem_fraction * total)
         actor = Actor(config, MODEL)
         note("agreement", **differences(written, actor.logprobs(written)))
         for version in (1, 2):

@@ -24,9 +24,8 @@ from scheduling.balance import flat, plan_batch
 
 def actor_config(row: str = "grpo", **changes) -> Config:
     """A small run's; a change that isn't a setting of the run's is one of the algorithm's."""
-    own = {
-        field.name: changes.pop(field.name) for field in fields(Settings) if field.name in changes
-    }
+    names = [field.name for field in fields(Settings)]
+    own = {name: changes.pop(name) for name in names if name in changes}
     small = dict(temperature=0.8, max_tokens_per_micro_batch=48, max_new_tokens=20, steps=4)
     rates = dict(lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5, weight_decay=0.1)
     algorithm = (row, *(f"{name}={value}" for name, value in own.items()))
@@ -195,9 +194,7 @@ def each_layout(train: Callable[..., dict], case: dict, size: int, path: str) ->
     }
 
 
-def rank_main(
-    rank: int, size: int, work: Callable[[dict, int, str], dict], case: dict, path: str
-) -> None:
+def rank_main(rank: int, size: int, work: Callable[..., dict], case: dict, path: str) -> None:
     store, timeout = f"file://{path}.store{size}", datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", store, timeout=timeout, rank=rank, world_size=size)
     results = work(case, size, path)

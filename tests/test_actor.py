@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import Algorithm
-from parallel_worker import actor_config, balanced, save, set_constants, supervised, weights_of
+from parallel_worker import actor_config, balanced, far, save, set_constants, supervised, weights_of
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag
@@ -61,12 +61,10 @@ def make_samples(step: int) -> list[Sample]:
     rng = random.Random(step)
     samples = []
     for index in range(16):
-        prompt, response = (
-            [rng.randrange(VOCAB) for _ in range(rng.randint(1, high))] for high in (8, 20)
-        )
-        sample = Sample(
-            index // 4, index % 4, prompt, response=response, versions=[step] * len(response)
-        )
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
+        response = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        sample = Sample(index // 4, index % 4, prompt, response=response)
+        sample.versions = [step] * len(response)
         sample.advantages = [rng.gauss(0, 1)] * len(response)
         if index in (5, 11) or (step == 2 and index != 6):
             sample.advantages = None
@@ -143,17 +141,17 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     optimizer, losses, norms = plain_optimizer(model), [], []
-    for part in (samples[0::2], samples[1::2]):
+    parts = (samples[0::2], samples[1::2])
+    for part in parts:
         optimizer.zero_grad()
         losses.append(plain_row_loss(model, part, actor.config, actor.algorithm))
         losses[-1].backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
         optimizer.step()
     assert metrics["train/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-3)
-    sizes = [
-        len(part) if row != "cispo" else sum(len(sample.response) for sample in part)
-        for part in (samples[0::2], samples[1::2])
-    ]
+    sizes = [len(part) for part in parts]
+    if row == "cispo":
+        sizes = [sum(len(sample.response) for sample in part) for part in parts]
     mean = sum(loss.item() * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
     expected = dict(model.named_parameters())
@@ -292,9 +290,7 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
     return stale, fresh, weights
 
 
-def test_the_gradient_of_a_stale_token_has_its_importance_weight(
-    make_actor, model_dir, monkeypatch
-):
+def test_the_gradient_of_a_stale_token_has_its_weight(make_actor, model_dir, monkeypatch):
     """As if its advantage had it, at ratio 1. Only fresh tokens are compared with the engine."""
     monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
     actor = make_actor(model_dir, **STALE)
@@ -303,12 +299,9 @@ def test_the_gradient_of_a_stale_token_has_its_importance_weight(
     assert expected.abs().max() > 1e-3
     assert torch.allclose(gradient(actor, stale, monkeypatch), expected, rtol=0, atol=1e-6)
     metrics = update(actor, stale)
-    assert metrics["train/stale_token_frac"] == len(weights) / sum(
-        len(sample.response) for sample in stale
-    )
-    assert metrics["train/stale_weight_mean"] == pytest.approx(
-        sum(weights) / len(weights), abs=1e-5
-    )
+    tokens, mean = sum(len(sample.response) for sample in stale), sum(weights) / len(weights)
+    assert metrics["train/stale_token_frac"] == len(weights) / tokens
+    assert metrics["train/stale_weight_mean"] == pytest.approx(mean, abs=1e-5)
     assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/clip_frac"] == 0
 
 
@@ -324,24 +317,19 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, m
     assert metrics[0]["train/clip_frac"] > 0.05
     assert metrics[0]["train/clip_frac"] == pytest.approx(metrics[1]["train/clip_frac"])
     assert metrics[0]["train/loss"] == pytest.approx(metrics[1]["train/loss"], abs=1e-5)
-    assert all(
-        torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=5e-5) for name in weights[0]
-    )
+    assert far(*weights) < 5e-5
 
 
 def test_learning_rate_of_every_update():
     from actor import learning_rate
 
-    assert [learning_rate(version, actor_config()) for version in range(4)] == pytest.approx(
-        LEARNING_RATES
-    )
-    assert learning_rate(9, actor_config()) == pytest.approx(5e-4)
+    rates = [learning_rate(version, actor_config()) for version in (0, 1, 2, 3, 9)]
+    assert rates == pytest.approx([*LEARNING_RATES, 5e-4])
     constant = actor_config(lr_decay_to=1.0)
     assert [learning_rate(version, constant) for version in (1, 3, 9)] == [1e-3] * 3
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
-    assert [learning_rate(version, late, 3) for version in range(7)] == pytest.approx(
-        [0, 0, 0, *LEARNING_RATES]
-    )
+    rates = [learning_rate(version, late, 3) for version in range(7)]
+    assert rates == pytest.approx([0, 0, 0, *LEARNING_RATES])
 
 
 # --------------------------------------------------------------------------------- the Hugging Face directory
@@ -355,9 +343,7 @@ LLAMA3_ROPE |= dict(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
     "family, changes",
     [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("llama", {"rope_parameters": LLAMA3_ROPE})],
 )
-def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(
-    make_actor, tmp_path, family, changes, tied
-):
+def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, family, changes, tied):
     path = make_model(tmp_path / "in", family, tied, **changes)
     actor = make_actor(path)
     plain = AutoModelForCausalLM.from_pretrained(path)
@@ -369,9 +355,8 @@ def test_a_model_goes_in_and_out_bit_for_bit_and_computes_the_same(
     samples = make_samples(0)
     for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
         with torch.no_grad():
-            assert logprobs == pytest.approx(
-                plain_logprobs(plain, sample, temperature=0.8)[0].tolist(), abs=1e-5
-            )
+            expected = plain_logprobs(plain, sample, temperature=0.8)[0].tolist()
+        assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *CLASSES])
@@ -473,9 +458,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, 
     cp=st.sampled_from([1, 2, 4]),
     tp_with_sp=st.sampled_from([1, 2]),
 )
-def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(
-    sequences, cp, tp_with_sp
-):
+def test_every_response_token_is_a_target_on_one_context_parallel_rank(sequences, cp, tp_with_sp):
     """Some micro-batches are empty; each has the tokens that packing counted, and few more for sp."""
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
     sequences = [
@@ -489,19 +472,15 @@ def test_every_response_token_is_a_target_on_exactly_one_context_parallel_rank(
     for rank in range(cp):
         batches = make_micro_batches(packed, cp=cp, cp_rank=rank, tp_with_sp=tp_with_sp)
         for batch, chosen_sequences in zip(batches, packed, strict=True):
-            counted = sum(
-                packed_length(len(prompt) + len(response), cp)
-                for prompt, response in chosen_sequences
-            )
+            counted = sum(packed_length(len(p) + len(r), cp) for p, r in chosen_sequences)
             total = sum(queries for queries, _ in batch.lengths) * cp
             assert counted <= total <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
             chosen = batch.slots != NO_TARGET
             assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == total
             assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
-            assert [responses[slot] for slot in batch.slots[chosen]] == batch.targets[
-                chosen
-            ].tolist()
-            seen += batch.slots[chosen].tolist()
+            slots = batch.slots[chosen].tolist()
+            assert [responses[slot] for slot in slots] == batch.targets[chosen].tolist()
+            seen += slots
     assert sorted(seen) == list(range(len(responses)))
 
 

@@ -35,11 +35,10 @@ def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("whole") / "step_1")
 
 
-@given(
-    name=st.sampled_from([CHECKSUMS, CHECKSUMS, *SIZES]),
-    where=st.integers(0),
-    bits=st.integers(1, 255),
-)
+NAMES = st.sampled_from([CHECKSUMS, CHECKSUMS, *SIZES])
+
+
+@given(name=NAMES, where=st.integers(0), bits=st.integers(1, 255))
 def test_any_changed_byte_shows(folder, name, where, bits):
     """Also of the checksums: in a checksum, in a name or between them."""
     path = folder / name

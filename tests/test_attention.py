@@ -25,20 +25,9 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), value)
 
 
-def varlen(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
-) -> Tensor:
+def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn`, which refuses other types and takes window_size for causal."""
+    scale, window_size, enable_gqa = how["scale"], how["window_size"], how["enable_gqa"]
     for starts, x, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
         assert starts.dtype == torch.int32 and starts.ndim == 1 and starts.is_contiguous()
         assert starts[0] == 0 and starts[-1] == len(x) and most is int(most) == starts.diff().max()

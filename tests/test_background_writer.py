@@ -43,10 +43,8 @@ def test_a_writer_sees_what_was_there_when_it_was_forked():
 def test_how_a_writer_fails():
     """An error of any kind, and a death: both reach the rank."""
     missing = ended(BackgroundWriter(lambda: Path("/nowhere/file").write_text("x")))
-    assert missing == (
-        None,
-        "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'",
-    )
+    error = "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'"
+    assert missing == (None, error)
     assert ended(BackgroundWriter(lambda: {}["key"])) == (None, "KeyError: 'key'")
     assert ended(BackgroundWriter(lambda: sys.exit("two\nlines"))) == (None, "SystemExit: two")
     # more than a pipe holds: it is killed as it sends

@@ -49,11 +49,10 @@ def test_karmarkar_karp_by_hand(costs, shares, expected):
     assert sorted(sums(costs, karmarkar_karp(costs, shares))) == expected
 
 
-@given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
-    budget=st.integers(20, 40),
-    multiple=st.integers(1, 3),
-)
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
+
+
+@given(lengths=LENGTHS, budget=st.integers(20, 40), multiple=st.integers(1, 3))
 @settings(deadline=None)
 def test_even_micro_batches_are_few(lengths, budget, multiple):
     """More than half full but for one, then as many more as the multiple asks for."""

@@ -298,9 +298,8 @@ class Trial:
         rows = list(complete_rows(self.out / "metrics.jsonl"))
         check_history(self.config(), rows)
         steps = self.settings["steps"]
-        assert {(c.placement.actor.version, c.state.step) for c in self.controllers} == {
-            (steps, steps)
-        }
+        reached = {(c.placement.actor.version, c.state.step) for c in self.controllers}
+        assert reached == {(steps, steps)}
         return "done"
 
     def draw_life(self, life):

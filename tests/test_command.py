@@ -144,21 +144,14 @@ OF_OTHERS = [
     ("--judge", "model.safetensors", holding(eight_bits), "quantized"),
     ("--critic", "config.json", OWN_CLASS, "architectures"),
     ("--critic", "model.safetensors", holding(dict), "it has no score.weight"),
-    (
-        "--critic",
-        "model.safetensors",
-        adding("v_head.summary.weight"),
-        "reads v_head.summary.weight",
-    ),
+    ("--critic", "model.safetensors", adding("v_head.summary.weight"), "reads v_head.summary"),
     ("--critic", "model.safetensors", adding("score.weight", "lm_head.weight", "a.inv_freq"), ""),
     ("--critic", "tokenizer.json", swapped, "'1' isn't the token"),
 ]
 
 
 @pytest.mark.parametrize("setting,file,change,message", OF_OTHERS)
-def test_models_beside_the_policy_are_looked_at_too(
-    actor, tmp_path, setting, file, change, message
-):
+def test_models_beside_the_policy_are_looked_at(actor, tmp_path, setting, file, change, message):
     """A critic that is one is taken, be there an output layer and frequencies that it won't read."""
     home = models.save_model(tmp_path / "its-name")
     if setting == "--critic" and file != "model.safetensors":

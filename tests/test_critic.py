@@ -17,9 +17,8 @@ from test_actor import make_model, make_samples
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:
     """A tiny random value model's directory."""
-    model = AutoModelForSequenceClassification.from_pretrained(
-        make_model(path / "policy", family, tied), num_labels=1
-    )
+    policy = make_model(path / "policy", family, tied)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(path / "critic")
     (path / "critic" / "tokenizer_config.json").write_text("{}")

@@ -29,18 +29,12 @@ LARGE = ["--tp", "4", "--sp", "--rollout-tp", "2", "--genrm-tp", "2"]
 def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str:
     """A Hugging Face directory of published sizes in bfloat16; its tensors take no room on the disk."""
     kv, layer = kv_heads * 128, {}
-    for name, shape in (
-        ("q_proj", (hidden, hidden)),
-        ("k_proj", (kv, hidden)),
-        ("v_proj", (kv, hidden)),
-    ):
-        layer |= {f"self_attn.{name}.weight": shape, f"self_attn.{name}.bias": shape[:1]}
+    for name, rows in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv)):
+        layer |= {f"self_attn.{name}.weight": (rows, hidden), f"self_attn.{name}.bias": (rows,)}
     layer |= {"self_attn.o_proj.weight": (hidden, hidden), "mlp.down_proj.weight": (hidden, ffn)}
     layer |= {f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     layer |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    shapes = {
-        f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()
-    }
+    shapes = {f"model.layers.{i}.{name}": layer[name] for i in range(layers) for name in layer}
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
     shapes |= {"model.norm.weight": (hidden,)}
     header, end = {}, 0
@@ -52,10 +46,9 @@ def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str
     with (path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    config = dict(
-        model_type="qwen2", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=ffn
-    )
-    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab)
+    config = dict(model_type="qwen2", hidden_size=hidden, intermediate_size=ffn, vocab_size=vocab)
+    config |= dict(num_hidden_layers=layers, num_attention_heads=heads)
+    config |= dict(num_key_value_heads=kv_heads)
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
     return str(path)
 

@@ -100,9 +100,7 @@ JUDGES = [{}, dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2)]
     tail=st.floats(0, 1),
     judges=st.sampled_from(JUDGES),
 )
-def test_all_modes_train_on_the_same_samples(
-    layouts, seed, refills, interval_s, rebalance, tail, judges
-):
+def test_all_modes_train_on_the_same(layouts, seed, refills, interval_s, rebalance, tail, judges):
     """Whatever the engines' speed, also where a step may have few waves or none.
 
     Batches, metrics and what comes next are equal.
@@ -120,9 +118,7 @@ def test_all_modes_train_on_the_same_samples(
         rows = [timing_free(controllers[0].report.metrics[step]) for controllers in runs]
         if len(first) == len(second):  # then who trains on what is the same, too
             assert trained_on(first, step) == trained_on(second, step)
-            kept = [
-                [(s.prompt_id, s.index) for s in run[0].report.steps[step][1].kept] for run in runs
-            ]
+            kept = [[s.key for s in run[0].report.steps[step][1].kept] for run in runs]
             assert kept[0] == kept[1]  # what is written to samples.jsonl first
         else:
             for row in rows:

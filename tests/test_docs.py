@@ -24,12 +24,9 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
-PROGRAMS = (
-    *ROOT.glob("bench/*.py"),
-    *ROOT.glob("tests/*chaos.py"),
-    ROOT / "reporting" / "figure.py",
-)
-PROGRAMS += (ROOT / "papers" / "tables.py", ROOT / "tests" / "planted_bugs.py")
+PROGRAMS = [*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*chaos.py")]
+PROGRAMS += [ROOT / "papers" / "tables.py", ROOT / "tests" / "planted_bugs.py"]
+PROGRAMS += [ROOT / "reporting" / "figure.py"]
 TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr"}
 TORCHRUN |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
@@ -46,9 +43,8 @@ def prose(page: Path) -> str:
 
 def rows_of(text: str) -> list[list[str]]:
     """The cells of the rows of the first table in a text, without its head."""
-    lines = list(
-        takewhile(lambda line: line.startswith("|"), text[text.index("\n|") + 1 :].splitlines())
-    )
+    from_it = text[text.index("\n|") + 1 :].splitlines()
+    lines = list(takewhile(lambda line: line.startswith("|"), from_it))
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
@@ -153,16 +149,9 @@ def test_a_page_can_be_read(page):
 
 def commands_in(page: Path) -> list[list[str]]:
     """The words of each command line of a page, without comment and what is behind &&."""
-    text = page.read_text().replace("\\\n", " ")
-    lines = [
-        line.split("#")[0].split("&&")[0] for line in text.splitlines() if line.startswith("    ")
-    ]
-    programs = (r"\S*torchrun ", r"\S*python ")
-    return [
-        shlex.split(line)
-        for line in lines
-        if re.match(rf"    (\w+=\w+ )?({'|'.join(programs)})", line)
-    ]
+    lines = page.read_text().replace("\\\n", " ").splitlines()
+    starts = [line for line in lines if re.match(r"    (\w+=\w+ )?\S*(torchrun|python) ", line)]
+    return [shlex.split(line.split("#")[0].split("&&")[0]) for line in starts]
 
 
 def check_run(words: list[str]) -> None:
@@ -185,13 +174,11 @@ def check_program(words: list[str]) -> None:
     (name,) = [word for word in words if word.endswith(".py")] or [words[words.index("-m") + 1]]
     path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
     flags = [word for word in words[words.index(name) :] if word.startswith("--")]
-    path = (
-        ROOT / "papers" / "tables.py" if path.parent.name == "papers" and path.is_file() else path
-    )
+    if path.parent.name == "papers" and path.is_file():
+        path = ROOT / "papers" / "tables.py"
     if path.parent != ROOT / "examples":  # those have run.py's
-        assert not [flag for flag in flags if f'add_argument("{flag}"' not in path.read_text()], (
-            words
-        )
+        text = path.read_text()
+        assert not [flag for flag in flags if f'add_argument("{flag}"' not in text], words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -233,25 +220,17 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
         path = tmp_path / ".venv" / "bin" / name
         path.write_text(f"#!/usr/bin/env bash\n{does}\n")
         path.chmod(0o755)
-    slurm = {
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "5",
-    }
-    slurm |= {"SLURM_NNODES": "2", "NETWORK": network, "MODEL": "a b", "JUDGE": "j", "DATA": "d"}
+    env = os.environ | {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "5"}
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "2", "NETWORK": network}
+    env |= {"MODEL": "a b", "JUDGE": "j", "DATA": "d"}
     command = [SLURM, "--steps", "3"]
-    ran = subprocess.run(
-        command, env=os.environ | slurm, capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     for number, line in enumerate(ran.stdout.splitlines()):
         words = json.loads(line)
         launch, arguments = words[: words.index("run.py")], words[words.index("run.py") + 1 :]
         given, config = get_args_parser().parse_args([*launch, "run.py"]), parse_config(arguments)
-        assert (given.nnodes, given.nproc_per_node, given.rdzv_endpoint) == (
-            "2",
-            "8",
-            "node7:29400",
-        )
+        asked = (given.nnodes, given.nproc_per_node, given.rdzv_endpoint)
+        assert asked == ("2", "8", "node7:29400")
         assert (given.rdzv_backend, given.rdzv_id) == ("c10d", "5")
         assert given.local_addr == config.host == f"{addresses}{number}"
         assert (config.model, config.steps, config.preset) == ("a b", 3, "cuda")
@@ -290,12 +269,8 @@ METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+")
 def strings_in(path: str) -> set[str]:
     """The string constants of a file that look like a metric's name."""
     nodes = ast.walk(ast.parse((ROOT / path).read_text()))
-    found = {
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    return set(filter(METRIC.fullmatch, found))
+    found = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return {value for value in found if isinstance(value, str) and METRIC.fullmatch(value)}
 
 
 def metrics_of_the_loop() -> set[str]:
@@ -311,19 +286,16 @@ def metrics_of_the_loop() -> set[str]:
     learned = ("loss", "divisor", "slowest_s", "fastest_s", "grad_norm", "not_finite", "skipped")
     names |= actor.update_metrics([dict.fromkeys((*actor.STATS, *learned), 1.0)], 0.1).keys()
     values = critic.value_metrics([dict.fromkeys((*critic.STATS, *learned), 1.0)], 0.1)
-    return (names | {f"critic/{name}" for name in values}) - {
-        "rollout/wrong_frac"
-    }  # written as correct_frac
+    names -= {"rollout/wrong_frac"}  # written as correct_frac
+    return names | {f"critic/{name}" for name in values}
 
 
 def metrics_of_examples(command: str) -> set[str]:
     from commands import finetune
 
     means = ("loss", *finetune.TASKS[command].stats)
-    once = {"grad_norm", "lr", "skipped"}
-    return {
-        f"{command}/{name}" for name in {*means, *(f"held_out_{name}" for name in means), *once}
-    }
+    held_out = [f"held_out_{name}" for name in means]
+    return {f"{command}/{name}" for name in (*means, *held_out, "grad_norm", "lr", "skipped")}
 
 
 def metrics_named_in(page: Path) -> set[str]:
@@ -333,9 +305,8 @@ def metrics_named_in(page: Path) -> set[str]:
 def test_every_metric_has_its_row_and_is_one():
     """docs/metrics.md has all names that the code writes, and no page has another."""
     loop, pairs = metrics_of_the_loop(), metrics_of_examples("dpo")
-    likewise = {
-        f"dpo/held_out_{name}" for name in ("margin", "chosen", "rejected")
-    }  # one row says so
+    # one row says so
+    likewise = {f"dpo/held_out_{name}" for name in ("margin", "chosen", "rejected")}
     assert len(loop) > 60
     assert (loop | pairs) - likewise <= metrics_named_in(ROOT / "docs" / "metrics.md")
     known = loop | pairs | metrics_of_examples("sft") | metrics_of_examples("rm")

@@ -35,13 +35,9 @@ LAYER = {
     "mlp.down_proj.weight": [8, 16],
     **{f"{name}.weight": [8] for name in ("input_layernorm", "post_attention_layernorm")},
 }
-TWO_LAYERS = {
-    f"model.layers.{number}.{name}": shape for number in (0, 1) for name, shape in LAYER.items()
-}
-TWO_LAYERS |= {
-    "model.embed_tokens.weight": [10, 8],
-    "model.norm.weight": [8],
-}  # a tied output layer
+TWO_LAYERS = {f"model.layers.{n}.{name}": LAYER[name] for n in (0, 1) for name in LAYER}
+# and a tied output layer
+TWO_LAYERS |= {"model.embed_tokens.weight": [10, 8], "model.norm.weight": [8]}
 
 
 def settings(**more):
@@ -56,9 +52,8 @@ def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     shapes, context = read_model(settings().model, settings())
     assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
     assert sum(map(prod, shapes.values())) == 366_384
-    assert (
-        read_model(settings().model, settings(max_model_len=0))[1] == 256
-    )  # what the model's config names
+    _, context = read_model(settings().model, settings(max_model_len=0))
+    assert context == 256  # what the model's config names
 
 
 def test_bytes_of_a_trainer_by_hand():
@@ -69,19 +64,11 @@ def test_bytes_of_a_trainer_by_hand():
 
     def parts(config, dp):
         found = trainer_parts(TWO_LAYERS, config, dp)
-        return {name: found[name] for name in ("weights", "gradients", "optimizer")}
+        return [found[name] for name in ("weights", "gradients", "optimizer")]
 
-    assert parts(settings(), 2) == {"weights": 5152, "gradients": 5152, "optimizer": 5152}
-    assert parts(settings(tp=2, pp=2), 1) == {
-        "weights": 4 * 322,
-        "gradients": 4 * 322,
-        "optimizer": 8 * 322,
-    }
-    assert parts(settings(dtype="bfloat16"), 1) == {
-        "weights": 2576,
-        "gradients": 5152,
-        "optimizer": 15456,
-    }
+    assert parts(settings(), 2) == [5152, 5152, 5152]
+    assert parts(settings(tp=2, pp=2), 1) == [4 * 322, 4 * 322, 8 * 322]
+    assert parts(settings(dtype="bfloat16"), 1) == [2576, 5152, 15456]
 
 
 def test_memory_counts_critics_and_the_reference():
@@ -90,21 +77,15 @@ def test_memory_counts_critics_and_the_reference():
     def names(**more):
         config = settings(**more)
         lines = memory.memory(config, run.check_settings(config, 2), 2)
-        assert (
-            "loss 4.2" in lines[1]
-        )  # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
+        # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
+        assert "loss 4.2" in lines[1]
         listed = [line.split(":")[0].strip() for line in lines[1:-2]]
         return [name.split(" recipes/")[0] for name in listed]  # without the model's directory
 
     ppo = ("ppo", "kl_coef=0.1")
     assert names() == ["actor", "rollout", "genrm"]
-    assert names(algorithm=ppo) == [
-        "actor",
-        "reward critic",
-        "reference, in the host's memory",
-        "rollout",
-        "genrm",
-    ]
+    learners = ["actor", "reward critic", "reference, in the host's memory"]
+    assert names(algorithm=ppo) == [*learners, "rollout", "genrm"]
     assert names(algorithm=ppo, rollout_only=True) == ["actor", "rollout", "genrm"]
     assert names(train_only=True, replay="r") == ["actor"]
 
@@ -112,14 +93,9 @@ def test_memory_counts_critics_and_the_reference():
 def test_bytes_of_an_engine_by_hand():
     """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.KV_TOKENS
-    assert engine_parts(TWO_LAYERS, 256, settings(), 1) == {
-        "weights": 5152,
-        "KV cache": tokens * 64,
-    }
-    assert engine_parts(TWO_LAYERS, 256, settings(), 2) == {
-        "weights": 2576,
-        "KV cache": tokens * 32,
-    }
+    for tp in (1, 2):
+        expected = {"weights": 5152 // tp, "KV cache": tokens * 64 // tp}
+        assert engine_parts(TWO_LAYERS, 256, settings(), tp) == expected
 
 
 @pytest.mark.parametrize(
@@ -176,9 +152,8 @@ def test_a_dry_run_starts_nothing(tmp_path):
     """As a user starts it: status 0, no folder, every rank and every setting."""
     out = tmp_path / "out"
     command = [sys.executable, "run.py", "--dry-run", "--out", str(out), "--lr", "0.25"]
-    ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "4"}
-    )
+    ranks = os.environ | {"WORLD_SIZE": "4"}
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ranks)
     assert ran.returncode == 0 and not ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("nanoYATT: partial colocation on 4 ranks")
@@ -220,7 +195,6 @@ def test_a_dry_run_with_a_map(said):
 
 
 def test_a_map_has_every_model_of_the_algorithm(tmp_path):
-    """And goes with a dry run alone."""
     save_model(tmp_path / "model")
     path = str(tmp_path / "model")
     safe = dict(judge=(path,), cost_judge=(path,), algorithm=("safe_rlhf", "kl_coef=0.1"))
@@ -230,8 +204,6 @@ def test_a_map_has_every_model_of_the_algorithm(tmp_path):
     actor, judge = models["actor"], models["judge 1"]
     assert actor._replace(cuts=0) == judge and actor.cuts == 2
     assert (actor.layers, actor.hidden, actor.kv_width) == (2, 64, 32)
-    with pytest.raises(ValueError, match="--map belongs to --dry-run"):
-        run.start(["--map"], None)
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
@@ -282,9 +254,8 @@ def test_check_asks_for_room_for_pushes(capsys, monkeypatch, mode, tensor, neede
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):
     """A package that isn't installed, too little memory for the ranks."""
-    here = [
-        SimpleNamespace(name=name, version="1.0") for name in dry_run.PACKAGES if name != "sglang"
-    ]
+    names = [name for name in dry_run.PACKAGES if name != "sglang"]
+    here = [SimpleNamespace(name=name, version="1.0") for name in names]
     monkeypatch.setattr(dry_run, "distributions", lambda: here)
     monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
     assert dry_run.check(settings(port=23024)) == 1

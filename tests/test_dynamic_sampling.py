@@ -119,13 +119,8 @@ def play(sampler, truth, rng, draw, at_once=3):
         sampler.num_generated = rng.randint(len(sampler.informative), len(sampler.wave_of))
 
 
-STEP = dict(
-    seed=SEEDS,
-    target=st.integers(1, 6),
-    keep=st.floats(0.1, 1),
-    groups_per_kept=st.floats(1, 4),
-    limit=st.integers(0, 4),
-)
+STEP = dict(seed=SEEDS, target=st.integers(1, 6), keep=st.floats(0.1, 1))
+STEP |= dict(groups_per_kept=st.floats(1, 4), limit=st.integers(0, 4))
 
 
 @settings(deadline=None)
@@ -159,10 +154,8 @@ def wave_by_wave(is_kept, target, groups_per_kept, limit):
 
 @settings(deadline=None, max_examples=200)
 @given(at_once=st.integers(1, 9), **STEP)
-def test_in_order_a_step_is_as_if_it_waited_for_every_wave(
-    seed, target, keep, groups_per_kept, limit, at_once
-):
-    """Step after step: the batch, waves, what is used up and what is learnt from it.
+def test_in_order_a_step_is_as_wave_by_wave(seed, target, keep, groups_per_kept, limit, at_once):
+    """As if it waited for each: the batch, waves, what is used up and what is learnt from it.
 
     Whatever finishes first, and whenever replacements are drawn.
     """
@@ -238,11 +231,7 @@ def test_a_prompt_goes_to_its_owner():
 def test_a_greedy_answer_is_one_more_of_its_group():
     """The last of it; the others are sampled."""
     group = Prompts(Numbers(), 2, has_greedy=True).group(5)
-    assert [(sample.index, sample.greedy) for sample in group] == [
-        (0, False),
-        (1, False),
-        (2, True),
-    ]
+    assert [(s.index, s.greedy) for s in group] == [(0, False), (1, False), (2, True)]
     assert not any(sample.greedy for sample in Prompts(Numbers(), 2).group(5))
 
 

@@ -90,6 +90,8 @@ def start_of(name, mode, size):
 
 # ---------------------------------------------------------------- engines
 
+LAYOUT = st.sampled_from(ALL_LAYOUTS)
+PARTS = st.sampled_from([3, 20, 10**6])
 FAULTS = st.tuples(
     st.floats(0.1, 30),
     st.sampled_from(["die", "hang"]),
@@ -99,11 +101,7 @@ FAULTS = st.tuples(
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(ALL_LAYOUTS),
-    st.lists(FAULTS, min_size=1, max_size=3),
-    st.sampled_from([3, 20, 10**6]),
-)
+@given(LAYOUT, st.lists(FAULTS, min_size=1, max_size=3), PARTS)
 def test_a_run_with_faults_trains_on_the_same_samples(layout, faults, part):
     """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts.
 
@@ -132,9 +130,7 @@ class PromptWriter(LateWriter):
 
 @pytest.mark.parametrize("mode,size", LAYOUTS)
 @pytest.mark.parametrize("role,later_s", [("rollout", 0.35), ("genrm", 0.0), ("genrm", 0.35)])
-def test_a_role_without_engines_ends_the_run_which_goes_on_from_its_checkpoint(
-    tmp_path, mode, size, role, later_s
-):
+def test_a_role_without_engines_ends_the_run(tmp_path, mode, size, role, later_s):
     """On every rank at once, in one line that names each. A second start trains on the same samples."""
     saving, controllers = dict(out=tmp_path, save_every=1, writer=PromptWriter), []
     events = [(start_of("serve", mode, size) + later_s, strike("die", role, None))]
@@ -154,9 +150,7 @@ def test_a_role_without_engines_ends_the_run_which_goes_on_from_its_checkpoint(
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(ALL_LAYOUTS), st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3)
-)
+@given(LAYOUT, st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
 @example(("partial", 2), 0.0, 1.0, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
     """Asked of any rank at any time: all end at the same step, and save once.
@@ -189,10 +183,8 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
 
 @pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])
 @pytest.mark.parametrize("skipped,steps_done", [({0, 2, 3}, 4), ({1, 2, 3}, 3)])
-def test_updates_in_a_row_that_are_not_finite_stop_the_run(
-    monkeypatch, skipped, steps_done, model, algorithm
-):
-    """Three of them, the actor's or a critic's, with the samples of the last one in a file.
+def test_updates_that_are_not_finite(monkeypatch, skipped, steps_done, model, algorithm):
+    """Three in a row, the actor's or a critic's, end the run, with the last one's samples in a file.
 
     Fewer only cost their update.
     """

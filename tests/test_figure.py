@@ -8,18 +8,7 @@ from matplotlib.colors import to_hex
 
 from reporting import figure
 from reporting import timeline as tl
-
-
-def spans_of(intervals, name="rollout", rank=0, step=0):
-    return [tl.Span(name, rank, start, start + length, step) for start, length in intervals]
-
-
-MIXED = [
-    *spans_of([(0, 2), (1, 2)], "rollout", 0),
-    *spans_of([(0.5, 1), (3, 0.5)], "genrm", 1),
-    *[tl.Span(name, rank, 4.0, 5.0, 0) for name in ("train", "switch", "sync") for rank in (0, 1)],
-    *[tl.Span("train", rank, 9.0, 9.5, 1) for rank in (0, 1)],
-]
+from test_timeline import MIXED, spans_of
 
 
 def life(prompt_id, *stretches):
@@ -34,13 +23,6 @@ CUT = life(  # in step 0, and written to its end in step 1
 )
 WHOLE = life(8, ("queued", 0.0, 0.5, 0), ("decoding", 0.5, 2.0, 0), ("done", 2.0, 2.0, 0))
 LATER = life(9, ("queued", 5.0, 5.25, 1), ("decoding", 5.25, 8.0, 1), ("done", 8.0, 8.0, 1))
-INSTANTS = [("wave", "wave 1", 0.0, 0), ("wave", "wave 2", 2.0, 0)]
-INSTANTS += [("weights", "v1", 4.75, 0), ("split", "1|1", 5.0, 1)]
-MARKS = [
-    tl.Mark(kind, text, rank, time + rank / 8, step)
-    for rank in (1, 2)
-    for kind, text, time, step in INSTANTS
-]
 
 
 def lines(axes):

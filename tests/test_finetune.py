@@ -49,13 +49,10 @@ def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
     rng, examples = random.Random(f"{command} {step}"), []
     for _ in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
-        answers = [
-            [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
-            for _ in range(1 if command == "sft" else 2)
-        ]
-        example = [
-            Sample(0, index, prompt, response=answer) for index, answer in enumerate(answers)
-        ]
+        example = []
+        for index in range(1 if command == "sft" else 2):
+            answer = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+            example.append(Sample(0, index, prompt, response=answer))
         if command == "rm":
             example = [replace(s, prompt=s.prompt + s.response, response=[0]) for s in example]
         examples.append(example)
@@ -132,10 +129,8 @@ def references(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("models")
     policy = make_model(path / "actor", "qwen3", tied=True)
     value_model = make_value_model(path / "rm", "qwen3", tied=False)
-    return {
-        command: plain_learning(command, value_model if command == "rm" else policy)
-        for command in COMMANDS
-    }
+    models_of = dict.fromkeys(COMMANDS, policy) | {"rm": value_model}
+    return {command: plain_learning(command, model) for command, model in models_of.items()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -173,10 +168,8 @@ def tokenizers(tmp_path_factory) -> dict:
     """One that has a chat template, also without an end of turns; the demo's, which has none."""
     path = tmp_path_factory.mktemp("tokenizers")
     models.new_model(path / "text", 0)
-    named = {
-        "chat": data.load_tokenizer(str(save_tokenizer(path / "chat"))),
-        "text": data.load_tokenizer(str(path / "text")),
-    }
+    named = {"text": data.load_tokenizer(str(path / "text"))}
+    named["chat"] = data.load_tokenizer(str(save_tokenizer(path / "chat")))
     named["endless"] = copy.deepcopy(named["chat"])
     named["endless"].chat_template = named["chat"].chat_template.replace("<|im_end|>", "")
     return named
@@ -191,9 +184,7 @@ def assistant(text: str) -> dict:
 
 
 def decoded(tokenizer, example: list[Sample]) -> list[tuple[str, str]]:
-    return [
-        (tokenizer.decode(sample.prompt), tokenizer.decode(sample.response)) for sample in example
-    ]
+    return [(tokenizer.decode(s.prompt), tokenizer.decode(s.response)) for s in example]
 
 
 ASKED, ANSWERED = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n", "7<|im_end|>\n"
@@ -253,9 +244,8 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
     assert pool.shown == learned and tokenizer.decode(learned).endswith(">7" + end)
     asyncio.run(judge.ask(prompt, ">7", pool, is_cut=True))
     assert tokenizer.decode(pool.shown) + end == tokenizer.decode(learned)
-    assert kind == "text" or ("Be right.<|im_end|>" in tokenizer.decode(learned)) == (
-        prompt is SEVERAL
-    )
+    has_system = "Be right.<|im_end|>" in tokenizer.decode(learned)
+    assert kind == "text" or has_system == (prompt is SEVERAL)
 
 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}

@@ -353,10 +353,8 @@ def test_a_score_that_is_not_finite_is_a_failed_judgement(score):
 
 def test_one_of_two_judges_is_ten_times_slower():
     """Both are asked at once: the slower one's time is all that it takes, and the faster isn't held up."""
-    listed, engines = (
-        make_rewards("addition", "addition"),
-        [Engine(truth, 1.0), Engine(truth, 10.0)],
-    )
+    listed = make_rewards("addition", "addition")
+    engines = [Engine(truth, 1.0), Engine(truth, 10.0)]
     assert score_all(listed, Pool(*engines), right_and_wrong(6)) == pytest.approx(10.0)
     assert listed.latencies == [1.0] * 6 + [10.0] * 6
 

@@ -161,12 +161,8 @@ def test_a_push_arrives(device, work, record, tp):
 def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
     """One seed, alone and among others, greedy ones among them."""
     found = work(device, "same")("deterministic")
-    record(
-        **{
-            name: f"{found[name]} of {found['answers']}"
-            for name in ("same_tokens", "same_logprobs")
-        }
-    )
+    names = ("same_tokens", "same_logprobs")
+    record(**{name: f"{found[name]} of {found['answers']}" for name in names})
     assert found["same_tokens"] == found["answers"]
 
 
@@ -174,10 +170,8 @@ def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
 def test_a_judge_that_slept_lost_nothing(device, work, record):
     """Nobody pushes it: its weights come back from pinned host memory."""
     found = work(device, "same")("judge", "given_back")
-    record(
-        same_tokens=f"{found['same_tokens']} of {found['answers']}",
-        given_back=gb(found["given_back"]),
-    )
+    same = f"{found['same_tokens']} of {found['answers']}"
+    record(same_tokens=same, given_back=gb(found["given_back"]))
     assert found["same_tokens"] == found["answers"]
     assert device == "cpu" or found["given_back"] > found["weights"]
 

@@ -31,9 +31,8 @@ def folder(tmp_path):
 def prompts_of(model, path, room=200, **options):
     eyes, tokenizer = reader.reader_of(model), data.load_tokenizer(model)
     if options.pop("template", False):
-        tokenizer.chat_template = (
-            "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
-        )
+        turn = "{{ turn.content }}{{ eos_token }}"
+        tokenizer.chat_template = f"{{% for turn in messages %}}{turn}{{% endfor %}}"
     return data.PromptFile(path, tokenizer, room, reader=eyes, **options)
 
 
@@ -86,10 +85,8 @@ def test_parquet(model, folder, kind):
 def test_chat_parts_are_what_a_text_with_places_is(model, folder):
     text, last = {"type": "text", "text": "add "}, {"type": "text", "text": "and 5", "image": None}
     parts = [text, {"type": "image"}, last]
-    rows = [
-        dict(messages=[{"role": "user", "content": content}])
-        for content in (parts, "add <image>and 5")
-    ]
+    contents = (parts, "add <image>and 5")
+    rows = [dict(messages=[{"role": "user", "content": content}]) for content in contents]
     path = write(folder, *(row | dict(images=["pictures/0.png"]) for row in rows))
     first, second = prompts_of(model, path, template=True)
     assert first == second and first.question == "add <image>and 5"
@@ -129,7 +126,7 @@ def test_the_room_is_counted_after_expansion(model, folder):
 
 
 ONE = dict(prompt="<image>=", images=["pictures/0.png"])
-CHAT, OWN = {"role": "user"}, {"type": "image", "image": "a.png"}
+CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
 PATH = "an image is a file's path or its bytes"
 REFUSED = {  # what is wrong with a row -> how its line goes on
     "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or an image part"),
@@ -138,10 +135,7 @@ REFUSED = {  # what is wrong with a row -> how its line goes on
     "a file's address": (ONE | dict(images=["file:///etc/passwd"]), PATH),
     "no such file": (ONE | dict(images=["pictures/9.png"]), r".*pictures/9.png: no such file"),
     "videos": (dict(prompt="=", videos=["a.mp4"]), "videos are not supported"),
-    "a video part": (
-        dict(messages=[CHAT | dict(content=[{"type": "video"}])]),
-        "a part {'type': 'video'}",
-    ),
+    "a video part": (dict(messages=[CHAT | dict(content=[VIDEO])]), "a part {'type': 'video'}"),
     "a part's own image": (dict(messages=[CHAT | dict(content=[OWN])]), "a part {'type': 'image',"),
 }
 
@@ -158,7 +152,6 @@ def test_a_model_of_texts_refuses_images(folder, tmp_path):
     tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
     texts = data.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
     assert tokenizer.decode(texts[0].tokens) == "<image>"  # a text like any other
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl:1: it has images, and --model reads text alone"
-    ):
+    refused = r"rows.jsonl:1: it has images, and --model reads text alone"
+    with pytest.raises(ValueError, match=refused):
         data.PromptFile(write(folder, *ROWS), tokenizer, 100)

@@ -102,11 +102,8 @@ def tensors_of(path: str) -> dict[str, torch.Tensor]:
 def references(tmp_path_factory) -> dict:
     """By family: the model directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
-    deep = {"qwen3_vl": dict(deepstack_visual_indexes=[0, 1])}
-    model_dirs = {
-        family: make_vision_model(path / family, family, **deep.get(family, {}))
-        for family in FAMILIES
-    }
+    more = {name: {} for name in FAMILIES} | {"qwen3_vl": dict(deepstack_visual_indexes=[0, 1])}
+    model_dirs = {name: make_vision_model(path / name, name, **more[name]) for name in more}
     return {family: plain_reference(directory) for family, directory in model_dirs.items()}
 
 
@@ -162,9 +159,7 @@ def tower_and_text(actor) -> tuple[dict, dict]:
     return tower, weights
 
 
-def test_a_frozen_tower_sleeps_and_is_saved_with_the_rest(
-    references, make_trainer, monkeypatch, tmp_path
-):
+def test_a_frozen_tower_sleeps_and_is_saved(references, make_trainer, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     reference, results = references["qwen3_vl"], []

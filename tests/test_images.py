@@ -19,9 +19,8 @@ from images.tokens import Image
 from vision_models import encoded_picture, make_vision_model
 
 IMAGE = 5
-IMAGES = st.tuples(st.just(1), st.integers(1, 4), st.integers(1, 4)).map(
-    lambda shape: image_of(*shape)
-)
+SIDES = st.integers(1, 4)
+IMAGES = st.tuples(st.just(1), SIDES, SIDES).map(lambda shape: image_of(*shape))
 TEXT = st.lists(st.integers(6, 20), max_size=4)
 
 
@@ -48,9 +47,9 @@ def test_collapse_is_the_inverse_of_expand(prompt):
 @given(prompts())
 def test_positions_are_transformers(prompt):
     collapsed, images = prompt
-    apart = [
-        each for token in collapsed for each in ((3, token, 4) if token == IMAGE else (token,))
-    ]
+    apart = []
+    for token in collapsed:
+        apart += [3, token, 4] if token == IMAGE else [token]
     expanded = tokens.expand(apart or [1], images)  # theirs takes neighbours for one image
     model = Qwen3VLModel.__new__(Qwen3VLModel)
     torch.nn.Module.__init__(model)
@@ -81,9 +80,8 @@ def test_what_is_no_still_image_is_refused(directory, monkeypatch):
         return reader.reader_of(directory).read(partial(bytes, data), where)
 
     whole = encoded_picture(64, 64)
-    moving = encoded_picture(
-        64, 64, kind="GIF", save_all=True, append_images=[pillow.new("RGB", (64, 64))]
-    )
+    two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
+    moving = encoded_picture(64, 64, kind="GIF", **two)
     for data in (b"", b"no image", whole[: len(whole) // 2]):
         with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read"):
             read(data, "a.png")

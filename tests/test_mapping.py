@@ -41,9 +41,8 @@ def test_an_update_by_hand():
     compute = tokens * (6 * 6.74e9 + 3 * 2 * 32 * 4096 * 1024) / (8 * 0.8 * 312e12)
     reducing = tokens * 32 * (2 + 2) * (2 * 7 / 8 * 4096 * 2) / 2e11
     copies = 6 * 6.74e9 / 8 * 3 / 4 / 3e9
-    square = (
-        1 + mapping.passes(LLAMA, Sizes(1, 8, 4), speeds).backward
-    ) / 3  # attention counts as the rest
+    # attention counts as the rest
+    square = (1 + mapping.passes(LLAMA, Sizes(1, 8, 4), speeds).backward) / 3
     attention = tokens * 3 * 2 * 32 * 4096 * 1024 / (8 * 0.8 * 312e12)
     expected = compute + (square - 1) * attention + reducing + copies + 0.3
     assert seconds == pytest.approx(expected, rel=1e-3)
@@ -93,11 +92,8 @@ def tried(devices, speeds, most_held):
 
     def cuts(number):
         for pp, tp, dp in itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, number + 1)):
-            if (
-                pp * tp * dp == number
-                and pp <= max(1, number // speeds.machine)
-                and tp <= speeds.machine
-            ):
+            may_be = pp <= max(1, number // speeds.machine) and tp <= speeds.machine
+            if may_be and pp * tp * dp == number:
                 yield Sizes(pp, tp, dp)
 
     def served(sizes, number, held):
@@ -106,9 +102,8 @@ def tried(devices, speeds, most_held):
             try:
                 decode = mapping.engine(LLAMA, parts, held, speeds)
                 engines = math.ceil(TASK.sequences * parts / number)
-                yield mapping.generate_s(decode, engines, TASK) + mapping.reshard_s(
-                    LLAMA, own, speeds
-                )
+                resharding = mapping.reshard_s(LLAMA, own, speeds)
+                yield mapping.generate_s(decode, engines, TASK) + resharding
             except ValueError:
                 continue
 
@@ -127,9 +122,8 @@ def tried(devices, speeds, most_held):
                 continue
             reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
             learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
-            best = min(
-                [best, *(s + reading + learning for s in served(actor, first, states(actor)))]
-            )
+            writing = served(actor, first, states(actor))
+            best = min([best, *(seconds + reading + learning for seconds in writing)])
     return best
 
 
@@ -155,9 +149,8 @@ def test_a_mapping_keeps_to_memory_machines_and_heads():
             counts = {sizes.pp * sizes.tp * sizes.dp for sizes in choice.sizes.values()}
             assert len(counts) == 1  # of a set
             for sizes in choice.sizes.values():
-                assert (
-                    sizes.tp <= 8 and not model.cuts % sizes.tp and sizes.pp <= max(1, devices // 8)
-                )
+                assert sizes.tp <= 8 and not model.cuts % sizes.tp
+                assert sizes.pp <= max(1, devices // 8)
         for each in found:
             total = sum(max(c.stages[stage] for c in each.choices) for stage in range(3))
             assert each.seconds == pytest.approx(total)

@@ -11,10 +11,8 @@ from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512
 DTYPES = ["float32", "bfloat16"]
-WIDTHS = dict(
-    hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28, num_key_value_heads=4
-)
-WIDTHS |= dict(vocab_size=VOCAB, max_position_embeddings=1024)
+WIDTHS = dict(hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=28)
+WIDTHS |= dict(num_key_value_heads=4, vocab_size=VOCAB, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +38,8 @@ def kept_by(actor) -> int:
     def nothing(batch, output):
         raise StopIteration
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        pytest.raises(StopIteration),
-    ):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, pytest.raises(StopIteration):
         actor._passes([[([1] * 12, [2] * (TOKENS - 11))]], nothing)
     return sum(size for size, _ in found.values())
 
@@ -52,9 +48,8 @@ def kept_by(actor) -> int:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # noqa: F811
     """A token: by KEPT within 2 %; recomputed, the layer's input alone."""
-    one, three = (
-        kept_by(make_actor(model, dtype=dtype, recompute=recompute)) for model in shallow_and_deep
-    )
+    how = dict(dtype=dtype, recompute=recompute)
+    one, three = (kept_by(make_actor(model, **how)) for model in shallow_and_deep)
     of_a_layer = (three - one) / 2 / TOKENS
     widths = zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True)
     all_of_it = sum(size * width for size, width in widths)

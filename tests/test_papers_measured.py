@@ -29,16 +29,13 @@ BEST = [("tail-judged", "fused 0.2"), ("judge-heavy", "full"), ("resample", "2|2
 def test_auto_ends_near_the_best(name, best):
     """Also where each prompt that is read holds up what is written, so that modes have other paces."""
     at = measured.set_up_of(PAPER.constants)
-    assert serving_s(name, "auto", at, steps=22, first_counted=14) < 1.05 * serving_s(
-        name, best, at
-    )
+    of_auto = serving_s(name, "auto", at, steps=22, first_counted=14)
+    assert of_auto < 1.05 * serving_s(name, best, at)
 
 
 def test_pairs_in_order():
     kinds = dict(figure="a", setting="", unit="s", kind="predicted")
-    rows = [
-        Row(theirs=theirs, ours=ours, **kinds)
-        for theirs, ours in [(1.0, 5.0), (1.02, 4.0), (2.0, 4.5)]
-    ]
+    pairs = [(1.0, 5.0), (1.02, 4.0), (2.0, 4.5)]
+    rows = [Row(theirs=theirs, ours=ours, **kinds) for theirs, ours in pairs]
     assert measured.ordered(rows) == (1, 2)  # the first two are as good as each other
     assert measured.ordered([rows[0], rows[2]._replace(kind="fitted")]) == (0, 0)

@@ -7,25 +7,14 @@ import pytest
 import controller
 import placement
 from papers import rlhfuse
-from papers.rlhfuse import (
-    Setting,
-    cluster_of,
-    fastest,
-    inference_s,
-    setting_of,
-    simulate,
-    speed_up,
-)
+from papers.rlhfuse import Setting, cluster_of, fastest, inference_s, setting_of, simulate
 from papers.tables import ROOT, Paper, read_constants, read_points
 from scheduling import pipeline
 from scheduling.fusion import TAILS
 
 CONSTANTS = read_constants(ROOT / "rlhfuse.toml")
-POINTS = [
-    point
-    for path in sorted((ROOT / "published").glob("rlhfuse_*.csv"))
-    for point in read_points(path)
-]
+FILES = sorted((ROOT / "published").glob("rlhfuse_*.csv"))
+POINTS = [point for file in FILES for point in read_points(file)]
 BASE = Setting(512, "13", "33", 0.0)
 SERVING = "generation + inference"
 
@@ -72,8 +61,8 @@ def test_base_is_its_parts(base):
 
 def test_training_gains_what_its_instance_of_table_3_does():
     """33B/13B with 16 and 8 micro-batches, 65B/33B with 32 and 16: whoever is the actor."""
-    assert speed_up(CONSTANTS, Setting(1024, "33", "13")) == pytest.approx(477 / 372)
-    assert speed_up(CONSTANTS, Setting(1024, "33", "65")) == pytest.approx(420 / 330)
+    found = [rlhfuse.speed_up(CONSTANTS, Setting(1024, "33", actor)) for actor in ("13", "65")]
+    assert found == pytest.approx([477 / 372, 420 / 330])
 
 
 def test_the_best_tail_is_searched():

@@ -212,10 +212,8 @@ def test_a_row_of_each_instance(tmp_path, capsys):
 
 def test_the_passes_of_a_step_are_drawn(tmp_path):
     """Only those of the step."""
-    done = [
-        PassSpan("actor", 0, False, 0, 0, 1.0, 2.0, 3),
-        PassSpan("actor", 0, False, 0, 0, 9.0, 9.5, 4),
-    ]
+    done = [PassSpan("actor", 0, False, 0, 0, 1.0, 2.0, 3)]
+    done.append(PassSpan("actor", 0, False, 0, 0, 9.0, 9.5, 4))
     draw_passes(Records(passes=done), 3, tmp_path / "passes.png")
     assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no pass of a pipeline was recorded in step 5"):

@@ -18,10 +18,7 @@ def judged(**settings):
 
 @pytest.mark.parametrize(
     "mode,size,split,plan",
-    [
-        ("full", 2, 0, ((0, 1), (0, 1), (0, 1))),
-        ("partial", 4, 3, ((0, 1, 2), (3,), (0, 1, 2, 3))),
-    ],
+    [("full", 2, 0, ((0, 1), (0, 1), (0, 1))), ("partial", 4, 3, ((0, 1, 2), (3,), (0, 1, 2, 3)))],
 )
 def test_plans(mode, size, split, plan):
     """The ranks of each role, and how many they are."""

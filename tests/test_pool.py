@@ -13,15 +13,7 @@ from config import Config
 from engines.engine import Answer, Sampling, seed_of
 from engines.pool import MAX_STALLS, RECONNECT_S, EngineStatus, Pool
 from engines.server import STREAM_INTERVAL
-from fakes import (
-    Device,
-    FakeEngine,
-    FakeWorld,
-    VirtualClock,
-    requests_of,
-    run_on,
-    text_answer,
-)
+from fakes import Device, FakeEngine, FakeWorld, VirtualClock, requests_of, run_on, text_answer
 from reporting.timeline import Timeline
 
 CONFIG = Config()  # --timeout-s 600: an engine stalls after 120 s
@@ -79,9 +71,8 @@ def test_route_asks_the_better_of_two_that_may_be_asked(engines, data):
 
 
 PROMPT = [ord("7"), ord("+")]
-SEEDS = [
-    seed_of(0, 7, number) for number in range(4)
-]  # by which an engine knows which answer is meant
+# by which an engine knows which answer is meant
+SEEDS = [seed_of(0, 7, number) for number in range(4)]
 
 
 def answer_to(prompt, number, length):

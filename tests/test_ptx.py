@@ -25,10 +25,8 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
     alone = [choose(TEXTS, number, size, 3, 0, 1) for number in range(start, start + 7)]
     for number, whole in enumerate(alone, start):
         shares = [choose(TEXTS, number, size, 3, rank, ranks) for rank in range(ranks)]
-        assert (
-            sorted(text for share in shares for text in share) == sorted(whole)
-            and len(whole) == size
-        )
+        assert len(whole) == size
+        assert sorted(text for share in shares for text in share) == sorted(whole)
     if start == 0:
         drawn = [text for whole in alone for text in whole]
         assert all(sorted(drawn[at : at + 7]) == TEXTS for at in range(0, len(drawn), 7))
@@ -49,9 +47,8 @@ def test_the_weight_of_a_text_s_token_by_hand():
     expected = {"tokens": 2, "loss": 3.0, "normaliser": 2, "ptx": 8.0, "ptx_tokens": 2}
     assert {name: value.item() for name, value in stats.items()} == expected
     assert add_texts(policy, 2, 4.0, 0.0, 0.5) is policy
-    assert metrics([{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]) == {
-        "train/ptx_loss": 2.5
-    }
+    steps = [{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]
+    assert metrics(steps) == {"train/ptx_loss": 2.5}
     assert metrics([{"ptx": 0.0, "ptx_tokens": 0.0}]) == {}
 
 
@@ -69,16 +66,14 @@ def test_rows_of_both_kinds(tmp_path):
     rows = [{"text": "abc"}, {"prompt": "a", "response": "bc"}, {"text": "a" * 9}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     a, b, c = map(ord, "abc")
-    assert read_texts(path, Characters(), 6) == [
-        ([1], [a, b, c]),
-        ([1, a], [b, c, 0]),
-        ([1], [a] * 5),
-    ]
+    expected = [([1], [a, b, c]), ([1, a], [b, c, 0]), ([1], [a] * 5)]
+    assert read_texts(path, Characters(), 6) == expected
 
 
-@pytest.mark.parametrize(
-    "row", [{}, {"text": ""}, {"response": "a"}, {"prompt": "", "response": "a"}]
-)
+BAD = [{}, {"text": ""}, {"response": "a"}, {"prompt": "", "response": "a"}]
+
+
+@pytest.mark.parametrize("row", BAD)
 def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")

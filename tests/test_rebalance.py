@@ -55,9 +55,8 @@ class Engines:
             request_s = asked.tokens * scale * latency.seconds(in_flight / ranks, 10**6)
             sizes = dict(tokens=asked.tokens * scale, longest=asked.longest * scale)
             stats[role] = replace(asked, **sizes, request_s=request_s, in_flight=in_flight)
-        step = StepStats(
-            split, **stats, waves=1, serve_s=0, swap_s=self.model.swap_s, hand_over_s=0.5
-        )
+        stats |= dict(waves=1, serve_s=0, swap_s=self.model.swap_s, hand_over_s=0.5)
+        step = StepStats(split, **stats)
         error = rng.uniform(0.9, 1.1) * (1 + noise)
         return replace(step, serve_s=error * self.model.seconds(split, step))
 
@@ -68,11 +67,8 @@ def test_from_the_worst_split_to_the_best(splits, judge_scale):
     """One engine at a time, though clocks are 5 % off and critiques may get longer in mid-run."""
     regrets = []
     for seed in range(20):
-        engines, rng, history = (
-            Engines(seed, splits[0].rollout + splits[0].genrm),
-            random.Random(seed),
-            [],
-        )
+        engines = Engines(seed, splits[0].rollout + splits[0].genrm)
+        rng, history = random.Random(seed), []
         split = max(splits, key=lambda split: engines.serve(split).serve_s)
         for step in range(2 * STEPS):
             scale = judge_scale if step > STEPS else 1

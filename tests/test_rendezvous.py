@@ -95,13 +95,3 @@ def test_what_keeps_rank_0_from_its_store_is_said(ranks, monkeypatch, first, mes
     monkeypatch.setattr(rendezvous, "interface_of", lambda host: "lo")
     with pytest.raises(UserError, match=message):
         rendezvous.init_method(parse_config(["--host", "192.0.2.7"]))
-
-
-def test_the_last_rank_out_removes_the_folder_of_all(monkeypatch, tmp_path):
-    monkeypatch.setattr(rendezvous, "launcher_folder", lambda: tmp_path / "met")
-    other = rendezvous.hold.__wrapped__(rendezvous.private_folder())
-    rendezvous.close()
-    assert (tmp_path / "met").exists()
-    os.close(other)
-    rendezvous.close()
-    assert not (tmp_path / "met").exists()

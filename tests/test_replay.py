@@ -129,9 +129,8 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     placed = [(number, sample) for number, step in enumerate(steps) for sample in step.values()]
     rng.shuffle(placed)
     path.write_text("\n".join(map(row, *zip(*placed, strict=True))))
-    assert read_replay(path, "grpo") == [
-        [sample for _, sample in sorted(step.items())] for step in steps
-    ]
+    expected = [[step[key] for key in sorted(step)] for step in steps]
+    assert read_replay(path, "grpo") == expected
 
 
 GOOD = row(0, Sample(0, 0, [1]))

@@ -34,10 +34,8 @@ def test_groups_divide_the_ranks(layout):
     """Each kind has every rank once; an engine has all parts of a copy, who gathers all shards of a part."""
     tensor, micro_data = layout.groups()
     ranks = range(layout.pp * layout.tp * layout.copies)
-    for groups, size in (
-        (tensor, layout.parts),
-        (micro_data, layout.pp * layout.tp // layout.parts),
-    ):
+    gathering = layout.pp * layout.tp // layout.parts
+    for groups, size in ((tensor, layout.parts), (micro_data, gathering)):
         assert sorted(chain(*groups)) == [*ranks]
         assert {len(group) for group in groups} == {size} and len(groups) * size == len(ranks)
     for group in tensor:
@@ -91,10 +89,8 @@ def found(tmp_path_factory) -> dict:
     """By layout a dict of each rank: see resharding_worker.py."""
     path = tmp_path_factory.mktemp("resharding")
     sizes = dict(num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8)
-    models = {
-        name: make_model(path / name, "qwen3", name == "tied", **sizes)
-        for name in ("untied", "tied")
-    }
+    ties = {"untied": False, "tied": True}
+    models = {name: make_model(path / name, "qwen3", ties[name], **sizes) for name in ties}
     return train_layouts("resharding_worker.py", path, LAYOUTS, models=models)
 
 

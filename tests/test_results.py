@@ -14,10 +14,8 @@ def row(**values):
     return {"values": found, "kind": "measured", "command": "c", "commit": "abc", "load": 0.4}
 
 
-FOUND = {
-    "modes": row(ratio=(0.726, 0.701, 0.75)),
-    "central": row(ours=(116.0, 115.0, 117.0), central=(2660.0, 668.0, 42744.0)),
-}
+FOUND = {"modes": row(ratio=(0.726, 0.701, 0.75))}
+FOUND["central"] = row(ours=(116.0, 115.0, 117.0), central=(2660.0, 668.0, 42744.0))
 
 
 def test_readme_shows_what_was_measured():

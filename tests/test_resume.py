@@ -256,9 +256,8 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
     make_checkpoint(out, 30, vars(config), files=files)
     if changed:
         (tmp_path / changed).write_text("another")
-        with pytest.raises(
-            ValueError, match=f"^{tmp_path / changed} has changed since .*step_30 was"
-        ):
+        message = f"^{tmp_path / changed} has changed since .*step_30 was"
+        with pytest.raises(ValueError, match=message):
             prepared(out, **named)
     assert changed or prepared(out, **named)[0].step == 30
 

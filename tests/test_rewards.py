@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 import genrm
 import rewards
-from algorithms import (
-    algorithm_of,
-    lagrange_multiplier,
-    signals_of,
-    update_multiplier,
-)
+from algorithms import algorithm_of, lagrange_multiplier, signals_of, update_multiplier
 from config import Config
 from fakes import simulate, to_text
 from sample import Sample

@@ -17,11 +17,8 @@ def found():
     runs = {ranks: central.Scaled(ranks) for ranks in central.QUICK}
     step_s = {ranks: run.run()[-1].ended_s for ranks, run in runs.items()}
     ways = {ranks: run.ways() for ranks, run in runs.items()}
-    return (
-        {way: {ranks: each[way] for ranks, each in ways.items()} for way in central.WAYS},
-        step_s,
-        runs,
-    )
+    by_way = {way: {ranks: each[way] for ranks, each in ways.items()} for way in central.WAYS}
+    return by_way, step_s, runs
 
 
 def test_what_ours_holds_and_sends_is_flat(found):
@@ -45,10 +42,8 @@ def test_what_grows_is_named(found):
     assert 0.9 < ours["relayed"] < 1.5 and ours["heard"] < 0.3
     lines = {tuple(line.split(" | ")[:2]): line for line in central.table_of(ways, step_s)}
     assert f"relayed ranks^{ours['relayed']:.2f}" in lines["| ours", "grows:"]
-    assert (
-        "samples" not in lines["| ours", "grows:"]
-        and "samples ranks^" in lines["| central", "grows:"]
-    )
+    assert "samples" not in lines["| ours", "grows:"]
+    assert "samples ranks^" in lines["| central", "grows:"]
 
 
 @pytest.mark.slow

@@ -11,17 +11,8 @@ import pytest
 from config import COMMANDS, documented_settings
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (
-    "engines",
-    "training",
-    "scheduling",
-    "runtime",
-    "reporting",
-    "commands",
-    "recipes",
-    "cpu",
-    "images",
-)
+ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "recipes", "cpu")
+ROOMS += ("images",)
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 OUTSIDE = sorted(path for room in ("simulation", "papers") for path in (ROOT / room).rglob("*.py"))
@@ -92,15 +83,11 @@ def only_for_types(path: Path) -> set[str]:
     """What a file imports under TYPE_CHECKING alone."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.If)
-            and isinstance(node.test, ast.Name)
-            and node.test.id == "TYPE_CHECKING"
-        ):
+        asks_a_name = isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+        if asks_a_name and node.test.id == "TYPE_CHECKING":
             inner = [n for n in node.body if isinstance(n, ast.ImportFrom)]
-            names |= {n.module for n in inner} | {
-                f"{n.module}.{a.name}" for n in inner for a in n.names
-            }
+            names |= {n.module for n in inner}
+            names |= {f"{n.module}.{a.name}" for n in inner for a in n.names}
     return names
 
 
@@ -117,18 +104,12 @@ def test_budget_of_a_file(path):
 @pytest.mark.parametrize("path", PRODUCT + OUTSIDE, ids=name_of)
 def test_nothing_is_dynamic_and_no_error_is_swallowed(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and room_of(path) != "cpu"
-        ):
+        calls_a_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if calls_a_name and room_of(path) != "cpu":
             assert node.func.id not in DYNAMIC, f"{path.name}:{node.lineno}"
         if isinstance(node, ast.ExceptHandler):
-            names = {
-                n.id
-                for n in ast.walk(node.type or ast.Name("Exception"))
-                if isinstance(n, ast.Name)
-            }
+            caught = ast.walk(node.type or ast.Name("Exception"))
+            names = {n.id for n in caught if isinstance(n, ast.Name)}
             assert not names & {"Exception", "BaseException"}, f"{path.name}:{node.lineno}"
 
 
@@ -169,12 +150,9 @@ def test_the_product_runs_without_what_is_around_it(path):
 
 def test_no_import_circles():
     """Between modules, imports for types left out."""
-    modules = {
-        name_of(path).removesuffix(".py").replace("/", "."): path for path in PRODUCT + OUTSIDE
-    }
-    graph = {
-        name: (imports_of(p) - only_for_types(p)) & modules.keys() for name, p in modules.items()
-    }
+    files = PRODUCT + OUTSIDE
+    modules = {name_of(path).removesuffix(".py").replace("/", "."): path for path in files}
+    graph = {n: (imports_of(p) - only_for_types(p)) & modules.keys() for n, p in modules.items()}
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:

@@ -39,9 +39,7 @@ FAMILY = {  # of the text model, of the tower
 }
 
 
-def make_vision_model(
-    path: Path, family: str, layers: int = 4, seed: int = 0, tied: bool = True, **changes
-) -> str:
+def make_vision_model(path: Path, family: str, layers=4, seed=0, tied=True, **changes) -> str:
     """A directory with weights, tokenizer and image processor (up to 16 features). changes: of the tower."""
     torch.manual_seed(seed)
     text, tower = FAMILY[family]
