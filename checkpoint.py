@@ -275,9 +275,10 @@ async def prepare_out(config: Config, world: World, say: Callable[[str], None]) 
 
 def was_obeyed(config: Config) -> bool:
     """Whether --resume was: torchrun has started this rank again, and a checkpoint since it began."""
-    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False  # without torchrun the parent may be outside the container, where psutil can't look
     folder, began = Path(config.out, "checkpoints"), psutil.Process(os.getppid()).create_time()
-    return is_again and any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
+    return any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
