@@ -326,7 +326,8 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
-    before, changed = now | common["config"], []
+    # before there was --lr-decay-to, all rates fell to a tenth
+    before, changed = now | {"lr_decay_to": 0.1} | common["config"], []
     for name in [name for name in now if name not in FREE and now[name] != before[name]]:
         new, old = (as_text(settings[name]) or '""' for settings in (now, before))
         if name in SAME and (name != "algorithm" or now[name][0] != before[name][0]):
