@@ -152,7 +152,8 @@ class Checkpoints:
     saving: Saving | None = None
 
     def __post_init__(self) -> None:
-        self.files = sums_of_files(self.config)  # as they are at the start
+        # as they are at the start; rank 0 alone saves them
+        self.files = {} if self.world.rank else sums_of_files(self.config)
 
     def is_due(self, step: int, *every: int) -> bool:
         """Whether `step` is one of those every so many (0: never), or the last."""
