@@ -152,7 +152,8 @@ class Checkpoints:
     saving: Saving | None = None
 
     def __post_init__(self) -> None:
-        self.files = sums_of_files(self.config)  # as they are at the start
+        # as they are at the start; rank 0 alone saves them
+        self.files = {} if self.world.rank else sums_of_files(self.config)
 
     def is_due(self, step: int, *every: int) -> bool:
         """Whether `step` is one of those every so many (0: never), or the last."""
@@ -275,9 +276,10 @@ async def prepare_out(config: Config, world: World, say: Callable[[str], None]) 
 
 def was_obeyed(config: Config) -> bool:
     """Whether --resume was: torchrun has started this rank again, and a checkpoint since it began."""
-    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False  # without torchrun the parent may be outside the container, where psutil can't look
     folder, began = Path(config.out, "checkpoints"), psutil.Process(os.getppid()).create_time()
-    return is_again and any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
+    return any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
 
 async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
@@ -325,7 +327,8 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
     common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
-    before, changed = now | common["config"], []
+    # before there was --lr-decay-to, all rates fell to a tenth
+    before, changed = now | {"lr_decay_to": 0.1} | common["config"], []
     for name in [name for name in now if name not in FREE and now[name] != before[name]]:
         new, old = (as_text(settings[name]) or '""' for settings in (now, before))
         if name in SAME and (name != "algorithm" or now[name][0] != before[name][0]):

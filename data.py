@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -226,7 +227,8 @@ class PromptFile(Sequence[Prompt]):
             raise self._too_long(row.where, len(tokens))
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
-        several = turns if len(turns) > 1 else []
+        # of Parquet, turns may hold times, which a checkpoint's JSON has no word for
+        several = json.loads(json.dumps(turns, default=str)) if len(turns) > 1 else []
         return Prompt(tokens, question, answer_key(row.answer), partial(self._images, row), several)
 
 

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from contextlib import nullcontext
+from datetime import date
 from types import SimpleNamespace
 
 import datasets
@@ -161,6 +162,11 @@ def test_parquet(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     check_rows(prompt_file(tmp_path / "rows.parquet"))
+    rows = [{"messages": [turn | {"at": date(2024, 5, 1)} for turn in (*ANSWERED, *CHAT)]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "times.parquet")
+    assert '"at": "2024-05-01"' in json.dumps(
+        prompt_file(tmp_path / "times.parquet").training(0).turns
+    )
 
 
 GOOD = {"prompt": "good"}

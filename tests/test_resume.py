@@ -200,6 +200,8 @@ def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_
     saved = psutil.Process(os.getppid()).create_time() + saved_s
     os.utime(out / "checkpoints" / "step_20", (saved, saved))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    if not restarts:  # the first process of a container has no parent
+        monkeypatch.setattr(os, "getppid", lambda: 0)
     monkeypatch.chdir(tmp_path)
     point, _ = prepared(out, resume=resume)
     chosen = None if resume == "never" else Path(resume)
@@ -251,7 +253,10 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
     config, out = replace(CONFIG, **named), make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, vars(config))
     assert prepared(out, **named)[0].step == 20
-    files = checkpoint.Checkpoints(config, None, out).files
+    files = checkpoint.Checkpoints(config, FakeWorld(0, 2, {}), out).files
+    assert not checkpoint.Checkpoints(
+        config, FakeWorld(1, 2, {}), out
+    ).files  # the file may be large
     assert set(files) == {f"{tmp_path}/data.jsonl", f"{tmp_path}/rule.py"}
     make_checkpoint(out, 30, vars(config), files=files)
     if changed:
@@ -265,12 +270,16 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
 def test_other_settings_may_change_and_are_listed(tmp_path):
     """But for those that nobody asks about. An algorithm's settings are among them.
 
-    A setting that the checkpoint doesn't know, of a program that came before it, hasn't changed.
+    A setting that the checkpoint doesn't know, of a program that came before it, hasn't changed, but
+    for --lr-decay-to, which was 0.1.
     """
     out = make_run(tmp_path / "run", steps=())
-    make_checkpoint(out, 20, {name: value for name, value in SETTINGS.items() if name != "keep"})
+    unknown = ("keep", "lr_decay_to")
+    make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name not in unknown})
     changes = dict(steps=50, lr=1e-3, port=31000, algorithm=("grpo", "kl_coef=0.01"), keep=7)
+    changes |= dict(lr_decay_to=1.0)
     before, _, changed = prepared(out, **changes)[1][0].partition(": ")
     assert before == f"changed since {out}/checkpoints/step_20"
     names = "--algorithm grpo kl_coef=0.01 (was grpo), --steps 50 (was 40), --lr 0.001 (was 0.0005)"
+    names += ", --lr-decay-to 1.0 (was 0.1)"
     assert sorted(changed.split(", ")) == sorted(names.split(", "))
