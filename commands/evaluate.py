@@ -87,6 +87,9 @@ async def ask(
 
 async def run(config: Config) -> str:
     """Evaluate alone in OUT. UserError for what can't be used."""
+    from training import model
+
+    model.check_models(config)
     async with held(Path(config.out), print):
         await evaluate(config)
     return ""
@@ -94,9 +97,6 @@ async def run(config: Config) -> str:
 
 async def evaluate(config: Config) -> None:
     """Write OUT/eval.json and OUT/answers.jsonl, print the figures. UserError for what can't be used."""
-    from training import model
-
-    model.check_models(config)
     tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
     problems = read_problems(config, tokenizer, reader)
     answer_of = formats_of(config)[0].answer_of

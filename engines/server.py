@@ -123,15 +123,19 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
-def tensor_files(model_dir: str | Path, setting: str = "") -> dict[str, Any]:
-    """The open file of each tensor of a directory, by name; only heads are read. UserErrors."""
+def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
+    """By name, the open file of each tensor in a Hugging Face directory; only heads are read.
+
+    framework: "pt" to load tensors; torch maps whole files, which a host may have no memory for.
+    UserError names the setting and the directory.
+    """
     from safetensors import SafetensorError, safe_open
 
     where = f"{setting} {model_dir}".strip()
     files = {}
     for path in sorted(Path(model_dir).glob("*.safetensors")):
         try:
-            file = safe_open(path, framework="pt")
+            file = safe_open(path, framework=framework)
         except SafetensorError as error:  # as of a download that broke off
             raise UserError(f"{where}: {path.name} is damaged or incomplete: {error}") from None
         files |= dict.fromkeys(file.keys(), file)

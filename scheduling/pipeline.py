@@ -120,7 +120,8 @@ def one_after_another(pipes: Sequence[Pipe]) -> Table:
     """1F1B. A rank goes on to the next pipe as soon as it can. ValueError if it has two stages of a pipe."""
     for number, pipe in enumerate(pipes):
         if len(set(pipe.ranks)) < len(pipe.ranks):
-            raise ValueError(f"pipe {number}: several stages on a rank take `interleaved`")
+            has = f"pipe {number} has several stages on a rank"
+            raise ValueError(f"{has}: that takes `interleaved`")
     return interleaved(pipes)
 
 

@@ -74,7 +74,7 @@ async def save(world: World, actor, critic, batches: list, out: Path) -> dict:
     """Two updates, a save, and another update while it is being written: nothing of that may get into it."""
     notes = []
     c = controller_of(world, actor, critic, notes)
-    checkpoints = Checkpoints(c.config, world, out)
+    checkpoints = c.checkpoints = Checkpoints(c.config, world, out)
     for batch in batches[:2]:
         actor.update(balanced(batch, actor))
         learn(critic, batch)

@@ -240,7 +240,7 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 
 def test_every_flag_that_is_named_exists():
     known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN
-    known |= {"--help", "--nodes", "--map"}
+    known |= {"--help", "--nodes", "--map", "--shm-size"}  # the last is of docker run
     known |= {f"--no-{dashed(field.name)}" for field in fields(Config) if field.default is True}
     for program in PROGRAMS:
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', program.read_text()))

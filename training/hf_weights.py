@@ -38,7 +38,7 @@ class HFWeights:
     def __init__(self, model_dir: str, setting: str = "--model"):
         self.where = f"{setting} {model_dir}"
         self.own: dict[str, Tensor] = {}
-        self.file_of = tensor_files(model_dir, setting)
+        self.file_of = tensor_files(model_dir, setting, "pt")
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.own:
@@ -47,13 +47,16 @@ class HFWeights:
             raise UserError(f"{self.where}: its safetensors files lack {name}")
         return self.file_of[name].get_tensor(name)
 
-    def check(self, known: set[str] | None = None) -> None:
-        """UserError for a tensor that is quantized or, if `known` is given, not one of them."""
-        for name, file in sorted(self.file_of.items()):
-            if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
-                raise UserError(f"{self.where}: {name} is {kind}: quantized weights can't be taken")
-            if known and name not in known and not name.endswith("inv_freq"):  # which is made anew
-                raise UserError(f"{self.where}: nothing here reads {name}, one of its tensors")
+
+def check_tensors(model_dir: str, setting: str, known: set[str] | None = None) -> set[str]:
+    """UserError for a tensor that is quantized or, if `known` is given, not one of them; or names."""
+    files = tensor_files(model_dir, setting)
+    for name, file in sorted(files.items()):
+        if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
+            raise UserError(f"{setting} {model_dir}: {name} is {kind}: quantized weights can't be taken")
+        if known and name not in known and not name.endswith("inv_freq"):  # which is made anew
+            raise UserError(f"{setting} {model_dir}: nothing here reads {name}, one of its tensors")
+    return {*files}
 
 
 class Family(NamedTuple):

@@ -28,7 +28,7 @@ from engines.reward_model import HEAD
 from images.reader import ImageReader, read_model_config
 from scheduling.pipeline import schedule_of
 from training import lm_head
-from training.hf_weights import Family, HFWeights
+from training.hf_weights import Family, check_tensors
 from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
@@ -255,31 +255,30 @@ def check_models(config: Config) -> dict:
     hf = read_hf_config(config.model)
     check_sizes(hf, config)
     heads = {HEAD} if config.command == "rm" else set()
-    HFWeights(config.model).check(tensor_names(hf) | heads)
+    check_tensors(config.model, "--model", tensor_names(hf) | heads)
     if config.critic:
         check_critic(config, hf)
     for path in config.judge_models:
         setting = "--judge" if path in config.judge else "--cost-judge"
         read_family(path, setting)
         if config.device == "cpu":  # with CUDA SGLang has kernels for quantized weights
-            HFWeights(path, setting).check()
+            check_tensors(path, setting)
     return hf
 
 
 def check_critic(config: Config, actor: dict) -> None:
     """UserError unless --critic is a value model of the actor's tokens, and the sizes fit."""
     hf = read_hf_config(config.critic, "--critic")
-    weights = HFWeights(config.critic, "--critic")
-    weights.check(tensor_names(hf) | {HEAD})
-    if HEAD not in weights.file_of:
-        raise UserError(f"{weights.where}: it has no {HEAD}, the head of a value or reward model")
+    where = f"--critic {config.critic}"
+    if HEAD not in check_tensors(config.critic, "--critic", tensor_names(hf) | {HEAD}):
+        raise UserError(f"{where}: it has no {HEAD}, the head of a value or reward model")
     actors, own = (data.load_tokenizer(path).get_vocab() for path in (config.model, config.critic))
     if strange := actors.items() - own.items():
-        raise UserError(f"{weights.where}: {min(strange)[0]!r} isn't the token it is for --model")
+        raise UserError(f"{where}: {min(strange)[0]!r} isn't the token it is for --model")
     if (has := hf["vocab_size"]) < (needed := actor["vocab_size"]):
-        raise UserError(f"--critic {config.critic}: it has {has} tokens, and --model has {needed}")
+        raise UserError(f"{where}: it has {has} tokens, and --model has {needed}")
     if "vision" in actor and "vision" not in hf:
-        raise UserError(f"--critic {config.critic}: it sees no images, and --model does")
+        raise UserError(f"{where}: it sees no images, and --model does")
     check_sizes(hf, config)
 
 
