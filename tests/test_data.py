@@ -316,6 +316,9 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
     assert data.encode(tokenizer, "text")
     with pytest.raises(ValueError, match="has no chat template"):
         data.encode(tokenizer, CHAT)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('not so') }}")
+    with pytest.raises(ValueError, match="refuses turns of the roles system, user: not so"):
+        data.encode(tokenizer, CHAT)
 
 
 def test_the_key_of_an_answer(tmp_path):
