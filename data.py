@@ -315,8 +315,7 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = I
     try:
         return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
     except TemplateError as error:
-        roles = ", ".join(turn["role"] for turn in turns)
-        problem = f"refuses turns of the roles {roles}: {error}"
+        problem = f"refuses turns: {error}"
         raise UserError(f"the chat template in {tokenizer.name_or_path} {problem}") from None
 
 

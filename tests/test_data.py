@@ -317,7 +317,7 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
     with pytest.raises(ValueError, match="has no chat template"):
         data.encode(tokenizer, CHAT)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('not so') }}")
-    with pytest.raises(ValueError, match="refuses turns of the roles system, user: not so"):
+    with pytest.raises(ValueError, match=r"chat template in .* refuses turns: not so"):
         data.encode(tokenizer, CHAT)
 
 
