@@ -13,6 +13,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from jinja2 import TemplateError
+
 from config import UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
@@ -310,7 +312,11 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = I
 
     turns = [{name: plain(x) if isinstance(x, str) else x for name, x in turn.items()} for turn in prompt]
     settings = {"add_generation_prompt": not is_complete, "return_dict": True}
-    return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
+    except TemplateError as error:
+        problem = f"refuses turns: {error}"
+        raise UserError(f"the chat template in {tokenizer.name_or_path} {problem}") from None
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:

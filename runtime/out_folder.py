@@ -44,8 +44,9 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
                 say(f"--out {out} is on a disk without locks: who is suspended there is taken for gone")
             await locks.enter_async_context(lease)
         except Timeout:
-            owner = lease.owner
-            who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}" if owner else "a run"
+            who = f"a run, unless {path}.lease is left of a crash,"  # empty: it is kept for ever
+            if owner := lease.owner:
+                who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
             raise UserError(f"--out {out}: {who} is at work there: stop it, or choose another") from None
         except OSError as error:
             raise UserError(f"--out {out} can't be used: {error}") from None

@@ -350,7 +350,9 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
     expected = dict(plain.named_parameters())
     assert dict(actor.named_weights()).keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actor.named_weights())
+    Path(path, "config.json").chmod(0o444)  # a directory that many use
     actor.export(str(tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").stat().st_mode & 0o200
     check_export(tmp_path / "out", expected, tolerance=0.0)
     samples = make_samples(0)
     for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):

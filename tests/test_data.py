@@ -164,9 +164,8 @@ def test_parquet(tmp_path, monkeypatch):
     check_rows(prompt_file(tmp_path / "rows.parquet"))
     rows = [{"messages": [turn | {"at": date(2024, 5, 1)} for turn in (*ANSWERED, *CHAT)]}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "times.parquet")
-    assert '"at": "2024-05-01"' in json.dumps(
-        prompt_file(tmp_path / "times.parquet").training(0).turns
-    )
+    prompt = prompt_file(tmp_path / "times.parquet").training(0)
+    assert '"at": "2024-05-01"' in json.dumps(prompt.turns)
 
 
 GOOD = {"prompt": "good"}
@@ -316,6 +315,9 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     assert data.encode(tokenizer, "text")
     with pytest.raises(ValueError, match="has no chat template"):
+        data.encode(tokenizer, CHAT)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('not so') }}")
+    with pytest.raises(ValueError, match=r"chat template in .* refuses turns: not so"):
         data.encode(tokenizer, CHAT)
 
 

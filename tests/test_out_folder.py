@@ -38,6 +38,9 @@ def test_a_folder_has_one_holder(out):
             asyncio.run(hold(out, during=hold(name)))
     asyncio.run(hold(out, during=hold(out.parent / "other")))
     assert {path.name for path in out.parent.glob(".*")} == {".out.lock", ".other.lock"}
+    (out.parent / ".out.lease").touch()  # as a machine that lost power leaves it
+    with pytest.raises(UserError, match=r"a run, unless .*/.out.lease is left of a crash, is at"):
+        asyncio.run(hold(out))
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -254,9 +254,8 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
     make_checkpoint(out, 20, vars(config))
     assert prepared(out, **named)[0].step == 20
     files = checkpoint.Checkpoints(config, FakeWorld(0, 2, {}), out).files
-    assert not checkpoint.Checkpoints(
-        config, FakeWorld(1, 2, {}), out
-    ).files  # the file may be large
+    other = checkpoint.Checkpoints(config, FakeWorld(1, 2, {}), out)
+    assert not other.files  # which may be large
     assert set(files) == {f"{tmp_path}/data.jsonl", f"{tmp_path}/rule.py"}
     make_checkpoint(out, 30, vars(config), files=files)
     if changed:

@@ -339,7 +339,7 @@ class Trainer:
         Path(path).mkdir(parents=True, exist_ok=True)
         for file in Path(self.model_dir).iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
-                shutil.copy(file, path)
+                shutil.copyfile(file, Path(path, file.name))  # not its mode: it may be read-only
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
         Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
         if self.stop_tokens:
