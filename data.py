@@ -259,15 +259,22 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 @lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The first special token behind an answer in the chat template; None without, or if it has none."""
+    """The first token behind an answer in the chat template that is special, or named as an end.
+
+    None without a template, if it has none, or if it refuses a question and its answer.
+    """
     if tokenizer.chat_template is None:
         return None
     chats = ([*as_turns("Is it?", "user"), *as_turns(text, "assistant")] for text in ("yes", "no"))
-    rendered = [encode(tokenizer, turns, is_complete=True)[::-1] for turns in chats]
+    try:
+        rendered = [encode(tokenizer, turns, is_complete=True)[::-1] for turns in chats]
+    except UserError:  # rows of text need no template
+        return None
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
     behind = [token for token, _ in alike][::-1]  # the answers, in which alone they differ
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return next((token for token in behind if token in special), None)
+    ends = special | named_ends(tokenizer.name_or_path)
+    return next((token for token in behind if token in ends), None)
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
@@ -356,17 +363,22 @@ def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def named_ends(model_dir: str) -> set[int]:
+    """The end-of-sequence tokens of a directory's generation_config.json, if it has one."""
+    from transformers import GenerationConfig
+
+    if not Path(model_dir, "generation_config.json").is_file():
+        return set()
+    named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
+    return {*(named if isinstance(named, list) else [named])} - {None}
+
+
 def stop_tokens(
     model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None, say=lambda line: None
 ) -> tuple[int, ...]:
     """The ids that end an answer: of a sequence, a turn, generation_config.json's, an image's."""
-    from transformers import GenerationConfig
-
     end = end_of_turn(tokenizer)
-    named = None
-    if (Path(model_dir) / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-    stop = {tokenizer.eos_token_id, end, *(named if isinstance(named, list) else [named])} - {None}
+    stop = ({tokenizer.eos_token_id, end} | named_ends(model_dir)) - {None}
     if not stop:
         raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
     if end is not None:

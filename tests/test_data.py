@@ -349,6 +349,7 @@ TEMPLATES = [
     (TURNS.replace("{{ m.content", "<think>\n\n</think>\n\n{{ m.content"), "<|im_end|>"),
     ("{% if messages[0].role == 'system' %}{{ nothing.x.y }}{% endif %}" + TURNS, "<|im_end|>"),
     (TURNS.replace("<|im_end|>", ""), None),
+    ("{{ raise_exception('never two turns') }}", None),
 ]
 
 
@@ -365,6 +366,16 @@ def test_what_ends_an_answer(tokenizer, tmp_path, template, end):
     refused = pytest.raises(ValueError, match=r"0\.jsonl:1: .* no special token")
     with nullcontext() if end else refused:
         data.PromptFile(chats, tokenizer, 1000)
+
+
+def test_an_end_that_the_generation_config_names(tokenizer, tmp_path):
+    """Some directories have it among the plain added tokens."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TURNS.replace("<|im_end|>", " x")
+    (end,) = tokenizer(" x", add_special_tokens=False)["input_ids"][-1:]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    tokenizer.name_or_path = str(tmp_path)
+    assert data.end_of_turn(tokenizer) == end
 
 
 def test_stop_tokens(tokenizer, tmp_path):
