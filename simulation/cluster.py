@@ -96,11 +96,15 @@ class Author:
     and its length; a judge's prompt begins with both numbers, and its first token is the verdict.
     """
 
-    held_out, chat_template, eos_token_id, all_special_tokens, added_tokens_decoder = (), "turns", 0, (), {}
+    held_out = all_special_tokens = ()
+    chat_template = "turns"
+    eos_token_id = 0
+    name_or_path = ""
 
     def __init__(self, workload: Workload, config: Config, grain: int):
         self.workload, self._config, self._grain = workload, config, grain
         self._prompt, self._indices = self._coarse(workload.prompt), {}
+        self.added_tokens_decoder = {}
 
     def _coarse(self, tokens: int) -> int:
         return max(1, round(tokens / self._grain))
