@@ -190,8 +190,9 @@ def render(results: dict[str, dict], papers: list[str]) -> str:
     lines += papers
     if commits:
         loads = [row["load"] for row in results.values()]
-        load = f"load average before each {min(loads):.1f} to {max(loads):.1f}, the row before still in it"
-        lines += ["", f"Rows with a command of their own: commit {commits[0]}, one machine, 2 cores, {load}."]
+        load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
+        lines += ["", f"Rows with a command of their own: commit {commits[0]}, one machine, 2 cores,"]
+        lines += [f"{load}, the row before still in it."]
     return "\n".join(lines) + "\n"
 
 

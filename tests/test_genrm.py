@@ -55,6 +55,7 @@ class Characters:
     """A tokenizer whose tokens are characters; turns of a chat are `<role>content`."""
 
     chat_template, eos_token_id, all_special_tokens, added_tokens_decoder = "turns", 0, [], {}
+    name_or_path = ""
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": list(text)}
