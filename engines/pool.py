@@ -178,7 +178,10 @@ class Pool:
             self._outstanding[engine.rank] -= sum(owed)
 
     async def _next(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
-        """The next part, None at the end. TimeoutError if it stalls."""
+        """The next part, None at the end.
+
+        TimeoutError if the engine wrote for nobody in stalled_s and isn't healthy, or MAX_SILENCES times.
+        """
         coming = asyncio.ensure_future(anext(parts, None))
         coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
         silences = 0
