@@ -49,7 +49,7 @@ lint: install
 install: .venv/installed
 
 .venv/installed: requirements.txt cpu/requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) runtime/supported.py
 	$(PYTHON) -m venv .venv
 ifneq ($(filter-out 0,$(GPUS)),)
 	$(BIN)/pip install --quiet -r requirements.txt

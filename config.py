@@ -97,7 +97,8 @@ class Config:
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans
     mem_fraction: float = 0.7  # CUDA: weights and KV cache of an awake engine, a part of what a device has
-    deterministic: bool = True  # same seed, same tokens, whatever shares a batch; costs speed
+    memory_check: bool = True  # CUDA: end before a start if --dry-run's estimate doesn't fit the device
+    deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off by default with CUDA
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
     # ---- checkpoints
     resume: str = "auto"  # the newest checkpoint under --out (auto), none (never), or this folder
@@ -188,7 +189,8 @@ class Config:
         yield finite, f"{shown}: finite numbers are needed, none below 0 and one above"
 
 
-DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16")}  # and what differs there from Config's defaults
+# and what differs there from Config's defaults
+DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
@@ -198,7 +200,7 @@ PRESETS = {  # a preset is what differs from Config's defaults
     "tiny": DEMO,
     "images": DEMO,
     "cuda": dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, max_running_requests=256)
-    | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, deterministic=False, recompute=True),
+    | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, recompute=True),
 }
 
 
@@ -262,9 +264,9 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if preset not in PRESETS:
         raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     if not (device := given.get("device")):
-        from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
+        from runtime.devices import default_device
 
-        device = "cuda" if cuda.is_available() else "cpu"
+        device = default_device()
     given |= {"preset": preset, "command": name, "device": device}
     if not given.get("model"):
         given |= demo_models(given)

@@ -5,7 +5,8 @@ actor holds all. Where both may hold all, the mode says who has them now. The or
 
     to training   every engine sleeps (weights and KV cache go); then trainers wake: one at a time, or all
                   where the schedule runs them in one pipeline
-    to serving    critics sleep, rollout weights come back, push, the actor sleeps, the KV cache comes back
+    to serving    critics sleep, the actor's gradients and what its passes left go, rollout weights come back,
+                  push, the actor sleeps, the KV cache comes back
 
 Between the two everything sleeps: there a run may switch to another plan, and lost engines are started again.
 """
@@ -215,6 +216,7 @@ class Placement:
         """Critics out, weights back, push, actor out, KV cache back (collective). The mode wakes genrm."""
         start = self._timeline.now()
         await self.give_device_to(self.actor)
+        await self._world.run(self.actor.trim)
         await self.rollout.wake_weights()
         await self.rollout.load_weights(self.actor.named_weights(), self.actor.version)
         await self.give_device_to()

@@ -31,7 +31,7 @@ import data
 import rewards
 from algorithms import algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
-from commands import dry_run, evaluate, replay
+from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
 from engines import server
@@ -46,6 +46,7 @@ from reporting.metrics import Report
 from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
+from runtime.devices import choose_device
 from runtime.out_folder import held
 from runtime.world import World, raise_on_all
 from scheduling.pipeline import schedule_of
@@ -82,6 +83,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     if maps:
         raise UserError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
     choose_device(config)
+    memory.check_fits(config, plans, ranks)
     if config.command == "eval":
         if ranks > 1:
             raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
@@ -104,22 +106,6 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
     return make_plans(config, ranks, on_machine) if config.command == "rl" else []
 
 
-def choose_device(config: Config) -> None:
-    """Hide CUDA devices from a run without, and all that it starts. UserError if a rank lacks its own."""
-    if config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return
-    # else each tensor that is pinned on the host takes up to twice its size: the next power of two
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
-    from torch import cuda
-
-    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
-        needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
-        raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
-    if config.asks_engines:
-        server.check_compiler()
-
-
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
     """Reinforcement learning: build the parts, train, tear down (collective: every rank)."""
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
@@ -128,6 +114,7 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         c = await build(config, plans, world, progress, fleet, stop)
         stopped_by = await controller.train(c)
         await world.barrier()
+        stop.neighbours = []  # who is through may leave
         if stopped_by:
             obeyed = re.escape(shlex.quote(config.resume))
             words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
@@ -203,7 +190,7 @@ async def build(
     )
     if point:
         await restore(c, point.folder)
-    await stop.until_all_are_ready(world.barrier())
+    await stop.until_all_are_ready(world)
     timeline.start(point.ended_s if point else 0.0)
     return c
 

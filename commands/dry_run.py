@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import re
 import shutil
 import sys
@@ -15,19 +16,19 @@ from pathlib import Path
 import psutil
 
 from algorithms import algorithm_of
-from commands.memory import BYTES, PROCESS, embedding, memory, read_model
+from commands.memory import PROCESS, bucket_bytes, embedding, memory, read_model
 from config import Config, as_text, dashed
-from engines import server
 from placement import Plan, make_plans
 from reporting.describe import describe
-from runtime import rendezvous
+from runtime import devices, rendezvous, supported
 from scheduling import mapping
 from scheduling.costs import Device, Model
 
 # data sheet; 8 a machine share 8 x 200 Gbit/s of network, and a host that gives each 20 GB/s: assumptions
 A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
-DISK_MB, SHARED_MB = 1000, 16  # of what a run leaves; besides weights on their way, see `pushed`
+DISK_MB = 1000  # of what a run leaves
+SHARED_MB = {"cpu": 16, "cuda": 128}  # besides weights on their way (`pushed`); for each rank, by NCCL
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
@@ -114,9 +115,13 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     folder = next(path for path in (out, *out.parents) if path.exists())
-    rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11)), *packages()]
+    python, libc = sys.version.split()[0], " ".join(platform.libc_ver())
+    reason = supported.lacks()
+    rows = [("Python, libc", reason or f"{python}, {libc}", not reason), *packages()]
     can_read = all(is_good for *_, is_good in rows)  # the shapes of a model's tensors
-    shared = SHARED_MB + (pushed(config, ranks) / 1e6 if can_read and config.device == "cpu" else 0)
+    shared = SHARED_MB[config.device] * ranks
+    shared += pushed(config, ranks) / 1e6 if can_read and config.device == "cpu" else 0
+    rows += graphics(config)
     hint = f" in /dev/shm; {shared:.0f} MB are needed (docker run --shm-size)"
     space = (
         ("disk", shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
@@ -134,11 +139,8 @@ def check(config: Config) -> int:
 
 
 def pushed(config: Config, ranks: int) -> int:
-    """Bytes of weights on their way through /dev/shm at once: a bucket, with its last tensor, an engine."""
-    shapes, _ = read_model(config.model, config)
-    sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
-    bucket = min(sum(sizes), server.BUCKET_BYTES + max(sizes))
-    return bucket * max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+    """Bytes of weights on their way through /dev/shm at once, to all engines."""
+    return bucket_bytes(config) * max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
 
 
 def packages() -> list[tuple[str, str, bool]]:
@@ -151,6 +153,16 @@ def packages() -> list[tuple[str, str, bool]]:
     if "torch" in found:
         from torch import cuda
 
-        devices = [cuda.get_device_name(number) for number in range(cuda.device_count())]
-        rows.append(("accelerator", ", ".join(devices) or f"none, but {os.cpu_count()} cores", True))
+        names = [cuda.get_device_name(number) for number in range(cuda.device_count())]
+        rows.append(("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores", True))
     return rows
+
+
+def graphics(config: Config) -> list[tuple[str, str, bool]]:
+    """Of a run on GPUs: driver, mode, what kernels are compiled with."""
+    if config.device == "cpu":
+        return []
+    modes = sorted({*devices.compute_modes()})
+    rows = [("driver", devices.why_unusable() or devices.driver(), not devices.why_unusable())]
+    rows.append(("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
+    return rows + [(name, "there" if found else install, found) for name, install, found in devices.tools()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from itertools import chain
 from math import prod
 
 import psutil
 
 from algorithms import algorithm_of
-from config import Config
+from config import Config, UserError
 from engines import server
 from placement import Plan
 from scheduling.pipeline import schedule_of
@@ -16,9 +19,14 @@ BYTES = {"float32": 4, "bfloat16": 2}
 # of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
 # columns, measured on a CPU (tests/test_memory.py); fused kernels keep less
 KEPT = {"float32": (40, 12, 20), "bfloat16": (28, 6, 10)}
-ASLEEP = 5_000_000_000  # of a GPU, by all that sleep: contexts, CUDA graphs, NCCL's buffers; an estimate
+# of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
+RESIDENT = 2_500_000_000
+CONTEXT = 500_000_000  # of a further rank of an engine on its lead's device, where it reads what is pushed
 PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
-SIZES = (80e9, 141e9)  # what is asked about where there is no GPU
+SERVER = 4_000_000_000  # the same of a server with CUDA, whose children load all anew; an estimate
+SIZES = (24e9, 48e9, 80e9, 141e9)  # what is asked about where there is no GPU
+FOR_SERVING = "--rollout-tp, --genrm-tp or a lower --mem-fraction"
+FOR_TRAINING = "--recompute, --tp with --sp, or a smaller --max-tokens-per-micro-batch"
 REFERENCE = "reference, in the host's memory"
 
 Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
@@ -33,10 +41,10 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     for name, parts in (trainers | engines).items():
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
         lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
-    lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and each server")
     if config.device == "cpu":
+        lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and each server")
         return [*lines, verdict_without_devices(plans, ranks, trainers, engines)]
-    return [*lines, *verdicts(config, trainers, engines), host_memory(config, trainers, engines)]
+    return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
 
 
 def trainers_of(config: Config, ranks: int) -> Models:
@@ -123,30 +131,55 @@ def verdict_without_devices(plans: list[Plan], ranks: int, trainers: Models, eng
     return f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"
 
 
-def host_memory(config: Config, trainers: Models, engines: Models) -> str:
-    """What sleeps on the host of a rank that has a server of each role."""
-    own = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
+def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
+    """Of a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
+    states = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
+    held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
     for name, parts in engines.items():
-        own += parts["weights"] if config.mode != "partial" or name.startswith("genrm") else 0
-    return f"  pinned on the host for each rank, at most: {own / 1e9:.1f} GB"
+        held["pinned"] += parts["weights"] if config.mode != "partial" or name.startswith("genrm") else 0
+    held["processes"] = PROCESS + SERVER * engines_on_a_device(plans)
+    shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in held.items())
+    return f"  the host holds for each rank at most {sum(held.values()) / 1e9:.1f} GB: {shown}"
 
 
-def verdicts(config: Config, trainers: Models, engines: Models) -> list[str]:
+def engines_on_a_device(plans: list[Plan]) -> int:
+    """How many engines have a process on a rank's device, in any of the plans; they take turns there."""
+    roles = ({rank for plan in plans for rank in vars(plan)[role]} for role in ("rollout", "genrm"))
+    return max(Counter(chain(*roles)).values(), default=0)
+
+
+def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """A line for this machine's devices, or where it has none for each of SIZES."""
     from torch import cuda
 
     lines, here = [], [cuda.get_device_properties(0).total_memory] if cuda.is_available() else []
     for size in here or SIZES:
-        peaks = peaks_of(config, trainers, engines, size)
+        peaks = peaks_of(config, plans, ranks, size)
         shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
         fits = "takes it" if max(peaks.values()) <= size else "IS TOO SMALL"
         lines.append(f"  a device of {size / 1e9:.0f} GB {fits}, in GB: {shown}")
     return lines
 
 
-def peaks_of(config: Config, trainers: Models, engines: Models, device: float) -> dict[str, float]:
+def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
+    """UserError if this rank's GPU is too small for the loop, as `peaks_of` has it. See --memory-check."""
+    if config.device == "cpu" or config.command != "rl" or not config.memory_check:
+        return
+    from torch import cuda
+
+    size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
+    peaks = peaks_of(config, plans, ranks, size)
+    name = max(peaks, key=peaks.get)
+    if peaks[name] > size:
+        what = f"{name} takes about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
+        hint = FOR_SERVING if name.startswith("serving") else FOR_TRAINING
+        raise UserError(f"{what}: try {hint}, more ranks, or --no-memory-check")
+
+
+def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    actor, rollout = trainers["actor"], next(iter(engines.values()), {"weights": 0})
+    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    actor = trainers["actor"]
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
     fraction, peaks = config.mem_fraction, {}
     for name, parts in engines.items():  # one that needs more than its share doesn't start
@@ -158,5 +191,17 @@ def peaks_of(config: Config, trainers: Models, engines: Models, device: float) -
     needs = {f"training the {name}": sum(parts.values()) for name, parts in learners.items()}
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": sum(needs.values())} if fuses else needs
-    peaks["the push"] = states + rollout["weights"]
-    return {name: needed + ASLEEP for name, needed in peaks.items()}
+    if engines:
+        copies = 2 if config.tp * config.pp > 1 else 1  # whole tensors, of which ranks hold parts; and flat
+        pushed = copies * bucket_bytes(config)
+        rollout, *_ = engines.values()
+        peaks["the push"] = states - actor["gradients"] + rollout["weights"] + pushed
+    asleep = RESIDENT * (1 + engines_on_a_device(plans)) + CONTEXT * (config.rollout_tp - 1)
+    return {name: needed + asleep for name, needed in peaks.items()}
+
+
+def bucket_bytes(config: Config) -> int:
+    """Of weights on their way to an engine, at most: a bucket with its last tensor."""
+    shapes, _ = read_model(config.model, config)
+    sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
+    return min(sum(sizes), server.BUCKET_BYTES + max(sizes))

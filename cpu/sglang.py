@@ -6,14 +6,16 @@ SGLang falls back to plain torch for every layer of a dense model when there is 
 the wheel is filled in here, through SGLang's own hooks and without touching its files; cpu/invariance.py has
 attention over the whole batch, and sums that don't depend on what shares it.
 
-With CUDA only the sampling of seeded answers is repaired. Either way the server dies with the process that
-started it. Run it as a module: as a script, `cpu/` heads sys.path and `import sglang` would find this file.
+With CUDA only the sampling of seeded answers is repaired. Either way the log has no line for every batch, and
+the server dies with the process that started it. Run it as a module: as a script, `cpu/` heads sys.path and
+`import sglang` would find this file.
 """
 
 import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import multiprocessing
 import os
 import signal
@@ -98,6 +100,12 @@ def replace_torchvision():
     sys.meta_path.append(StandInFinder("torchvision"))
 
 
+CHATTY = (  # a line for each batch, sleep or bucket of a push
+    "sglang.srt.managers.scheduler_components.metrics_reporter",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.tokenizer_manager",
+    "sglang.srt.managers.tokenizer_control_mixin",
+)
 NAMED_KERNELS = (  # by models at their import, on which those that see depend
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -253,6 +261,8 @@ if __name__ in ("__main__", "__mp_main__"):
     # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_parent()
+    for chatty in CHATTY:
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     if not torch.cuda.is_available():
         library = install()
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5  # between two looks at whether a server is ready, or down
 HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
+WARM_UP_TOKENS = 2  # one that a prompt's pass gives, and one of a decoding step
 
 
 class EngineLost(ConnectionError):
@@ -120,19 +121,34 @@ class Engine:
     async def ready(self, deadline_s: float) -> None:
         """Waits until the server generates. UserError with the end of its log if it died or was too slow."""
         clock = asyncio.get_running_loop().time
-        deadline, process = clock() + deadline_s, self._process
+        deadline = clock() + deadline_s
         while not await self.is_healthy(self._silence_s):
             if self.exit_status():
-                raise UserError(f"the {self.name} stopped while starting{process.log_tail()}")
+                raise UserError(f"the {self.name} stopped while starting; {self.log_tail()}")
             if clock() > deadline:
-                raise UserError(f"the {self.name} wasn't ready within {deadline_s:g} s{process.log_tail()}")
+                raise UserError(f"the {self.name} wasn't ready within {deadline_s:g} s; {self.log_tail()}")
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             raise UserError(f"the {self.name} found another server at {self.url}: choose another --port")
         info = await self._call("GET", "/server_info")
         full_length = max(1, info["max_total_num_tokens"] // info["context_length"])
         self.capacity = min(info["max_running_requests"], full_length)
+        try:
+            await asyncio.wait_for(self._warm_up(), deadline - clock())
+        except (TimeoutError, EngineLost):
+            failed = f"didn't answer a first request within {deadline_s:g} s"
+            raise UserError(f"the {self.name} {failed}; {self.log_tail()}") from None
         await self._call("POST", "/freeze_gc")  # else each sleep collects over all of SGLang's imports: 0.7 s
+
+    async def _warm_up(self) -> None:
+        """A greedy answer beside a sampled one: with CUDA kernels for both are compiled now, for minutes.
+
+        Later such a silence would count as a hang.
+        """
+        kinds = [Sampling(temperature, WARM_UP_TOKENS, ignore_eos=True) for temperature in (0.0, 1.0)]
+        requests = [Request([0] * 4, sampling, WARM_UP_TOKENS, seed=0) for sampling in kinds]
+        async for _ in self.generate(requests):
+            pass
 
     def exit_status(self) -> str:
         """How its process ended; empty while it runs."""
@@ -173,14 +189,21 @@ class Engine:
             await self.kill()
             self._process.folder.cleanup()
 
-    async def sleep(self) -> None:
-        """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
+    def log_tail(self) -> str:
+        """Where its log is, and how that ends."""
+        return self._process.log_tail()
+
+    async def sleep(self, deadline_s: float | None = None) -> None:
+        """Hands the memory back. Answers still running are aborted; they come back with finish "abort".
+
+        deadline_s: of a process that sleeps for the first time, and pins the memory of all its weights.
+        """
         if self._has_aborted:
             await asyncio.sleep(0.1)  # until an aborted request is out, or pausing would take a second
         self._has_aborted = False
         await self._call("POST", "/pause_generation", mode="abort")  # in other modes the idle scheduler spins
         await self._call("POST", "/flush_cache?timeout=30")
-        await self._move("/release_memory_occupation", tags=["kv_cache", "weights"])
+        await self._move("/release_memory_occupation", deadline_s, tags=["kv_cache", "weights"])
 
     async def wake_weights(self) -> None:
         """Room for the weights. A judge's are as they were, a rollout engine's are to be loaded."""
@@ -279,8 +302,8 @@ class Engine:
         async with self._open(method, path, body, self._silence_s) as response:
             return await response.json() if response.content_type == "application/json" else None
 
-    async def _move(self, path: str, **body: Any) -> None:
-        async with self._open("POST", path, body, self._move_s):  # of a large model that takes a while
+    async def _move(self, path: str, deadline_s: float | None = None, **body: Any) -> None:
+        async with self._open("POST", path, body, deadline_s or self._move_s):  # of a large model: a while
             pass
 
 

@@ -67,7 +67,7 @@ class Pool:
         self._dealt: dict[int, deque[Engine]] = {}  # model -> the engines that they are to ask
         self._deprioritized: frozenset[int] = frozenset()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
-        self._trouble = ""  # how this rank's engine was lost
+        self._trouble = self._log_tail = ""  # how this rank's engine was lost, what it said
         self._watch: asyncio.Task | None = None
         self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
         self._wakes = self._stalls = self._aborts = 0
@@ -220,7 +220,7 @@ class Pool:
         """What this controller has to tell the others, in a meeting that `apply_status` ends."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
-        trouble = {self.world.rank: self._trouble} if self._trouble else {}
+        trouble = {self.world.rank: f"{self._trouble}\n{self._log_tail}"} if self._trouble else {}
         self._told = EngineStatus(+self._outstanding, self._new_parts, trouble, tuple(self._deprioritized))
         self._new_parts = Counter()
         return self._told
@@ -239,7 +239,8 @@ class Pool:
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
             raise UserError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")
-        return [f"{self._lost[rank]}: others go on with its work" for rank in self._lost if rank not in known]
+        new = [self._lost[rank].splitlines()[0] for rank in self._lost if rank not in known]
+        return [f"{loss}: others go on with its work" for loss in new]
 
     async def restart_lost(self) -> int:
         """Start lost engines again, asleep (collective, while all sleep). How many here; or UserError."""
@@ -256,8 +257,8 @@ class Pool:
             await own.kill()
         if self._trouble:
             try:
-                await own.restart(self.config.engine_start_s)
-                await own.sleep()
+                await own.restart(deadline_s := self.config.engine_start_s)
+                await own.sleep(deadline_s)
             except (EngineLost, UserError) as error:
                 lost = f"the {own.name} {self._trouble}"
                 raise UserError(f"{lost} and didn't start again: {error}") from None
@@ -272,7 +273,7 @@ class Pool:
 
     async def _lose(self, trouble: str) -> None:
         if not self._trouble:  # else two found it at once
-            self._trouble = trouble
+            self._trouble, self._log_tail = trouble, self.own.log_tail()
             await self.own.kill()
 
     async def _watch_own(self) -> None:

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from config import Config, UserError
 from images.reader import read_model_config, sees
 from images.tokens import Image
+from runtime.devices import cuda_libraries
 
 if TYPE_CHECKING:
     import aiohttp
@@ -33,7 +33,6 @@ STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all th
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
-NVCC = Path("/usr/local/cuda/bin/nvcc")  # where SGLang looks last
 LOG_START = "---- a server starts"  # a line of its log begins so
 
 
@@ -59,6 +58,10 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     if config.device == "cuda":
         flags |= {"base-gpu-id": os.environ["LOCAL_RANK"], "mem-fraction-static": config.mem_fraction}
         flags["enable-memory-saver"] = None
+        # wrong values, or reads outside of memory: sgl-project/sglang#37606
+        flags["disable-prefill-cuda-graph"] = None
+        # which attention, how large a KV cache, how long CUDA graphs took (cpu/sglang.py keeps the rest out)
+        flags |= {"log-level": "info", "log-level-http": "error"}
         if role == "genrm" or config.mode != "partial" or config.command == "eval":
             # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
             flags["enable-weights-cpu-backup"] = None
@@ -96,20 +99,15 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         # it compiles kernels with `ninja`, which pip puts beside a Python whose folder need not be in PATH
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+        # the memory saver is loaded before Python, and needs libcudart, which may lie in pip's folders alone
+        folders = [*cuda_libraries(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        environment["LD_LIBRARY_PATH"] = ":".join(folders)
     else:
         # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
         environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
         # MKL's products have other last bits for few rows on some processors, if not told to be strict
         environment |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
     return environment
-
-
-def check_compiler() -> None:
-    """UserError if SGLang, which compiles kernels for CUDA while it runs, would find no nvcc."""
-    is_named = "CUDA_HOME" in os.environ or "CUDA_PATH" in os.environ
-    if not (is_named or shutil.which("nvcc") or NVCC.is_file()):
-        needed = "engines compile kernels, and there is no nvcc: install the CUDA toolkit, or set CUDA_HOME"
-        raise UserError(f"--device cuda: {needed}")
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:
@@ -199,7 +197,7 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
-        return "\n".join((f"; the end of {self._log}:", *newest.splitlines()[1:][-15:]))
+        return "\n".join((f"the end of {self._log}:", *newest.splitlines()[1:][-15:]))
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:

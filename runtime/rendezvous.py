@@ -48,6 +48,7 @@ def init_method(config: Config) -> dict:
     interface = interface_of(config.host)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its buffers stay on the device; SGLang does without, too
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_local():
         store = dist.FileStore(str(private_folder() / "store"), size)

@@ -2,8 +2,8 @@
 
 A user's error is one line, whatever the number of ranks, and status 2; torchrun ends the others with SIGTERM.
 While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers agree on it, save and leave
-with status 0. A second one, or one before training, cancels all work: 130 or 143. torchrun kills its ranks
-after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+with status 0. A second one, one before training, or one after a rank of this machine was killed, cancels all
+work: 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from runtime.world import World, is_alive
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
+LOOK_S = 1.0  # between two looks at the other ranks, after a signal
+GONE_S = 10.0  # for gloo to tell those who wait for a rank that is gone
 
 
 @dataclass
@@ -36,11 +40,14 @@ class Stop:
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
+    neighbours: list[int] = field(default_factory=list)  # process ids of this machine's ranks that train
 
-    async def until_all_are_ready(self, meeting: Awaitable[None]) -> None:
-        """The last meeting before training: no rank is past it before all of them stop by themselves."""
+    async def until_all_are_ready(self, world: World) -> None:
+        """The last meeting before training (collective): no rank is past it before all stop by themselves."""
         self.graceful = True
-        await meeting
+        first = world.rank - int(os.environ["LOCAL_RANK"])
+        pids = await world.gather(os.getpid())
+        self.neighbours = pids[first : first + int(os.environ["LOCAL_WORLD_SIZE"])]
 
 
 def prepare() -> None:
@@ -66,7 +73,7 @@ def die_with_parent(number: int) -> None:
 
 async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
     """Run the work and return its result. A signal is noted in `stop`, or cancels it with every `finally`."""
-    task = asyncio.ensure_future(work)
+    task, watches = asyncio.ensure_future(work), []
 
     def on_signal(number: int) -> None:
         is_first, now = not stop.asked, time.monotonic()
@@ -74,6 +81,8 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
             stop.asked, stop.time = number, now
         if (is_first and not stop.graceful) or now - stop.time > ECHO_S:
             task.cancel()
+        elif is_first:
+            watches.append(asyncio.ensure_future(cancel_if_one_is_gone(task, stop)))
 
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
@@ -83,6 +92,14 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
         if (reported := reported_file()) and reported.exists():
             raise asyncio.CancelledError from None
         raise
+
+
+async def cancel_if_one_is_gone(task: asyncio.Future, stop: Stop) -> None:
+    """A rank that was killed never agrees to stop, and with NCCL those that wait for it get no error."""
+    while all(map(is_alive, stop.neighbours)):
+        await asyncio.sleep(LOOK_S)
+    await asyncio.sleep(GONE_S)
+    task.cancel()
 
 
 def exit_on_error(line: str) -> NoReturn:

@@ -37,6 +37,8 @@ class SimulatedTrainer:
         await asyncio.sleep(self._moves.sleep_s)
         self.awake = False
 
+    async def trim(self) -> None: ...
+
     def named_weights(self) -> Iterator:
         return iter(())
 

@@ -54,20 +54,28 @@ def pytest_configure(config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
-    """After `-m gpu` a table: what, passed or not, its figures or why it was skipped."""
+    """After `-m gpu` a table: what, passed or not, its figures or why it was skipped. A file has more."""
     if config.option.markexpr != "gpu":
         return
     import torch
 
+    import gpu_report
+
     names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     device = f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
-    terminalreporter.section("dry, on the CPU" if config.option.dry else device)
+    table, failures = ["dry, on the CPU" if config.option.dry else device], []
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             what = report.nodeid.split("::test_")[-1].replace("_", " ")
             facts = [f"{name} {value}" for name, value in report.user_properties]
             facts += [report.longrepr[2]] if outcome == "skipped" else []
-            terminalreporter.line(f"{what:60} | {outcome:7} | {', '.join(facts)}")
+            failures += [(what, report.longreprtext)] if report.failed else []
+            table.append(f"{what:60} | {outcome:7} | {', '.join(facts)}")
+    terminalreporter.section(table[0])
+    for line in table[1:]:
+        terminalreporter.line(line)
+    logs = sorted(config._tmp_path_factory.getbasetemp().rglob("*.log"))
+    terminalreporter.line(f"to attach to a report: {gpu_report.write(table, failures, logs)}")
 
 
 @pytest.fixture(autouse=True)

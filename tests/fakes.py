@@ -60,6 +60,9 @@ class FakeWorld(SimulatedWorld):
 MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
 MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
 TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
+# gradients, and what a pass reserved: gone before anything else comes, a trainer of the same pipeline aside
+LEFTOVERS = {trainer: f"{trainer}'s leftovers" for trainer in sorted(TRAINERS)}
+MAY_SHARE += [{trainer, leftovers} for trainer, leftovers in LEFTOVERS.items()]
 
 
 class Device:
@@ -73,7 +76,9 @@ class Device:
         self.holders.add(holder)
         for other in self.holders - {holder}:
             may_share = {holder, other} in MAY_SHARE
-            may_share = may_share or (self.fuses and {holder, other} <= TRAINERS)
+            may_share = may_share or (
+                self.fuses and {holder, other} <= {*TRAINERS, *LEFTOVERS.values()}
+            )
             assert may_share, f"rank {self.rank}: {holder} came while {other} held the device"
 
     def give(self, *holders):
@@ -218,7 +223,10 @@ class FakeEngine:
         self.device.take(f"{self.role} cache")
         self.awake = True
 
-    async def sleep(self):
+    def log_tail(self):
+        return f"the end of its log\nwritten by rank {self.rank}"
+
+    async def sleep(self, deadline_s=None):
         await self.answer()
         assert not self.aborts, "put to sleep while answers were in flight"
         await asyncio.sleep(self.swap_s)
@@ -297,7 +305,11 @@ class FakeTrainer:
     def sleep(self):
         assert self.awake, "put to sleep while asleep"
         self.awake = False
-        self.device.give(self.title)
+        self.device.give(self.title, f"{self.title}'s leftovers")
+
+    def trim(self):
+        assert self.awake, "trimmed while asleep"
+        self.device.give(f"{self.title}'s leftovers")
 
     async def update(self, mini_batches, beside=()):
         metrics = [await trainer.learn(mini_batches) for trainer in (self, *beside)]
@@ -308,6 +320,7 @@ class FakeTrainer:
         for sample in flat(mini_batches):
             self.check(sample)
         await asyncio.sleep(self.update_s)
+        self.device.take(f"{self.title}'s leftovers")
         self.log.append("update")
         self.batches.append(flat(mini_batches))
         self.version += 1

@@ -6,14 +6,16 @@ result holds the figures of each check that it came to, by name: seconds, bytes,
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import socket
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from engines import server
 from engines.engine import Answer, Engine, Request, Sampling
 from gpu_model import SIZES
 from parallel_worker import balanced, set_constants
+from placement import make_plans
 from runtime import rendezvous
 from sample import Sample
 
@@ -209,7 +212,7 @@ def launch(role: str, config: Config) -> Engine:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return Engine.launch(role, 0, port, MODEL, config, RESULT.with_suffix(".log"), "a key")
+    return Engine.launch(role, 0, port, MODEL, config, RESULT.with_name(f"{role}.log"), "a key")
 
 
 async def answers_of(engine: Engine, requests: list[Request]) -> list[Answer]:
@@ -265,6 +268,7 @@ async def serve_and_learn(tp: str = "1") -> None:
 
 async def push(engine: Engine, actor) -> None:
     """From training to serving, in placement.py's order."""
+    actor.trim()
     asleep = used_bytes()
     await engine.wake_weights()
     note("push", weights=WEIGHT_BYTES, room=used_bytes() - asleep)
@@ -295,6 +299,60 @@ async def same_tokens() -> None:
         await engine.close()
 
 
+async def full() -> None:
+    """Both engines, then a trainer, as in full mode; the trainer learns, and pushes."""
+    from actor import Actor
+    from commands.memory import peaks_of
+
+    config = settings(mode="full", model=MODEL, judge=(MODEL,), mem_fraction=0.3)
+    engines, before = {}, used_bytes()
+    try:
+        for role in ("rollout", "genrm"):
+            engines[role] = launch(role, config)
+            await engines[role].ready(START_S)
+            written = await sampled(engines[role])
+            await engines[role].sleep()
+            asleep = used_bytes()
+            note("asleep", **{role: asleep - before})
+            before = asleep
+        actor = Actor(config, MODEL)
+        update(actor, written)
+        actor.sleep()
+        note("asleep", actor=used_bytes() - before)
+        actor.wake()
+        update(actor, written)
+        peaks = peaks_of(
+            config, make_plans(config, 1), 1, torch.cuda.mem_get_info()[1] if HAS_GPU else 0
+        )
+        with most_used() as most:
+            await push(engines["rollout"], actor)
+        note("push", peak=max(most), predicted=peaks["the push"])
+        written = await sampled(engines["rollout"])
+        assert {v for sample in written for v in sample.versions} == {actor.version}
+    finally:
+        for engine in engines.values():
+            await engine.close()
+
+
+@contextlib.contextmanager
+def most_used() -> Iterator[list[int]]:
+    """Looks at what is used of the device every few milliseconds, and keeps it."""
+    found, is_over = [used_bytes()], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.005):
+            free, total = torch.cuda.mem_get_info() if HAS_GPU else (0, 0)
+            found.append(total - free)
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        watch.join()
+
+
 def request(number: int) -> Request:
     """Every fourth is greedy; the lengths of the prompts differ."""
     prompt = random_tokens(SIZE.prompt - number % 7, number)
@@ -316,6 +374,7 @@ WORKS: dict[str, Callable] = {
     "nap": nap,
     "pass": training_pass,
     "serve": lambda *tp: asyncio.run(serve_and_learn(*tp)),
+    "full": lambda: asyncio.run(full()),
     "same": lambda: asyncio.run(same_tokens()),
 }
 

@@ -4,6 +4,8 @@ Torch's variable-length attention runs on CUDA alone: here a fake of it, in plai
 is given.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpu import megatron
+from training.model import packing_of, rotate
 from training.packing import MicroBatch, make_micro_batches, zigzag
 
 HEADS, DIM, SCALE = 4, 8, 0.3
@@ -83,3 +86,21 @@ def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
             assert torch.allclose(x.grad, other.grad, rtol=0, atol=1e-5)
 
     check()
+
+
+def test_rotary_embedding_rounds_once():
+    """In bfloat16, far into a long text: as float64 does it with the same angles, to the last bit."""
+    positions = torch.arange(30_000, 30_512)[:, None]
+    frequencies = (10_000.0 ** -(torch.arange(0, 64) / 64))[None]
+    batch = SimpleNamespace(positions=positions)
+    x = torch.randn(512, 4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rotated = rotate(x, *packing_of(batch, frequencies).rope)
+    angles = (positions.float() * frequencies).double()[:, None]
+    first, second = x.double().chunk(2, -1)
+    turned = (
+        first * angles.cos() - second * angles.sin(),
+        second * angles.cos() + first * angles.sin(),
+    )
+    expected = torch.cat(turned, -1).bfloat16()
+    assert rotated.dtype == torch.bfloat16
+    assert (rotated == expected).float().mean() > 0.999

@@ -21,7 +21,7 @@ import models
 import run
 from commands import dry_run, evaluate, finetune
 from engines import fleet
-from engines.engine import Engine
+from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
 from launched import ROOT, Run
 from runtime import atomic_files
@@ -252,15 +252,21 @@ class FakeEngine(Engine):
     @classmethod
     def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
-        engine.calls = []
+        engine.calls, engine.status = [], None
         return engine
 
     async def ready(self, deadline_s):
         self.calls.append("ready")
         self.capacity = 10 + self.rank
 
-    async def sleep(self):
+    async def sleep(self, deadline_s):
         self.calls.append("sleep")
+        self.deadline_s = deadline_s
+        if self.status is not None:
+            raise EngineLost("didn't answer /release_memory_occupation")
+
+    def exit_status(self):
+        return self.status
 
     async def close(self):
         pass
@@ -292,6 +298,27 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
             urls = [f"http://127.0.0.1:{settings.port + 2 * n + offset}" for n in range(3)]
             assert facts == [(n, urls[n], 10 + n) for n in range(3)]
             assert found[number].calls == ["ready", "sleep"]
+            assert found[number].deadline_s == settings.engine_start_s  # it pins its weights
+
+
+@pytest.mark.parametrize("status", ["", "signal 9"])
+def test_an_engine_that_does_not_fall_asleep_is_not_taken_for_one_that_sleeps(
+    monkeypatch, tmp_path, status
+):
+    """The next would measure a full device. One that died meanwhile is found lost later."""
+    monkeypatch.setattr(fleet, "Engine", FakeEngine)
+    settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
+
+    async def start():
+        async with fleet.Fleet(settings, FakeWorld(0, 1, {})) as engines:
+            await engines.launch(run.servers_of(0, settings, run.check_settings(settings, 1)))
+            for engine in engines._engines:
+                engine.status = status
+            await engines.ready()
+
+    late = r"^the rollout engine of rank 0 didn't answer /release.*, so its memory isn't free$"
+    with nullcontext() if status else pytest.raises(config.UserError, match=late):
+        asyncio.run(start())
 
 
 @pytest.mark.parametrize("given", ["", " --resume never", " --resume=never", " --resume a/step_10"])

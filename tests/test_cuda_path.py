@@ -1,5 +1,6 @@
 """What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -8,15 +9,20 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import run
-from commands.memory import ASLEEP, engines_of, memory, peaks_of, trainers_of
+from commands import memory
+from commands.dry_run import graphics
+from commands.memory import RESIDENT, engines_of, peaks_of, trainers_of
 from config import PRESETS, UserError, parse_config
-from engines import server
+from cpu.sglang import CHATTY
 from engines.server import server_environment, server_flags
-from fakes import simulate
+from fakes import LEFTOVERS, simulate
+from placement import make_plans
+from reporting.describe import describe
+from runtime import devices, supported
 
 ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
@@ -101,6 +107,23 @@ def test_sglang_takes_every_flag(models, monkeypatch):
     assert len(found.stdout.splitlines()) == 1, found.stdout
     texts = [" ".join(map(str, flags)) for flags in asked]
     assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
+    # which return wrong values, and want more running requests than were asked for
+    assert sum("--disable-prefill-cuda-graph" in text for text in texts) == len(texts) / 3
+
+
+def test_loggers_that_are_kept_quiet_are_sglangs():
+    folder = Path(importlib.util.find_spec("sglang").origin).parents[1]
+    for name in CHATTY:
+        source = folder.joinpath(*name.split(".")).with_suffix(".py").read_text()
+        assert "\nlogger = logging.getLogger(__name__)\n" in source
+
+
+@pytest.mark.parametrize("given,is_so", [([], False), (["--deterministic"], True)])
+def test_what_cuda_leaves_out_by_default_is_said(models, given, is_so):
+    config = parse_config(["--device", "cuda", "--model", models["7B"], "--rule", "exact", *given])
+    assert config.deterministic == is_so
+    lines = describe(config, make_plans(config, 2), 2)
+    assert ("tokens differ from run to run" in lines) == (not is_so)
 
 
 # ---------------------------------------------------------------- who holds how much when
@@ -115,7 +138,8 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     trainers, engines = trainers_of(config, ranks), engines_of(config)
     _, log = simulate(mode, 4, algorithm=algorithm)
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
-    states = {who: sum(p.values()) - p["activations"] - p["loss"] for who, p in learners.items()}
+    states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
+    states |= {LEFTOVERS[who]: p["gradients"] for who, p in learners.items()}
     weights = {who.split()[0]: parts["weights"] for who, parts in engines.items()}
     held, peak = {}, 0.0
     for rank, verb, who in log:
@@ -128,11 +152,14 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
         mine[who] = weights[role] if who.endswith("weights") else states.get(who, cache)
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
-    predicted = peaks_of(config, trainers, engines, H200)
+    plans = make_plans(config, ranks)
+    predicted = peaks_of(config, plans, ranks, H200)
     most = max(size for who, size in predicted.items() if "reference" not in who)
-    assert peak + ASLEEP == pytest.approx(most)
+    processes = 2 if mode == "partial" else 3
+    more = memory.CONTEXT * (config.rollout_tp - 1)
+    assert peak + processes * RESIDENT + more == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
-    assert "a device of 141 GB takes it" in " ".join(memory(config, [], ranks))
+    assert "a device of 141 GB takes it" in " ".join(memory.memory(config, plans, ranks))
 
 
 def test_an_engine_with_cuda_finds_what_pip_put_beside_python(monkeypatch, tmp_path):
@@ -146,24 +173,241 @@ def test_an_engine_with_cuda_finds_what_pip_put_beside_python(monkeypatch, tmp_p
     assert shutil.which("ninja", path=path) == str(tmp_path / "venv" / "ninja")
 
 
-@pytest.mark.parametrize("where", ["CUDA_HOME", "PATH", ""])
-def test_engines_need_a_compiler(models, monkeypatch, tmp_path, where):
-    """nvcc is looked for where SGLang does; without it one line comes before anything starts."""
+def pip_libraries(home: Path) -> Path:
+    """What `pip install` of the CUDA runtime leaves in a folder of packages."""
+    folder = home / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    (folder / devices.LIBCUDART).touch()
+    return folder
+
+
+@pytest.mark.parametrize("before", ["", "/opt/lib"])
+def test_an_engine_with_cuda_finds_the_cuda_runtime(monkeypatch, tmp_path, before):
+    """Its first process preloads a library that needs it, and the loader looks into no package of Python."""
+    folder = pip_libraries(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", before)
+    path = server_environment("key", "/tmp/x", "cuda")["LD_LIBRARY_PATH"]
+    assert path.split(":") == [str(folder), *filter(None, [before])]
+    assert "LD_LIBRARY_PATH" not in server_environment("key", "/tmp/x", "cpu").keys() - os.environ
+
+
+# ---------------------------------------------------------------- what a machine lacks
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """One with a GPU and all that a run needs, to take something away from; torch is as it is."""
     import torch
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(server, "NVCC", tmp_path / "bin" / "nvcc")
-    for name in ("CUDA_HOME", "CUDA_PATH", "LOCAL_WORLD_SIZE"):
+    for name in ("CUDA_HOME", "CUDA_PATH", "LOCAL_WORLD_SIZE", "CXX", *devices.ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if where == "PATH":
-        (tmp_path / "nvcc").touch(mode=0o755)
-    elif where:
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "0")
+    for name in ("bin", "include", "dev"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    (tmp_path / "dev" / "nvidia0").touch()
+    (tmp_path / "driver").write_text("570.86.10\n")
+    for name, script in (("nvcc", ""), ("c++", ""), ("nvidia-smi", "echo Default")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    pip_libraries(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(devices, "CUDA_FOLDER", tmp_path / "nothing")
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path / "dev")
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": tmp_path / "include"})
+    monkeypatch.setattr(devices.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["CUDA_HOME", "PATH", "CUDA_FOLDER"])
+def test_a_compiler_is_looked_for_where_sglang_does(models, machine, monkeypatch, where):
+    nvcc = machine / "bin" / "nvcc"
+    if where == "CUDA_HOME":
         monkeypatch.setenv(where, "/opt/cuda")
+    if where == "CUDA_FOLDER":
+        monkeypatch.setattr(devices, "CUDA_FOLDER", machine / "cuda")
+        (machine / "cuda" / "bin").mkdir(parents=True)
+        (machine / "cuda" / "bin" / "nvcc").touch()
+    if where != "PATH":
+        nvcc.unlink()
+    devices.choose_device(settings(models, "7B"))
+
+
+@pytest.mark.parametrize(
+    "missing,words",
+    [
+        ("bin/nvcc", "nvcc (apt install cuda-toolkit-13-0"),
+        ("bin/c++", "a C++20 compiler (apt install g++)"),
+        ("include/Python.h", "Python.h (apt install python3-dev"),
+        ("nvidia/cu13/lib/libcudart.so.13", "libcudart.so.13 (pip install"),
+    ],
+)
+def test_what_kernels_are_compiled_with_is_named(models, machine, missing, words):
+    """In one line before anything starts; what starts no engine goes on without."""
+    (machine / missing).unlink()
     config = settings(models, "7B")
-    if where:
-        run.choose_device(config)
-        return
-    with pytest.raises(UserError, match=r"^--device cuda: engines compile kernels, .* no nvcc"):
-        run.choose_device(config)
-    run.choose_device(replace(config, command="sft"))  # starts no engine
+    with pytest.raises(UserError) as raised:
+        devices.choose_device(config)
+    line = str(raised.value)
+    assert line.startswith("--device cuda: kernels are compiled in a run, which needs ")
+    assert words in line and line.count("install") == 1
+    devices.choose_device(replace(config, command="sft"))
+
+
+def test_an_old_compiler_is_none(models, machine):
+    """GCC 9 has no C++20."""
+    (machine / "bin" / "c++").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(UserError, match=r"a C\+\+20 compiler"):
+        devices.choose_device(settings(models, "7B"))
+
+
+def test_check_says_what_a_gpu_is_missing(models, machine):
+    """Each with ! where a run would end."""
+    rows = {name: (text, is_good) for name, text, is_good in graphics(settings(models, "7B"))}
+    assert rows["compute mode"] == ("Default", True) and rows["nvcc"] == ("there", True)
+    assert "a newer driver" in rows["driver"][0] or "built for CPUs" in rows["driver"][0]
+    assert not rows["driver"][1]
+    (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
+    (machine / "bin" / "nvcc").unlink()
+    rows = {name: is_good for name, _, is_good in graphics(settings(models, "7B"))}
+    assert not rows["compute mode"] and not rows["nvcc"] and rows["Python.h"]
+
+
+def test_a_gpu_of_one_process_is_refused(models, machine):
+    """A trainer and engines share it."""
+    (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
+    config = settings(models, "7B")
+    with pytest.raises(UserError, match="which is exclusive now; as root: nvidia-smi"):
+        devices.choose_device(config)
+    devices.choose_device(replace(config, command="sft"))
+
+
+@pytest.mark.parametrize("name", devices.ALLOCATOR)
+def test_settings_of_the_allocator_are_kept(models, machine, monkeypatch, name):
+    """But those with which memory can't be handed over."""
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    devices.choose_device(settings(models, "7B"))
+    assert os.environ["PYTORCH_ALLOC_CONF"] == f"max_split_size_mb:512,{devices.PIN_EXACTLY}"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(name, "expandable_segments:True")
+    with pytest.raises(UserError, match=r"^expandable_segments of PYTORCH_ALLOC_CONF or "):
+        devices.choose_device(settings(models, "7B"))
+
+
+@pytest.mark.parametrize(
+    "built_for,words",
+    [
+        (None, "it is built for CPUs; install requirements.txt"),
+        ("13.0", "CUDA 13.0 needs a newer driver (for 13: 580) than 570.86.10"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_no_run_on_the_cpu(machine, monkeypatch, built_for, words):
+    """Unless that is said, or the GPU is hidden."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(UserError) as raised:
+        parse_config([])
+    assert str(raised.value) == (
+        f"torch can't use {machine}/dev/nvidia0: {words}; --device cpu trains without it"
+    )
+    assert parse_config(["--device", "cpu"]).device == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"^torch can't use .*nvidia0: "):
+        devices.choose_device(parse_config(["--device", "cuda", "--preset", "cuda"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert parse_config([]).device == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (machine / "dev" / "nvidia0").unlink()
+    assert parse_config([]).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "python,libc,words",
+    [
+        ((3, 10), ("glibc", "2.39"), "Python 3.11, 3.12 or 3.13 is needed, and this is 3.10"),
+        ((3, 14), ("glibc", "2.39"), "Python 3.11, 3.12 or 3.13 is needed, and this is 3.14"),
+        ((3, 12), ("glibc", "2.31"), "this is glibc 2.31"),
+        ((3, 12), ("", ""), "this is another libc"),
+        ((3, 11), ("glibc", "2.34"), ""),
+        ((3, 13), ("glibc", "2.41"), ""),
+    ],
+)
+def test_what_the_wheels_need(python, libc, words):
+    found = supported.lacks(python, libc)
+    assert words in found and bool(words) == bool(found)
+
+
+def test_make_says_so_before_it_installs(tmp_path):
+    """A Python that says it is 3.14, and has nothing installed."""
+    python = tmp_path / "python3"
+    patched = "import platform, runpy, sys; sys.version_info = (3, 14); sys.argv = sys.argv[1:]; "
+    patched += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{patched}" "$@"\n')
+    python.chmod(0o755)
+    for name in ("Makefile", "requirements.txt", "cpu", "runtime"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    made = subprocess.run(
+        ["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert made.returncode == 2
+    assert "Python 3.11, 3.12 or 3.13 is needed, and this is 3.14" in made.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+# ---------------------------------------------------------------- a run that doesn't fit
+
+
+@pytest.fixture
+def device_of(machine, monkeypatch):
+    """Makes torch say that a device has so many bytes."""
+    import torch
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def make(size: float) -> None:
+        facts = SimpleNamespace(total_memory=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: facts)
+
+    return make
+
+
+def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
+    """One line names the peak and what may help; --no-memory-check overrules it, sft has no engines."""
+    config = settings(models, "7B", "--mode", "full")
+    plans = make_plans(config, 1)
+    device_of(85e9)
+    with pytest.raises(UserError) as raised:
+        memory.check_fits(config, plans, 1)
+    assert str(raised.value) == (
+        "training the actor takes about 151.2 GB of a device, which has 85.0: try --recompute, "
+        "--tp with --sp, or a smaller --max-tokens-per-micro-batch, more ranks, or --no-memory-check"
+    )
+    memory.check_fits(replace(config, memory_check=False), plans, 1)
+    memory.check_fits(replace(config, command="sft"), plans, 1)
+    device_of(170e9)
+    memory.check_fits(config, plans, 1)
+    device_of(24e9)
+    full = settings(
+        models, "7B", "--mode", "full", "--mem-fraction", "0.95", "--train-only", "--replay", "x"
+    )
+    assert "serving" not in str(peaks_of(full, plans, 1, 24e9))
+
+
+def test_the_push_needs_no_gradients_but_a_bucket(models):
+    """Of a 7B on 8, by hand: 2 bytes a parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
+    config = settings(models, "7B", "--mode", "full")
+    plans, parameters, largest = make_plans(config, 8), 7_615_616_512, 2 * 152064 * 3584
+    expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
+    assert peaks_of(config, plans, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
+    with_tp = settings(models, "7B", "--mode", "full", "--tp", "2")
+    copies = (
+        peaks_of(with_tp, plans, 8, H200)["the push"] - peaks_of(config, plans, 8, H200)["the push"]
+    )
+    # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
+    assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)

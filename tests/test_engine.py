@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import time
@@ -18,7 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from config import Config
+from config import Config, UserError
 from cpu.invariance import attend, group_by_length
 from cpu.sglang import murmur_hash32
 from engines import server
@@ -222,6 +223,49 @@ def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
     monkeypatch.setattr(engine, "_open", opened)
     assert all(asyncio.run(engine.is_healthy(patience_s)) for patience_s in (0.5, 40.0))
     assert deadlines == [3.0, 40.0]
+
+
+class Compiling(Engine):
+    """A server that is up, and whose first answers come late: kernels are compiled."""
+
+    def __init__(self, after_s):
+        super().__init__("rollout", 0, "http://127.0.0.1:1", "a key")
+        self.after_s, self.requests, self.calls = after_s, [], []
+        end = "the end of its log"
+        self._process = SimpleNamespace(exit_status=lambda: "", log_tail=lambda: end)
+
+    async def is_healthy(self, deadline_s):
+        return True
+
+    async def _call(self, method, path, **body):
+        self.calls.append(path)
+        facts = dict(max_total_num_tokens=1000, context_length=100, max_running_requests=8)
+        return facts | {"served_model_name": str(os.getpid())}
+
+    async def generate(self, requests):
+        self.requests += requests
+        await asyncio.sleep(self.after_s)
+        if self.after_s == 7:
+            raise EngineLost("broke off")
+        yield None
+
+
+@pytest.mark.parametrize("after_s", [400, 60, 7])
+def test_a_first_answer_has_the_time_of_a_start(after_s):
+    """Of either kind. Later a silence of 40 s is a hang; a hang at the start ends the run, with the log."""
+    engine, clock = Compiling(after_s), VirtualClock()
+    if after_s == 60:
+        clock.run_until_complete(engine.ready(300.0))
+        assert engine.capacity == 8 and engine.calls[-1] == "/freeze_gc"
+    else:
+        late = (
+            "^the rollout engine of rank 0 didn't answer a first request within 300 s; the end of"
+        )
+        with pytest.raises(UserError, match=late):
+            clock.run_until_complete(engine.ready(300.0))
+        assert clock.time() == pytest.approx(300 if after_s == 400 else 7)
+    assert sorted(request.sampling.temperature for request in engine.requests) == [0.0, 1.0]
+    assert all(request.seed is not None for request in engine.requests)
 
 
 def test_a_server_that_can_not_say_its_score_has_none():

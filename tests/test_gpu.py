@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actor import MAX_LOGPROB_DIFF
-from commands.memory import ASLEEP
+from commands.memory import RESIDENT
 from gpu_model import SIZES, make_model
 from workers import HERE, run_command, run_worker
 
@@ -132,7 +132,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
     given_back, left = found["awake"] - found["asleep"], found["asleep"] - found["before"]
     record(given_back=gb(given_back), left=gb(left), mem_fraction=gb(found["share"]))
     assert device == "cpu" or given_back > 0.8 * found["share"]
-    assert left < ASLEEP
+    assert left < RESIDENT
 
 
 @needs_device
@@ -155,6 +155,17 @@ def test_a_push_arrives(device, work, record, tp):
     assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
     assert found["stale"] > 2 * found["mean"]
     assert device == "cpu" or found["room"] > 0.9 * found["weights"]
+
+
+@needs_device
+def test_both_engines_and_a_trainer_share_a_device(device, work, record):
+    """Full mode: what each process keeps while it sleeps, and the most that a push holds at once."""
+    found = work(device, "full")("asleep", "rollout", "genrm", "actor")
+    record(**{f"{who}_asleep": gb(size) for who, size in found.items()})
+    push = work(device, "full")("push", "peak", "predicted")
+    record(peak_of_the_push=gb(push["peak"]), predicted=gb(push["predicted"]))
+    assert max(found.values()) < RESIDENT
+    assert push["peak"] < 1.1 * push["predicted"]
 
 
 @needs_device

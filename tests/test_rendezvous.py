@@ -44,12 +44,14 @@ def ranks(monkeypatch, tmp_path):
         environment |= {"MASTER_ADDR": first}
         for name, value in (environment | {"GLOO_SOCKET_IFNAME": "lo"}).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        for name in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
+            monkeypatch.delenv(name, raising=False)
 
     rendezvous.launcher_folder.cache_clear()
     yield of
     rendezvous.launcher_folder.cache_clear()
-    os.environ.pop("NCCL_SOCKET_IFNAME", None)
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
+        os.environ.pop(name, None)
 
 
 def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
@@ -57,6 +59,7 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
     ranks(2, 2)
     found = rendezvous.init_method(parse_config([]))
     assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "lo")
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
     found["store"].set("key", "value")
     [folder] = tmp_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "store").is_file()

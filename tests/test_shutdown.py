@@ -127,7 +127,7 @@ def test_a_rank_ends_with_its_launcher():
 # ---------------------------------------------------------------- under torchrun
 
 RANKS = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 sys.path.insert(0, {root!r})
 import run
 from config import Config, UserError
@@ -147,14 +147,28 @@ async def until_a_stop(world, stop):
         await asyncio.sleep(0.05)
     return "stopped after 3 steps"
 
-async def met(world):
-    await world.barrier()
-    await asyncio.sleep(rank)  # rank 1 comes out of the meeting later
+async def one_is_killed(world, stop):
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    await world.run(time.sleep, 1000)  # as in a kernel of NCCL's, where no error comes
+
+def come_out_later(world):
+    gather = world.gather
+
+    async def gather_late(value):
+        values = await gather(value)
+        await asyncio.sleep(rank)  # rank 1 comes out of the meeting later
+        return values
+
+    world.gather = gather_late
 
 async def work(stop):
+    shutdown.GONE_S = 1.0
     async with run.joined(Config(timeout_s=60, out=sys.argv[1])) as (world, _):
         try:
-            await stop.until_all_are_ready(met(world))
+            come_out_later(world)
+            await stop.until_all_are_ready(world)
+            del world.gather
             return await {program}(world, stop)
         finally:
             await asyncio.sleep(0.1)
@@ -215,3 +229,11 @@ def test_a_stop_that_was_asked_for(tmp_path):
     assert "interrupted" not in stderr
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     check_no_traceback_of_ours(stderr)
+
+
+def test_a_rank_that_waits_for_one_that_was_killed_leaves_in_order(tmp_path):
+    """torchrun tells it to stop, which needs all ranks: it closes its engines before torchrun kills it."""
+    with torchrun(tmp_path, "one_is_killed", ranks=2) as run:
+        stdout, stderr = run.communicate(timeout=100)
+    assert run.returncode == 1 and "Signal 9 (SIGKILL) received" in stderr
+    assert stdout.count("cleaned up") == 1 and "interrupted\n" in stderr, stderr

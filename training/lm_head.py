@@ -2,8 +2,9 @@
 
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
-made again for the gradient (torch.utils.checkpoint): two copies of a chunk live at once, six where the
-entropy learns. Chunks are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
+made again for the gradient (torch.utils.checkpoint), but for the last one's, which the gradient needs first:
+two copies of a chunk live at once, six where the entropy learns. Chunks are of all tokens, prompts' too: with
+one chunk the sums have the same bits as without.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def read_targets(
     rows = max(1, CHUNK_BYTES // (4 * len(output.weight)))
     read = partial(_read_chunk, output.weight, entropy_learns)
     columns = (output.hidden[0], batch.targets, temperatures)
-    chunks = zip(*(column.split(rows) for column in columns), strict=True)
+    *chunks, last = zip(*(column.split(rows) for column in columns), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    parts.append(read(*last))
     chosen = batch.slots != NO_TARGET
     return tuple(torch.cat(column)[chosen] for column in zip(*parts, strict=True))
 

@@ -60,17 +60,17 @@ class RMSNorm:
         return norm
 
 
-def packing_of(batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype) -> Packing:
+def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
     """frequencies: `rotary_frequencies`. Megatron's layers would make the table anew, with a wait each."""
     angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
     table = torch.cat((angles, angles), -1)[:, None]
-    return Packing("thd", batch=batch, rope=(table.cos().to(dtype), table.sin().to(dtype)))
+    return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of [tokens, heads, dim]."""
+    """Rotary position embedding of [tokens, heads, dim], in float32 and rounded once, as engines do it."""
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
 class PackedAttention(MegatronModule):

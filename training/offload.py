@@ -18,6 +18,11 @@ class HostCopies:
         self._host: list[Tensor] = []  # pinned, [bytes] each
         self._away: list[Tensor] = []  # views of the storages that are empty now
 
+    @property
+    def size(self) -> int:
+        """Bytes that are off the device, or were."""
+        return sum(map(len, self._host))
+
     def move_out(self, tensors: Iterable[Tensor]) -> None:
         """Copy every storage once, and free it. The same tensors in the same order each time, or more."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}

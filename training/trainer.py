@@ -71,7 +71,10 @@ class Trainer:
         self.config, self.model_dir = config, model_dir
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
-            mpu.initialize_model_parallel(config.tp, config.pp, context_parallel_size=config.cp)
+            sizes = dict(tensor_model_parallel_size=config.tp, pipeline_model_parallel_size=config.pp)
+            sizes |= dict(context_parallel_size=config.cp)
+            minutes = math.ceil(config.timeout_s / 60)  # Megatron's unit
+            mpu.initialize_model_parallel(**sizes, distributed_timeout_minutes=minutes)
             model_parallel_cuda_manual_seed(config.seed)
         self.dp_rank = mpu.get_data_parallel_rank()
         self.dp_size = mpu.get_data_parallel_world_size()
@@ -85,7 +88,7 @@ class Trainer:
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         self.awake, self.version = True, 0
         self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
-        self._host_copies, self._asleep_bytes = HostCopies(), 0  # that the last sleep gave back
+        self._host_copies = HostCopies()
         self.pipeline, self.reverse = join_pipeline(self.device), reverse
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.groups.pp = self.pipeline.down if reverse else self.pipeline.up
@@ -150,20 +153,25 @@ class Trainer:
         """Weights and optimizer go to the host, gradients are freed; on CPU nothing moves. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            before = torch.cuda.memory_allocated()
-            for ddp in self.ddps:
-                ddp.offload_grad_buffers()
+            self.trim()
             self._host_copies.move_out(self._state_tensors())
             torch.cuda.ipc_collect()  # the buckets of the last push
             torch.cuda.empty_cache()
-            self._asleep_bytes = before - torch.cuda.memory_allocated()
         self.awake = False
+
+    def trim(self) -> None:
+        """Gradients, and the memory that passes left, leave the device until it wakes. Not collective."""
+        if self.device.type == "cuda":
+            for ddp in self.ddps:
+                ddp.offload_grad_buffers()
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            models.check_room(self._asleep_bytes, f"the {self.title}")
+            gradients = sum(buffer.grad_data.nbytes for ddp in self.ddps for buffer in ddp.buffers)
+            models.check_room(self._host_copies.size + gradients, f"the {self.title}")
             self._host_copies.move_in()
             for ddp in self.ddps:
                 ddp.restore_grad_buffers()
@@ -277,7 +285,7 @@ class Trainer:
 
         def forward(batch: MicroBatch, module: DistributedDataParallel):
             batch = batch.to(self.device)
-            packing = models.packing_of(batch, self.frequencies, module.config.params_dtype)
+            packing = models.packing_of(batch, self.frequencies)
             output = module(batch.tokens, None, None, packed_seq_params=packing)
             return output, lambda output: _with_sums(output_loss, batch, self._as_output(output))
 

@@ -1,0 +1,115 @@
+"""The GPUs of this machine: which a run takes, why torch may not, what engines compile kernels with."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from config import Config, UserError
+
+DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
+DRIVER = Path("/sys/module/nvidia/version")
+CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
+LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is torch's older name
+# a tensor that is pinned on the host would take up to twice its size: the next power of two
+PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
+
+
+def default_device() -> str:
+    """cuda where torch finds a device, cpu where there is none. UserError: there is one that it can't use."""
+    from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
+
+    if not cuda.is_available() and (reason := why_unusable()):
+        raise UserError(f"{reason}; --device cpu trains without it")
+    return "cuda" if cuda.is_available() else "cpu"
+
+
+def why_unusable() -> str:
+    """Why torch finds no device although the machine has one; empty if it has none, or hides it."""
+    import torch
+
+    devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
+    if not devices or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    built_for = torch.version.cuda
+    if not built_for:
+        return f"torch can't use {devices[0]}: it is built for CPUs; install requirements.txt"
+    needed = f"CUDA {built_for} needs a newer driver (for 13: 580) than {driver()}"
+    return f"torch can't use {devices[0]}: {needed}"
+
+
+def driver() -> str:
+    return DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
+
+
+def choose_device(config: Config) -> None:
+    """Prepare this process and all that it starts for --device. UserError for what would fail with it."""
+    if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    settings = [os.environ[name] for name in ALLOCATOR if name in os.environ][:1]
+    if "expandable_segments:True" in ",".join(settings):
+        hint = "engines that sleep and a push by handles can't have their memory so"
+        raise UserError(f"expandable_segments of {' or '.join(ALLOCATOR)}: {hint}: take it out")
+    os.environ["PYTORCH_ALLOC_CONF"] = ",".join([*settings, PIN_EXACTLY])
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process; by default one a core
+    from torch import cuda
+
+    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
+        needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
+        reason = why_unusable() if not devices else ""
+        raise UserError(reason or f"--device cuda: a rank needs a device of its own, and there are {needed}")
+    if config.asks_engines:
+        check_tools()
+    if config.command == "rl" and "Exclusive_Process" in compute_modes():
+        hint = "as root: nvidia-smi --compute-mode DEFAULT"
+        raise UserError(f"--device cuda: trainer and engines share a GPU, which is exclusive now; {hint}")
+
+
+def check_tools() -> None:
+    """UserError names what is missing of what engines, and torch, compile kernels with while they run."""
+    if missing := [f"{name} ({install})" for name, install, is_there in tools() if not is_there]:
+        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}")
+
+
+def tools() -> list[tuple[str, str, bool]]:
+    """What kernels are compiled with: its name, how to get it, whether it is there."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    has_nvcc = bool(named or shutil.which("nvcc") or (CUDA_FOLDER / "bin" / "nvcc").is_file())
+    headers = Path(sysconfig.get_paths()["include"])
+    has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
+    return [
+        ("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc),
+        ("a C++20 compiler", "apt install g++", has_cpp20()),
+        ("Python.h", f"apt install python3-dev, for {headers}", (headers / "Python.h").is_file()),
+        (LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
+    ]
+
+
+def has_cpp20() -> bool:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return False
+    empty_file = ["-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run([compiler, *empty_file], capture_output=True).returncode == 0
+
+
+def cuda_libraries() -> list[str]:
+    """Folders of the CUDA runtime that pip installed. Torch knows them, the loader of a preload doesn't."""
+    package = importlib.util.find_spec("nvidia")
+    roots = map(Path, package.submodule_search_locations if package else ())
+    return sorted({str(file.parent) for root in roots for file in root.glob(f"*/lib/{LIBCUDART}")})
+
+
+def compute_modes() -> list[str]:
+    """Of each GPU, as its driver's tool has it: Default, Exclusive_Process, Prohibited; empty without one."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return []
+    query = [tool, "--query-gpu=compute_mode", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

@@ -1,0 +1,47 @@
+"""The file that `make test-gpu` leaves: what to attach where something failed."""
+
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+from workers import HERE
+
+PATH = HERE.parent / "runs" / "gpu-report.txt"
+PACKAGES = "torch megatron-core sglang sglang-kernel torch_memory_saver triton transformers"
+LOG_LINES, ERROR_LINES = 60, 40
+
+
+def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -> Path:
+    """table: what passed, with its figures. failures: of each test its name and what it said."""
+    sections = {
+        "what passed": table,
+        "machine": [*output_of("nvidia-smi"), *output_of(sys.executable, "run.py", "check")],
+        "packages": sorted(versions()),
+        "commit": output_of("git", "rev-parse", "HEAD"),
+    }
+    for name, text in failures:
+        sections[f"failed: {name}"] = text.splitlines()[-ERROR_LINES:]
+    for log in logs:
+        lines = log.read_text(errors="replace").splitlines()
+        sections[f"the end of {log.parent.name}/{log.name}"] = lines[-LOG_LINES:]
+    PATH.parent.mkdir(exist_ok=True)
+    text = "\n\n".join("\n".join([f"---- {name}", *lines]) for name, lines in sections.items())
+    PATH.write_text(text + "\n")
+    return PATH
+
+
+def output_of(*command: str) -> list[str]:
+    """Lines that a command prints, or why it can't be run."""
+    try:
+        done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [str(error)]
+    return (done.stdout + done.stderr).splitlines()
+
+
+def versions() -> list[str]:
+    wanted = PACKAGES.lower().replace("_", "-").split()
+    found = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
+    nvidia = [name for name in found if name.startswith("nvidia-")]
+    return [f"{name} {found.get(name, 'not installed')}" for name in [*wanted, *nvidia]]
