@@ -164,12 +164,12 @@ async def build(
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     decode, texts, inputs = await world.run(load_inputs, config, progress.line)
     point = await prepare_out(config, world, progress.line)
+    progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")
     await fleet.launch(servers_of(world.rank, config, plans))
     out = Path(config.out)
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-    progress.line(describe(config, plans, world.size))
     trainers, references = await world.run(build_trainers, config, texts)
     trainers[0].stop_tokens = inputs["sampling"].stop_token_ids
     await fleet.ready()

@@ -31,7 +31,6 @@ from tables import print_table, spread
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, and the launcher needs none of it
     from actor import Actor
-    from checkpoint import Checkpoints
     from config import Config
     from runtime.world import World
 
@@ -102,10 +101,10 @@ def memory_of_writers() -> tuple[float, float]:
     return uss, pss
 
 
-async def one_save(checkpoints: Checkpoints, c: SimpleNamespace) -> dict[str, float]:
+async def one_save(c: SimpleNamespace) -> dict[str, float]:
     """Save the run's next step: seconds until the rank may go on, and until the checkpoint is complete."""
     clock, c.state.step = asyncio.get_running_loop().time, c.state.step + 1
-    start, memory = clock(), [(0.0, 0.0)]
+    start, memory, checkpoints = clock(), [(0.0, 0.0)], c.checkpoints
     await checkpoints.save(c)
     stall = clock() - start
     while checkpoints.newest != c.state.step:
@@ -132,7 +131,8 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
     c, rows = controller_of(config, world, actor), []
     for repeat in range(given.repeats + 1):
         for name, start in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
-            row = await one_save(Checkpoints(config, world, folder, start_writer=start), c)
+            c.checkpoints = Checkpoints(config, world, folder, start_writer=start)
+            row = await one_save(c)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
                 rows.append({"name": name} | row)
     await world.barrier()

@@ -32,7 +32,7 @@ CUDA = ["--preset", "cuda", "--device", "cuda", "--data", "prompts.jsonl"]
 LARGE = ["--tp", "4", "--sp", "--rollout-tp", "2", "--genrm-tp", "2"]
 
 
-def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str:
+def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab, tied=False) -> str:
     """A Hugging Face directory of published sizes in bfloat16; its tensors take no room on the disk."""
     kv, layer = kv_heads * 128, {}
     for name, rows in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv)):
@@ -41,7 +41,8 @@ def sparse_model(path: Path, hidden, layers, heads, kv_heads, ffn, vocab) -> str
     layer |= {f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     layer |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     shapes = {f"model.layers.{i}.{name}": layer[name] for i in range(layers) for name in layer}
-    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
+    ends = ("model.embed_tokens.weight", "lm_head.weight")[: 1 if tied else 2]
+    shapes |= dict.fromkeys(ends, (vocab, hidden))
     shapes |= {"model.norm.weight": (hidden,)}
     header, end = {}, 0
     for name, shape in shapes.items():
