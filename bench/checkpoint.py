@@ -76,11 +76,15 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
     from recipes.addition.task import Addition
     from reporting.timeline import Timeline
 
+    async def give_device_to(trainer: Actor) -> None:
+        assert trainer.awake, "the actor has it from the start"
+
     (plan,) = full_colocation(tuple(range(world.size)), config)
+    held = dict(actor=actor, critics=[], plan=plan)
     return SimpleNamespace(
         config=config,
         world=world,
-        placement=SimpleNamespace(actor=actor, critics=[], plan=plan),
+        placement=SimpleNamespace(**held, give_device_to=give_device_to),
         prompts=Prompts(Addition(0, lambda *text: [1]), 1),
         rewards=SimpleNamespace(state=lambda: {"failed": [0], "parsed": [0]}),
         report=SimpleNamespace(note=print),
