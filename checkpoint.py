@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 
 COMMON = "common.json"
 POLL_S = 0.05
-COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips", "log_multiplier")  # of the controller's State
+# of the controller's State
+COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips", "log_multiplier")
 # settings whose change makes another run of it; of the algorithm, its row
-SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights", "data")
-SAME += ("algorithm", "prompts_per_step", "answers_per_prompt")
+SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights")
+SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 Writers = dict[str, Callable[..., Any]]  # by the folder that each writes

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "max_new_tokens", "judge_max_new_tokens")
-AT_LEAST_1 += ("judgements", "eval_every", "tp", "pp", "cp", "rollout_tp", "genrm_tp", "keep", "samples")
-AT_LEAST_1 += ("max_tokens_per_micro_batch", "updates_per_step", "max_running_requests", "batch_size")
-AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay", "max_model_len")
-AT_LEAST_0 += ("save_every", "save_hf_every")
+AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "updates_per_step", "batch_size")
+AT_LEAST_1 += ("max_new_tokens", "judge_max_new_tokens", "judgements", "samples", "eval_every")
+AT_LEAST_1 += ("max_tokens_per_micro_batch", "max_running_requests", "keep")
+AT_LEAST_1 += ("tp", "pp", "cp", "rollout_tp", "genrm_tp")
+AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay")
+AT_LEAST_0 += ("max_model_len", "save_every", "save_hf_every")
 HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
@@ -47,64 +48,64 @@ class Config:
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     # ---- the loop
     mode: str = "partial"  # who holds the devices when: full | partial | fused | auto
-    algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then settings of its own: kl_coef=0.01
+    algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then its settings: kl_coef=0.01
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
     max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
-    over_dispatch: float = 1.0  # above 1: start so many times the prompts; the next step continues the rest
+    over_dispatch: float = 1.0  # above 1: so many times the prompts; the next step goes on
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
-    rebalance: bool = False  # move ranks between the roles, or in fused mode the tail, from measured load
+    rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
     # ---- debugging
     dry_run: bool = False  # print all settings, who would run where, the memory that takes, and end
-    rollout_only: bool = False  # generate and judge, but don't train; samples go to OUT/replay.jsonl
+    rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
     train_only: bool = False  # train on the samples of --replay; no engine is started
     replay: str = ""  # what a --rollout-only run wrote
     # ---- rewards
     judge: tuple[str, ...] = ()  # Hugging Face directories of reward models, generative or scalar
-    rule: tuple[str, ...] = ()  # reward functions: FILE.py (its `reward`), FILE.py:name, a row of RULES
-    reward_weights: tuple[float, ...] = ()  # of each judge and then each rule in the reward; default: equal
+    rule: tuple[str, ...] = ()  # reward functions: FILE.py[:name], or a row of RULES
+    reward_weights: tuple[float, ...] = ()  # of each judge, then each rule; default: equal
     cost_judge: tuple[str, ...] = ()  # like judge, for the cost (algorithms with a constraint)
     cost_rule: tuple[str, ...] = ()  # like rule, for the cost (`cost` of FILE.py)
     judge_max_new_tokens: int = 1024  # of a critique and its verdict
-    judgements: int = 1  # critiques of a sample; the mean of their verdicts is the reward; one is greedy
+    judgements: int = 1  # of a sample; the reward is their mean; a single one is greedy
     # ---- evaluation
-    judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each; reads answers
+    judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
     # ---- training
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
     lr_warmup_steps: int = 5  # linear, from 0
-    lr_decay_to: float = 1.0  # part of --lr at the last step, linear; 1: constant. sft, rm, dpo, demo: 0.1
+    lr_decay_to: float = 1.0  # part of --lr at the end, linear; sft, rm, dpo, demo: 0.1
     max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
     sp: bool = False  # sequence parallelism beside tp
-    schedule: str = "1f1b"  # order of pipeline passes: 1f1b | interleaved | fused, critics beside the actor
-    recompute: bool = False  # keep the inputs of each layer alone, and compute the rest again going back
+    schedule: str = "1f1b"  # of pipeline passes: 1f1b | interleaved | fused, with critics
+    recompute: bool = False  # keep each layer's input alone, compute the rest again
     freeze_vision: bool = False  # of a model that sees, train the language model alone
     # ---- reinforcement learning
     updates_per_step: int = 1  # optimizer updates on one batch of samples
-    critic: str = ""  # Hugging Face directory of the value model; default: the policy's with a head of zeros
+    critic: str = ""  # directory of the value model; default: the policy's, with a new head
     critic_lr: float = 1e-5  # AdamW
     # ---- engines
     temperature: float = 1.0  # of the answers
     max_new_tokens: int = 1024  # of an answer
-    max_model_len: int = 0  # context of an engine, prompt and answer; 0: what its model's config names
-    skip_long: bool = False  # leave out prompts that --max-model-len has no room for, instead of an error
+    max_model_len: int = 0  # of prompt and answer; 0: what the model's config names
+    skip_long: bool = False  # leave out prompts that are too long, instead of an error
     max_running_requests: int = 128  # answers that one engine decodes at once
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans
-    mem_fraction: float = 0.7  # CUDA: weights and KV cache of an awake engine, a part of what a device has
-    memory_check: bool = True  # CUDA: end before a start if --dry-run's estimate doesn't fit the device
-    deterministic: bool = True  # same seed, same tokens, whatever shares a batch; off by default with CUDA
+    mem_fraction: float = 0.7  # CUDA: of a device, for an awake engine's weights and cache
+    memory_check: bool = True  # CUDA: end before a start if --dry-run says: too small
+    deterministic: bool = True  # same seed, same tokens; costs speed, with CUDA off by default
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
     # ---- checkpoints
     resume: str = "auto"  # the newest checkpoint under --out (auto), none (never), or this folder
     save_every: int = 10  # steps between checkpoints, and one at the end; 0: none
     keep: int = 2  # newest checkpoints that are kept
-    save_hf_every: int = 0  # steps between checkpoints with a Hugging Face directory, and at the end; 0: none
+    save_hf_every: int = 0  # steps between Hugging Face directories, and at the end; 0: none
     # ---- examples
     batch_size: int = 32  # examples of a step: conversations, or pairs of answers
     weight_decay: float = 0.0  # AdamW
@@ -158,7 +159,8 @@ class Config:
         values, context = vars(self), self.max_model_len
         for name, (low, high) in LIMITS.items():  # NaN is refused, too
             needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            yield low <= values[name] <= high, f"--{dashed(name)} {values[name]}: {needed} is needed"
+            fits = low <= values[name] <= high
+            yield fits, f"--{dashed(name)} {values[name]}: {needed} is needed"
         for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
             no_room = f"--{dashed(name)} {values[name]} leaves prompts no room in --max-model-len {context}"
             yield not 0 < context <= values[name], no_room
@@ -172,14 +174,14 @@ class Config:
             value = vars(self)[name]
             yield value in known, f"--{name} {value} is unknown; choose {' or '.join(known)}"
         takes = self.device == "cpu" or self.dtype == "bfloat16" or not self.asks_engines
-        yield takes, f"--dtype {self.dtype}: the engines' attention with --device cuda takes bfloat16 alone"
+        yield takes, f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone"
         yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
         in_full = self.rebalance and self.mode == "full"
-        yield not in_full, "--rebalance moves ranks between the roles: in --mode full both hold all ranks"
+        yield not in_full, "--rebalance moves ranks between roles: in --mode full both hold all"
         halves = self.rollout_only and self.train_only
-        yield not halves, "--rollout-only never trains and --train-only starts no engine: choose one"
+        yield not halves, "--rollout-only never trains, --train-only starts no engine: choose one"
         replays = self.train_only == bool(self.replay)
-        yield replays, "--train-only and --replay FILE, which a --rollout-only run wrote, go together"
+        yield replays, "--train-only and --replay FILE, of a --rollout-only run, go together"
         rewarded = self.command != "rl" or not self.model or self.judge or self.rule or self.train_only
         yield bool(rewarded), "--model needs a --judge or a --rule, which say what an answer is worth"
         weights, shown = self.reward_weights, f"--reward-weights {as_text(self.reward_weights)}"
@@ -191,6 +193,8 @@ class Config:
 
 # and what differs there from Config's defaults
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
+DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
+DRIVER = Path("/sys/module/nvidia/version")
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
@@ -264,8 +268,6 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if preset not in PRESETS:
         raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
     if not (device := given.get("device")):
-        from runtime.devices import default_device
-
         device = default_device()
     given |= {"preset": preset, "command": name, "device": device}
     if not given.get("model"):
@@ -275,6 +277,31 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"
     return dataclasses.replace(config, out=config.out or out, judge_format=formats)
+
+
+def default_device() -> str:
+    """cuda where torch finds a device, cpu where there is none. UserError: there is one that it can't use."""
+    from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
+
+    if cuda.is_available():
+        return "cuda"
+    if reason := why_unusable():
+        raise UserError(f"{reason}; --device cpu trains without it")
+    return "cpu"
+
+
+def why_unusable() -> str:
+    """Why torch finds no device although the machine has one; empty if it has none, or hides it."""
+    import torch
+
+    devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
+    if not devices or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
+    needed = f"CUDA {torch.version.cuda} needs a newer driver (for 13: 580) than {driver}"
+    if not torch.version.cuda:
+        needed = "it is built for CPUs; install requirements.txt"
+    return f"torch can't use {devices[0]}: {needed}"
 
 
 def demo_models(given: dict) -> dict:

@@ -17,7 +17,7 @@ import psutil
 
 from algorithms import algorithm_of
 from commands.memory import PROCESS, bucket_bytes, embedding, memory, read_model
-from config import Config, as_text, dashed
+from config import Config, as_text, dashed, why_unusable
 from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
@@ -28,7 +28,7 @@ from scheduling.costs import Device, Model
 A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
-SHARED_MB = {"cpu": 16, "cuda": 128}  # besides weights on their way (`pushed`); for each rank, by NCCL
+SHARED_MB = {"cpu": 16, "cuda": 128}  # besides weights on their way (`pushed`); NCCL's
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
@@ -40,15 +40,18 @@ def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -
     hf = model.check_models(config)
     lines = device_map(config, plans, ranks)
     lines += [*memory(config, plans, ranks), *(placements(config, ranks, hf) if maps else [])]
-    text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in dataclasses.asdict(config).items())
+    values = dataclasses.asdict(config).items()
+    text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in values)
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
-        print(describe(config, plans, ranks), "  all settings:", *settings, *lines, END, sep="\n", flush=True)
+        lines = [describe(config, plans, ranks), "  all settings:", *settings, *lines, END]
+        print(*lines, sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """A line a rank: its part of the actor, and the servers that it owns in any of the plans."""
-    lines = [f"  may move to {', '.join(str(plan.split) for plan in plans[1:])}"] if len(plans) > 1 else []
+    others = ", ".join(str(plan.split) for plan in plans[1:])
+    lines = [f"  may move to {others}"] if others else []
     for rank in range(ranks):
         place = ", ".join(f"{kind} {number}" for kind, number in grid(rank, config, ranks).items())
         lines.append(f"  rank {rank}: actor {place}")
@@ -87,10 +90,11 @@ def models_by_role(config: Config, hf: dict) -> dict[str, Model]:
     from training.model import SPLIT_BY_TP
 
     algorithm, models = algorithm_of(config), {}
-    paths = {"actor": config.model} | dict.fromkeys(["reference"] * bool(algorithm.kl_coef), config.model)
+    paths = dict.fromkeys(["actor", *["reference"] * bool(algorithm.kl_coef)], config.model)
     paths |= {f"{name} critic": config.critic or config.model for name in algorithm.critics}
     cuts = gcd(*(hf[name] for name in SPLIT_BY_TP))
-    for role, path in (paths | {f"judge {n}": path for n, path in enumerate(config.judge_models, 1)}).items():
+    judges = {f"judge {n}": path for n, path in enumerate(config.judge_models, 1)}
+    for role, path in (paths | judges).items():
         shapes, _ = read_model(path, config)
         keys = [shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")]
         params, hidden = sum(map(prod, shapes.values())), embedding(shapes)[1]
@@ -140,7 +144,8 @@ def check(config: Config) -> int:
 
 def pushed(config: Config, ranks: int) -> int:
     """Bytes of weights on their way through /dev/shm at once, to all engines."""
-    return bucket_bytes(config) * max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+    engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+    return bucket_bytes(config) * engines
 
 
 def packages() -> list[tuple[str, str, bool]]:
@@ -149,7 +154,8 @@ def packages() -> list[tuple[str, str, bool]]:
     found, rows = {package.name: package.version for package in distributions()}, []
     for name, pin in re.findall(r"^([\w-]+)([=>].+)$", requirements, re.MULTILINE):
         if name in PACKAGES:
-            rows.append((name, f"{found.get(name, 'not installed')} (pinned: {pin})", name in found))
+            version = found.get(name, "not installed")
+            rows.append((name, f"{version} (pinned: {pin})", name in found))
     if "torch" in found:
         from torch import cuda
 
@@ -163,6 +169,9 @@ def graphics(config: Config) -> list[tuple[str, str, bool]]:
     if config.device == "cpu":
         return []
     modes = sorted({*devices.compute_modes()})
-    rows = [("driver", devices.why_unusable() or devices.driver(), not devices.why_unusable())]
+    reason = why_unusable()
+    rows = [("GPU", reason or "torch can use it", not reason)]
     rows.append(("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
-    return rows + [(name, "there" if found else install, found) for name, install, found in devices.tools()]
+    for name, install, is_there in devices.tools():
+        rows.append((name, "there" if is_there else install, is_there))
+    return rows

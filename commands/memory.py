@@ -29,7 +29,7 @@ FOR_SERVING = "--rollout-tp, --genrm-tp or a lower --mem-fraction"
 FOR_TRAINING = "--recompute, --tp with --sp, or a smaller --max-tokens-per-micro-batch"
 REFERENCE = "reference, in the host's memory"
 
-Shapes = dict[str, list[int]]  # of the tensors of a model, by their names in a Hugging Face directory
+Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
 Parts = dict[str, int]  # bytes
 Models = dict[str, Parts]  # by their names
 
@@ -42,8 +42,8 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
         lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
     if config.device == "cpu":
-        lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and each server")
-        return [*lines, verdict_without_devices(plans, ranks, trainers, engines)]
+        lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and server")
+        return [*lines, on_this_machine(plans, ranks, trainers, engines)]
     return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
 
 
@@ -54,7 +54,8 @@ def trainers_of(config: Config, ranks: int) -> Models:
     actor = trainer_parts(shapes, config, dp)
     if config.rollout_only:
         return {"actor": actor}
-    critic = trainer_parts(read_model(config.critic, config)[0] if config.critic else shapes, config, dp)
+    own = read_model(config.critic, config)[0] if config.critic else shapes
+    critic = trainer_parts(own, config, dp)
     rows = {"actor": actor} | {f"{name} critic": critic | {"loss": 0} for name in algorithm.critics}
     if algorithm.kl_coef:
         rows[REFERENCE] = {"weights": actor["weights"]}
@@ -71,20 +72,22 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
-    loss = 2 * chunk + 2 * head  # two copies of a chunk's logits; the head's gradient, and a chunk's
+    loss = 2 * chunk + 2 * head  # copies of a chunk's logits; gradients of the head
     parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
     return parts | {"activations": activations(shapes, config), "loss": loss}
 
 
 def activations(shapes: Shapes, config: Config) -> int:
     """Of the full micro-batches that a pipeline's first rank keeps, interleaved more; without a tower's."""
-    rows = {n: shape[0] for n, shape in shapes.items() if ".layers." in n and n.endswith("_proj.weight")}
+    inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
+    rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
     kinds = (next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj"))
     widths = (embedding(shapes)[1], *kinds)
-    whole = config.tp if config.sp else 1  # of the hidden columns: tensor parallelism doesn't cut all
+    whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
     cuts = (whole, config.tp, config.tp)
-    kept = sum(b * width // cut for b, width, cut in zip(KEPT[config.dtype], widths, cuts, strict=True))
+    kinds_of_width = zip(KEPT[config.dtype], widths, cuts, strict=True)
+    kept = sum(size * width // cut for size, width, cut in kinds_of_width)
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
         kept, layers = layers * BYTES[config.dtype] * widths[0] // whole + kept, 1
     per_rank = schedule_of(config).stages_per_rank
@@ -120,11 +123,12 @@ def read_model(path: str, config: Config) -> tuple[Shapes, int]:
     return server.checkpoint_shapes(path), server.context_length(path, config)
 
 
-def verdict_without_devices(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:
+def on_this_machine(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:
     """Of the processes and models of all ranks, if they are on this machine."""
     needed = ranks * (PROCESS + sum(sum(parts.values()) for parts in trainers.values()))
     for role in ("rollout", "genrm"):
-        largest = max((sum(p.values()) for name, p in engines.items() if name.startswith(role)), default=0)
+        sizes = [sum(parts.values()) for name, parts in engines.items() if name.startswith(role)]
+        largest = max(sizes, default=0)
         needed += len({rank for plan in plans for rank in plan.leads(role)}) * (PROCESS + largest)
     free = psutil.virtual_memory().available
     fits = "fit into" if needed <= free else "DON'T FIT INTO"
@@ -136,7 +140,8 @@ def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Mo
     states = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
     held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
     for name, parts in engines.items():
-        held["pinned"] += parts["weights"] if config.mode != "partial" or name.startswith("genrm") else 0
+        if config.mode != "partial" or name.startswith("genrm"):
+            held["pinned"] += parts["weights"]
     held["processes"] = PROCESS + SERVER * engines_on_a_device(plans)
     shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in held.items())
     return f"  the host holds for each rank at most {sum(held.values()) / 1e9:.1f} GB: {shown}"
@@ -171,9 +176,9 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
     peaks = peaks_of(config, plans, ranks, size)
     name = max(peaks, key=peaks.get)
     if peaks[name] > size:
-        what = f"{name} takes about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
+        needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
         hint = FOR_SERVING if name.startswith("serving") else FOR_TRAINING
-        raise UserError(f"{what}: try {hint}, more ranks, or --no-memory-check")
+        raise UserError(f"{name} takes {needed}: try {hint}, more ranks, or --no-memory-check")
 
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
@@ -183,8 +188,8 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
     fraction, peaks = config.mem_fraction, {}
     for name, parts in engines.items():  # one that needs more than its share doesn't start
-        needed = sum(parts.values())
-        peaks[f"serving {name}"] = needed / fraction if needed > fraction * device else fraction * device
+        needed, share = sum(parts.values()), fraction * device
+        peaks[f"serving {name}"] = share if needed <= share else needed / fraction
     if REFERENCE in trainers:
         peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
     learners = {name: parts for name, parts in trainers.items() if name != REFERENCE}
@@ -192,7 +197,7 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": sum(needs.values())} if fuses else needs
     if engines:
-        copies = 2 if config.tp * config.pp > 1 else 1  # whole tensors, of which ranks hold parts; and flat
+        copies = 2 if config.tp * config.pp > 1 else 1  # flat, and gathered whole before
         pushed = copies * bucket_bytes(config)
         rollout, *_ = engines.values()
         peaks["the push"] = states - actor["gradients"] + rollout["weights"] + pushed

@@ -311,8 +311,11 @@ class Pool:
         if leads:
             await self._deal(leads)
         else:  # what steered requests would steer the next step's, and a resumed run can't know it
-            self._owed, self._mine, self._random = Counter(), Counter(), random.Random(self.world.rank)
-        self.awake, self.woke_at = leads, asyncio.get_running_loop().time() if asleep else self.woke_at
+            self._owed, self._mine = Counter(), Counter()
+            self._random = random.Random(self.world.rank)
+        self.awake = leads
+        if asleep:
+            self.woke_at = asyncio.get_running_loop().time()
 
     async def wake_weights(self) -> None:
         """Room for the weights alone (collective): for a push while the actor still holds its own memory."""

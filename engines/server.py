@@ -56,8 +56,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     if tp > 1:  # written for CUDA, not yet run
         flags["tp-size"] = tp
     if config.device == "cuda":
-        flags |= {"base-gpu-id": os.environ["LOCAL_RANK"], "mem-fraction-static": config.mem_fraction}
-        flags["enable-memory-saver"] = None
+        flags["base-gpu-id"] = os.environ["LOCAL_RANK"]
+        flags |= {"mem-fraction-static": config.mem_fraction, "enable-memory-saver": None}
         # wrong values, or reads outside of memory: sgl-project/sglang#37606
         flags["disable-prefill-cuda-graph"] = None
         # which attention, how large a KV cache, how long CUDA graphs took (cpu/sglang.py keeps the rest out)
@@ -68,13 +68,14 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     elif tp > 1:
         raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
     else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
-        flags |= {"device": "cpu", "attention-backend": "torch_native", "disable-overlap-schedule": None}
-        flags["max-total-tokens"] = max(KV_TOKENS, context)
+        flags |= {"device": "cpu", "attention-backend": "torch_native"}
+        flags |= {"disable-overlap-schedule": None, "max-total-tokens": max(KV_TOKENS, context)}
     if sees(model_dir):
         # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
         # and tokens of that, and fails where a text spells out the image token; with it, it takes them as is
         flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
-    return [text for flag, value in flags.items() for text in (f"--{flag}", str(value)) if text != "None"]
+    texts = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    return [text for text in texts if text != "None"]
 
 
 def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
@@ -90,8 +91,9 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     """
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
-    environment |= {"NANOYATT_PARENT": str(os.getpid()), "PYTHONWARNINGS": "ignore", "NANOYATT_API_KEY": key}
-    environment |= {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{private}/store", "TMPDIR": private}
+    environment |= {"NANOYATT_PARENT": str(os.getpid()), "NANOYATT_API_KEY": key}
+    environment |= {"PYTHONWARNINGS": "ignore", "TMPDIR": private}
+    environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{private}/store"
     if device == "cuda":
         # a sleeping engine's weights keep their pinned memory: to pin it anew takes a second for 1 or 2 GB
         environment["TMS_RETAIN_CPU_BACKUP"] = "1"

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGE = "<image>"  # an image's place in the texts of rows, whatever a model's own tokens are called
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of Pillow's; for EPS it would run Ghostscript
+# of Pillow's; for EPS it would run Ghostscript
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # what Pillow raises on damaged ones
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
+DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
+DAMAGED += (struct.error,)
 # what names files with classes in JSON, or one that transformers reads in config.json's place
 CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json

@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which a run takes, why torch may not, what engines compile kernels with."""
+"""The GPUs of this machine: what a run does before it uses them, and what kernels are compiled with."""
 
 from __future__ import annotations
 
@@ -10,42 +10,13 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-from config import Config, UserError
+from config import Config, UserError, why_unusable
 
-DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
-DRIVER = Path("/sys/module/nvidia/version")
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is torch's older name
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
-
-
-def default_device() -> str:
-    """cuda where torch finds a device, cpu where there is none. UserError: there is one that it can't use."""
-    from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
-
-    if not cuda.is_available() and (reason := why_unusable()):
-        raise UserError(f"{reason}; --device cpu trains without it")
-    return "cuda" if cuda.is_available() else "cpu"
-
-
-def why_unusable() -> str:
-    """Why torch finds no device although the machine has one; empty if it has none, or hides it."""
-    import torch
-
-    devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
-    if not devices or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ""
-    built_for = torch.version.cuda
-    if not built_for:
-        return f"torch can't use {devices[0]}: it is built for CPUs; install requirements.txt"
-    needed = f"CUDA {built_for} needs a newer driver (for 13: 580) than {driver()}"
-    return f"torch can't use {devices[0]}: {needed}"
-
-
-def driver() -> str:
-    return DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
 
 
 def choose_device(config: Config) -> None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
-BROKEN = ("imed out", "closed by peer", "reset by peer")  # gloo's words where a rank hangs or is gone
+# gloo's words where a rank hangs or is gone
+BROKEN = ("imed out", "closed by peer", "reset by peer")
 
 
 class World:
@@ -42,7 +43,7 @@ class World:
         self._timeout_s, self._arrivals, self._phase = timeout_s, 0, "starting"
         self.device = device
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collective", initializer=self.enter_device)
+        self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
 
     def enter_device(self) -> None:
         """Make this rank's GPU the calling thread's current one; nothing on CPU. Not collective."""
@@ -51,18 +52,19 @@ class World:
 
     async def run(self, function: Callable, *args: Any) -> Any:
         """Run a blocking function off the event loop, after what was asked before it. Not collective."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._explained, function, args)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._explained, function, args)
 
     async def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank, on every rank (collective). For counts and flags, not payloads."""
-        values = [None] * self.size
-        await self.run(self._meet, lambda: self._dist.all_gather_object(values, value, group=self._group))
+        values, group = [None] * self.size, self._group
+        await self.run(self._meet, lambda: self._dist.all_gather_object(values, value, group))
         return values
 
     async def gather_on_0(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank, on rank 0; nothing on the others (collective)."""
-        values = [None] * self.size if self.rank == 0 else None
-        await self.run(self._meet, lambda: self._dist.gather_object(value, values, dst=0, group=self._group))
+        values, group = [None] * self.size if self.rank == 0 else None, self._group
+        await self.run(self._meet, lambda: self._dist.gather_object(value, values, 0, group))
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -84,8 +86,8 @@ class World:
 
     async def broadcast(self, value: Any) -> Any:
         """The value of rank 0, on every rank (collective)."""
-        box = [value]
-        await self.run(self._meet, lambda: self._dist.broadcast_object_list(box, src=0, group=self._group))
+        box, group = [value], self._group
+        await self.run(self._meet, lambda: self._dist.broadcast_object_list(box, 0, group))
         return box[0]
 
     async def barrier(self) -> None:
@@ -104,9 +106,11 @@ class World:
     def _send_and_receive(self, payloads: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
         torch = self._torch
         sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
-        self._transfer({rank: torch.tensor([len(payload)]) for rank, payload in payloads.items()}, sizes)
-        buffers = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
-        outgoing = {rank: torch.frombuffer(data, dtype=torch.uint8) for rank, data in payloads.items()}
+        own_sizes = {rank: torch.tensor([len(payload)]) for rank, payload in payloads.items()}
+        self._transfer(own_sizes, sizes)
+        byte = torch.uint8
+        buffers = {sender: torch.empty(int(size), dtype=byte) for sender, size in sizes.items()}
+        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in payloads.items()}
         self._transfer(outgoing, buffers)
         return {sender: pickle.loads(buffer.numpy().tobytes()) for sender, buffer in buffers.items()}
 
@@ -154,15 +158,17 @@ class World:
             return ["the ranks' notes are gone, so who didn't come is unknown"]
         late = [(rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals]
         gone = [each for each in late if self._notes and not is_alive(each[1])]
-        return [f"rank {rank} didn't come, last seen in phase: {phase}" for rank, _, phase in gone or late]
+        sentence = "rank {} didn't come, last seen in phase: {}"
+        return [sentence.format(rank, phase) for rank, _, phase in gone or late]
 
     def _explained(self, function: Callable, args: tuple) -> Any:
         """Call; if a collective fails because of another rank, the error names it, where that can be told."""
         try:
             return function(*args)
         except RuntimeError as error:
-            if any(words in str(error) for words in BROKEN):  # also Megatron's collectives, in training
-                self._arrivals += 1  # all who wait give up at about the same time: who doesn't is late
+            if any(words in str(error) for words in BROKEN):  # also of Megatron's collectives
+                # all who wait give up at about the same time: who doesn't is late
+                self._arrivals += 1
                 self._write_note()
                 time.sleep(OTHERS_GIVE_UP_S)
             if not (late := self._late()):

@@ -92,7 +92,7 @@ def test_rotary_embedding_rounds_once():
     """In bfloat16, far into a long text: as float64 does it with the same angles, to the last bit."""
     positions = torch.arange(30_000, 30_512)[:, None]
     frequencies = (10_000.0 ** -(torch.arange(0, 64) / 64))[None]
-    batch = SimpleNamespace(positions=positions)
+    batch = SimpleNamespace(positions=positions.T)  # [axes, tokens]
     x = torch.randn(512, 4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     rotated = rotate(x, *packing_of(batch, frequencies).rope)
     angles = (positions.float() * frequencies).double()[:, None]

@@ -336,5 +336,5 @@ def test_the_command_that_goes_on(monkeypatch, given):
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    line = asyncio.run(run.run(settings, [], None))
+    line = asyncio.run(run.run(settings, [], run.shutdown.Stop()))
     assert line.endswith("go on with: torchrun --nproc-per-node 2 run.py --mode full --out 'a b'")

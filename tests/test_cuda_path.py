@@ -217,8 +217,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(devices, "CUDA_FOLDER", tmp_path / "nothing")
-    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path / "dev")
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr("config.DEVICE_FILES", tmp_path / "dev")
+    monkeypatch.setattr("config.DRIVER", tmp_path / "driver")
     monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": tmp_path / "include"})
     monkeypatch.setattr(devices.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -271,8 +271,8 @@ def test_check_says_what_a_gpu_is_missing(models, machine):
     """Each with ! where a run would end."""
     rows = {name: (text, is_good) for name, text, is_good in graphics(settings(models, "7B"))}
     assert rows["compute mode"] == ("Default", True) and rows["nvcc"] == ("there", True)
-    assert "a newer driver" in rows["driver"][0] or "built for CPUs" in rows["driver"][0]
-    assert not rows["driver"][1]
+    assert "a newer driver" in rows["GPU"][0] or "built for CPUs" in rows["GPU"][0]
+    assert not rows["GPU"][1]
     (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
     (machine / "bin" / "nvcc").unlink()
     rows = {name: is_good for name, _, is_good in graphics(settings(models, "7B"))}
@@ -385,8 +385,12 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     device_of(85e9)
     with pytest.raises(UserError) as raised:
         memory.check_fits(config, plans, 1)
+    needed = peaks_of(config, plans, 1, 85e9)["training the actor"]
+    assert (
+        needed > 7_615_616_512 * 18 + 3 * RESIDENT
+    )  # weights, gradients, optimizer; and then a pass
     assert str(raised.value) == (
-        "training the actor takes about 151.2 GB of a device, which has 85.0: try --recompute, "
+        f"training the actor takes about {needed / 1e9:.1f} GB of a device, which has 85.0: try --recompute, "
         "--tp with --sp, or a smaller --max-tokens-per-micro-batch, more ranks, or --no-memory-check"
     )
     memory.check_fits(replace(config, memory_check=False), plans, 1)

@@ -1,5 +1,6 @@
 """README, docs/ and examples/ against the code: the places, commands, settings and metrics that they name."""
 
+import argparse
 import ast
 import json
 import os
@@ -16,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 import run
 from algorithms import ALGORITHMS, Settings
-from config import Config, dashed, parse_config
+from config import Config, dashed, option, parse_config
 from training import model
 
 ROOT = Path(__file__).parent.parent
@@ -241,7 +242,12 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 def test_every_flag_that_is_named_exists():
     known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN
     known |= {"--help", "--nodes", "--map", "--shm-size"}  # the last is of docker run
-    known |= {f"--no-{dashed(field.name)}" for field in fields(Config) if field.default is True}
+    switches = [
+        field
+        for field in fields(Config)
+        if option(field).get("action") == argparse.BooleanOptionalAction
+    ]
+    known |= {f"--no-{dashed(field.name)}" for field in switches}
     for program in PROGRAMS:
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', program.read_text()))
     for page in PAGES:

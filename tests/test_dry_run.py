@@ -244,11 +244,11 @@ def test_check_names_a_taken_port(capsys):
 def test_check_asks_for_room_for_pushes(capsys, monkeypatch, mode, tensor, needed):
     """MB of two tensors of so many numbers: all of them, or of each engine a bucket with the last."""
     shapes = {"one": [tensor], "other": [tensor]}
-    monkeypatch.setattr(dry_run, "read_model", lambda path, config: (shapes, 256))
-    usage = SimpleNamespace(free=(15 + needed) * 10**6)
+    monkeypatch.setattr(memory, "read_model", lambda path, config: (shapes, 256))
+    usage = SimpleNamespace(free=(31 + needed) * 10**6)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda path: usage)
     dry_run.check(settings(port=23124, mode=mode))
-    said = f"! shared memory  0.0 GB free in /dev/shm; {16 + needed} MB are needed"
+    said = f"! shared memory  0.0 GB free in /dev/shm; {32 + needed} MB are needed"
     assert said.replace("0.0", f"{usage.free / 1e9:.1f}") in capsys.readouterr().out
 
 

@@ -527,9 +527,9 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
     """What still runs is aborted; when it has its weights again, it answers."""
     moves, move = [], engine._move
 
-    def noted(path, **body):
+    def noted(path, *deadline_s, **body):
         moves.append(" ".join([path, *body.get("tags", ())]))
-        return move(path, **body)
+        return move(path, *deadline_s, **body)
 
     async def ask_and_sleep():
         asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))

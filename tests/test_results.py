@@ -1,11 +1,13 @@
 """README's results against docs/results.json: the same numbers, of one commit, made by known commands."""
 
 import json
+import sys
 
 import pytest
 
 from bench import results
 from test_docs import check_program, check_run
+from workers import HERE, run_command
 
 
 def row(**values):
@@ -58,3 +60,12 @@ def test_every_value_is_read_and_every_command_understood():
     for row in results.ROWS.values():
         words = row.command.replace('"', "").split()
         check_run(words) if "run.py" in words else check_program(words)
+
+
+@pytest.mark.slow
+def test_a_small_save_is_measured():
+    """bench/checkpoint.py builds as much of a controller as a save asks for."""
+    small = ["--layers", "2", "--hidden", "128", "--repeats", "1"]
+    run_command(
+        [sys.executable, str(HERE.parent / "bench" / "checkpoint.py"), *small], timeout_s=300
+    )
