@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -76,15 +77,12 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
     from recipes.addition.task import Addition
     from reporting.timeline import Timeline
 
-    async def give_device_to(trainer: Actor) -> None:
-        assert trainer.awake, "the actor has it from the start"
-
     (plan,) = full_colocation(tuple(range(world.size)), config)
-    held = dict(actor=actor, critics=[], plan=plan)
+    nobody_else = {"critics": [], "give_device_to": AsyncMock()}
     return SimpleNamespace(
         config=config,
         world=world,
-        placement=SimpleNamespace(**held, give_device_to=give_device_to),
+        placement=SimpleNamespace(actor=actor, plan=plan, **nobody_else),
         prompts=Prompts(Addition(0, lambda *text: [1]), 1),
         rewards=SimpleNamespace(state=lambda: {"failed": [0], "parsed": [0]}),
         report=SimpleNamespace(note=print),
@@ -108,13 +106,13 @@ def memory_of_writers() -> tuple[float, float]:
 async def one_save(c: SimpleNamespace) -> dict[str, float]:
     """Save the run's next step: seconds until the rank may go on, and until the checkpoint is complete."""
     clock, c.state.step = asyncio.get_running_loop().time, c.state.step + 1
-    start, memory, checkpoints = clock(), [(0.0, 0.0)], c.checkpoints
-    await checkpoints.save(c)
+    start, memory = clock(), [(0.0, 0.0)]
+    await c.checkpoints.save(c)
     stall = clock() - start
-    while checkpoints.newest != c.state.step:
+    while c.checkpoints.newest != c.state.step:
         memory.append(memory_of_writers())
         await asyncio.sleep(SAMPLE_S)
-        await checkpoints.finish(c)
+        await c.checkpoints.finish(c)
     peaks = await c.world.gather([max(column) for column in zip(*memory, strict=True)])
     uss, pss = (sum(column) for column in zip(*peaks, strict=True))
     return {"stall": stall, "total": clock() - start, "uss": uss, "pss": pss}
