@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +196,8 @@ class Config:
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
 DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
 DRIVER = Path("/sys/module/nvidia/version")
+OLDEST_DRIVER = "580"
+VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
@@ -283,11 +286,9 @@ def default_device() -> str:
     """cuda where torch finds a device, cpu where there is none. UserError: there is one that it can't use."""
     from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
 
-    if cuda.is_available():
-        return "cuda"
     if reason := why_unusable():
         raise UserError(f"{reason}; --device cpu trains without it")
-    return "cpu"
+    return "cuda" if cuda.is_available() else "cpu"
 
 
 def why_unusable() -> str:
@@ -295,13 +296,16 @@ def why_unusable() -> str:
     import torch
 
     devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
-    if not devices or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    shows_one = VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    if torch.cuda.is_available() or not devices or not shows_one:
         return ""
     driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
-    needed = f"CUDA {torch.version.cuda} needs a newer driver (for 13: 580) than {driver}"
+    reason = f"its driver is {driver}, and nvidia-smi may say more"
+    if driver.partition(".")[0] < OLDEST_DRIVER:
+        reason = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer, and this is {driver}"
     if not torch.version.cuda:
-        needed = "it is built for CPUs; install requirements.txt"
-    return f"torch can't use {devices[0]}: {needed}"
+        reason = "it is built for CPUs; install requirements.txt"
+    return f"torch can't use {devices[0]}: {reason}"
 
 
 def demo_models(given: dict) -> dict:

@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     except UserError as error:
         shutdown.exit_on_error(f"error: {printable(str(error))}")
     except (KeyboardInterrupt, asyncio.CancelledError):
-        shutdown.exit_on_signal(stop.asked or signal.SIGTERM)
+        shutdown.exit_on_signal(stop.asked or signal.SIGTERM, stop.reason)
     if last_line:
         shutdown.exit_now(0, last_line)
 
@@ -83,7 +83,6 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     if maps:
         raise UserError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
     choose_device(config)
-    memory.check_fits(config, plans, ranks)
     if config.command == "eval":
         if ranks > 1:
             raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
@@ -114,7 +113,7 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         c = await build(config, plans, world, progress, fleet, stop)
         stopped_by = await controller.train(c)
         await world.barrier()
-        stop.neighbours = []  # who is through may leave
+        stop.neighbours = {}  # who is through may leave
         if stopped_by:
             obeyed = re.escape(shlex.quote(config.resume))
             words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
@@ -163,6 +162,7 @@ async def build(
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     decode, texts, inputs = await world.run(load_inputs, config, progress.line)
+    memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
     progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")

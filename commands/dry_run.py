@@ -27,8 +27,8 @@ from scheduling.costs import Device, Model
 # data sheet; 8 a machine share 8 x 200 Gbit/s of network, and a host that gives each 20 GB/s: assumptions
 A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
-DISK_MB = 1000  # of what a run leaves
-SHARED_MB = {"cpu": 16, "cuda": 128}  # besides weights on their way (`pushed`); NCCL's
+DISK_MB, SHARED_MB = 1000, 16  # of what a run leaves; besides weights on their way, see `pushed`
+NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
@@ -123,8 +123,9 @@ def check(config: Config) -> int:
     reason = supported.lacks()
     rows = [("Python, libc", reason or f"{python}, {libc}", not reason), *packages()]
     can_read = all(is_good for *_, is_good in rows)  # the shapes of a model's tensors
-    shared = SHARED_MB[config.device] * ranks
-    shared += pushed(config, ranks) / 1e6 if can_read and config.device == "cpu" else 0
+    shared = SHARED_MB + (pushed(config, ranks) / 1e6 if can_read else 0)
+    if config.device == "cuda":
+        shared = NCCL_MB * ranks
     rows += graphics(config)
     hint = f" in /dev/shm; {shared:.0f} MB are needed (docker run --shm-size)"
     space = (
@@ -168,9 +169,12 @@ def graphics(config: Config) -> list[tuple[str, str, bool]]:
     """Of a run on GPUs: driver, mode, what kernels are compiled with."""
     if config.device == "cpu":
         return []
+    from torch import cuda
+
     modes = sorted({*devices.compute_modes()})
     reason = why_unusable()
-    rows = [("GPU", reason or "torch can use it", not reason)]
+    is_there = cuda.is_available()
+    rows = [("GPU", reason or ("torch can use it" if is_there else "there is none"), is_there)]
     rows.append(("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
     for name, install, is_there in devices.tools():
         rows.append((name, "there" if is_there else install, is_there))

@@ -25,8 +25,11 @@ CONTEXT = 500_000_000  # of a further rank of an engine on its lead's device, wh
 PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
 SERVER = 4_000_000_000  # the same of a server with CUDA, whose children load all anew; an estimate
 SIZES = (24e9, 48e9, 80e9, 141e9)  # what is asked about where there is no GPU
-FOR_SERVING = "--rollout-tp, --genrm-tp or a lower --mem-fraction"
-FOR_TRAINING = "--recompute, --tp with --sp, or a smaller --max-tokens-per-micro-batch"
+HINTS = {  # by the first word of a peak
+    "serving": "another --mem-fraction, --rollout-tp, --genrm-tp",
+    "training": "--recompute, a smaller --max-tokens-per-micro-batch, --tp with --sp",
+    "the": "--tp with --sp",
+}
 REFERENCE = "reference, in the host's memory"
 
 Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
@@ -53,7 +56,7 @@ def trainers_of(config: Config, ranks: int) -> Models:
     shapes, _ = read_model(config.model, config)
     actor = trainer_parts(shapes, config, dp)
     if config.rollout_only:
-        return {"actor": actor}
+        return {"actor": actor | {"activations": 0, "loss": 0}}
     own = read_model(config.critic, config)[0] if config.critic else shapes
     critic = trainer_parts(own, config, dp)
     rows = {"actor": actor} | {f"{name} critic": critic | {"loss": 0} for name in algorithm.critics}
@@ -168,7 +171,7 @@ def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
 
 def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
     """UserError if this rank's GPU is too small for the loop, as `peaks_of` has it. See --memory-check."""
-    if config.device == "cpu" or config.command != "rl" or not config.memory_check:
+    if config.device == "cpu" or not config.memory_check:
         return
     from torch import cuda
 
@@ -177,8 +180,8 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
     name = max(peaks, key=peaks.get)
     if peaks[name] > size:
         needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
-        hint = FOR_SERVING if name.startswith("serving") else FOR_TRAINING
-        raise UserError(f"{name} takes {needed}: try {hint}, more ranks, or --no-memory-check")
+        hint = HINTS[name.split()[0]]
+        raise UserError(f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway")
 
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:

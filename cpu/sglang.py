@@ -6,8 +6,8 @@ SGLang falls back to plain torch for every layer of a dense model when there is 
 the wheel is filled in here, through SGLang's own hooks and without touching its files; cpu/invariance.py has
 attention over the whole batch, and sums that don't depend on what shares it.
 
-With CUDA only the sampling of seeded answers is repaired. Either way the log has no line for every batch, and
-the server dies with the process that started it. Run it as a module: as a script, `cpu/` heads sys.path and
+With CUDA only the sampling of seeded answers is repaired, and no batch has a line in the log. Either way the
+server dies with the process that started it. Run it as a module: as a script, `cpu/` heads sys.path and
 `import sglang` would find this file.
 """
 
@@ -261,9 +261,10 @@ if __name__ in ("__main__", "__mp_main__"):
     # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_parent()
-    for chatty in CHATTY:
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        for chatty in CHATTY:
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+    else:
         library = install()
 if __name__ == "__main__":
     main()

@@ -135,8 +135,10 @@ class Engine:
         self.capacity = min(info["max_running_requests"], full_length)
         try:
             await asyncio.wait_for(self._warm_up(), deadline - clock())
-        except (TimeoutError, EngineLost):
+        except (TimeoutError, EngineLost) as error:
             failed = f"didn't answer a first request within {deadline_s:g} s"
+            if isinstance(error, EngineLost):
+                failed = f"{error} while starting"
             raise UserError(f"the {self.name} {failed}; {self.log_tail()}") from None
         await self._call("POST", "/freeze_gc")  # else each sleep collects over all of SGLang's imports: 0.7 s
 
@@ -172,10 +174,17 @@ class Engine:
             silent_s = 0.0 if is_alive or self._events != events else silent_s + waited_s
         return f"gave no sign of life for {self._silence_s:g} s"
 
-    async def restart(self, deadline_s: float) -> None:
-        """A new server for a killed one: awake, with the directory's weights. Raises like `ready`."""
-        self._process.start()
+    async def ready_asleep(self, deadline_s: float) -> None:
+        """`ready`, then its first sleep, which pins the memory of all weights: both within the deadline."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + deadline_s
         await self.ready(deadline_s)
+        await self.sleep(deadline - clock())
+
+    async def restart(self, deadline_s: float) -> None:
+        """A new server for a killed one: asleep, with the directory's weights. Raises like `ready_asleep`."""
+        self._process.start()
+        await self.ready_asleep(deadline_s)
 
     async def kill(self) -> None:
         """Ends the server and all of its processes; its port is free then. Requests that it owed break."""
@@ -194,10 +203,7 @@ class Engine:
         return self._process.log_tail()
 
     async def sleep(self, deadline_s: float | None = None) -> None:
-        """Hands the memory back. Answers still running are aborted; they come back with finish "abort".
-
-        deadline_s: of a process that sleeps for the first time, and pins the memory of all its weights.
-        """
+        """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
         if self._has_aborted:
             await asyncio.sleep(0.1)  # until an aborted request is out, or pausing would take a second
         self._has_aborted = False

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config, UserError
+from config import Config
 from engines.engine import Engine, EngineLost
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
@@ -71,12 +71,10 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         await raise_on_all(self._world, asyncio.gather(*map(self._until_asleep, starting)))
 
     async def _until_asleep(self, engine: Engine) -> None:
-        await engine.ready(deadline_s := self._config.engine_start_s)
         try:
-            await engine.sleep(deadline_s)
-        except EngineLost as lost:
-            if not engine.exit_status():  # else the first hand-over finds it lost
-                raise UserError(f"the {engine.name} {lost}, so its memory isn't free") from None
+            await engine.ready_asleep(self._config.engine_start_s)
+        except EngineLost:
+            await engine.kill()  # its memory is free then, and the first hand-over finds it lost
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """By role, a handle on every engine of the run (collective)."""

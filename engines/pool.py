@@ -238,7 +238,7 @@ class Pool:
         self._lost = {engine.rank: f"the {engine.name} {status.trouble[engine.rank]}" for engine in down}
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
-            raise UserError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")
+            raise UserError("\n".join((f"no {self.role} engine is left to ask:", *dead)))
         new = [self._lost[rank].splitlines()[0] for rank in self._lost if rank not in known]
         return [f"{loss}: others go on with its work" for loss in new]
 
@@ -257,8 +257,7 @@ class Pool:
             await own.kill()
         if self._trouble:
             try:
-                await own.restart(deadline_s := self.config.engine_start_s)
-                await own.sleep(deadline_s)
+                await own.restart(self.config.engine_start_s)
             except (EngineLost, UserError) as error:
                 lost = f"the {own.name} {self._trouble}"
                 raise UserError(f"{lost} and didn't start again: {error}") from None
@@ -273,8 +272,9 @@ class Pool:
 
     async def _lose(self, trouble: str) -> None:
         if not self._trouble:  # else two found it at once
-            self._trouble, self._log_tail = trouble, self.own.log_tail()
+            self._trouble = trouble
             await self.own.kill()
+            self._log_tail = self.own.log_tail()
 
     async def _watch_own(self) -> None:
         await self._lose(await self.own.until_down())

@@ -33,6 +33,7 @@ STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all th
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
+MOST_COLUMNS = 300  # of a line of its log that is quoted
 LOG_START = "---- a server starts"  # a line of its log begins so
 
 
@@ -199,7 +200,8 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
-        return "\n".join((f"the end of {self._log}:", *newest.splitlines()[1:][-15:]))
+        lines = [line[:MOST_COLUMNS] for line in newest.splitlines()[1:][-15:]]
+        return "\n".join((f"the end of {self._log}:", *lines))
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -24,11 +25,10 @@ def choose_device(config: Config) -> None:
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    settings = [os.environ[name] for name in ALLOCATOR if name in os.environ][:1]
-    if "expandable_segments:True" in ",".join(settings):
-        hint = "engines that sleep and a push by handles can't have their memory so"
-        raise UserError(f"expandable_segments of {' or '.join(ALLOCATOR)}: {hint}: take it out")
-    os.environ["PYTORCH_ALLOC_CONF"] = ",".join([*settings, PIN_EXACTLY])
+    settings = [value for value in map(os.environ.get, ALLOCATOR) if value][:1]
+    if config.asks_engines and "expandable_segments:True" in "".join(settings):
+        raise UserError(f"{' or '.join(ALLOCATOR)}: with expandable_segments engines can't sleep")
+    os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process; by default one a core
     from torch import cuda
 
@@ -38,7 +38,7 @@ def choose_device(config: Config) -> None:
         raise UserError(reason or f"--device cuda: a rank needs a device of its own, and there are {needed}")
     if config.asks_engines:
         check_tools()
-    if config.command == "rl" and "Exclusive_Process" in compute_modes():
+    if config.asks_engines and config.command == "rl" and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
         raise UserError(f"--device cuda: trainer and engines share a GPU, which is exclusive now; {hint}")
 
@@ -64,11 +64,11 @@ def tools() -> list[tuple[str, str, bool]]:
 
 
 def has_cpp20() -> bool:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
         return False
     empty_file = ["-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
-    return subprocess.run([compiler, *empty_file], capture_output=True).returncode == 0
+    return subprocess.run([*compiler, *empty_file], capture_output=True).returncode == 0
 
 
 def cuda_libraries() -> list[str]:

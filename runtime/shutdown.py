@@ -40,14 +40,16 @@ class Stop:
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
-    neighbours: list[int] = field(default_factory=list)  # process ids of this machine's ranks that train
+    neighbours: dict[int, int] = field(default_factory=dict)  # this machine's ranks that train: process id
+    reason: str = "interrupted"  # what the process says if it leaves before it is done
 
     async def until_all_are_ready(self, world: World) -> None:
         """The last meeting before training (collective): no rank is past it before all stop by themselves."""
         self.graceful = True
         first = world.rank - int(os.environ["LOCAL_RANK"])
         pids = await world.gather(os.getpid())
-        self.neighbours = pids[first : first + int(os.environ["LOCAL_WORLD_SIZE"])]
+        ranks = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+        self.neighbours = {rank: pids[rank] for rank in ranks}
 
 
 def prepare() -> None:
@@ -96,10 +98,12 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
 
 async def cancel_if_one_is_gone(task: asyncio.Future, stop: Stop) -> None:
     """A rank that was killed never agrees to stop, and with NCCL those that wait for it get no error."""
-    while all(map(is_alive, stop.neighbours)):
+    while all(map(is_alive, stop.neighbours.values())):
         await asyncio.sleep(LOOK_S)
     await asyncio.sleep(GONE_S)
-    task.cancel()
+    if gone := [rank for rank, pid in stop.neighbours.items() if not is_alive(pid)]:
+        stop.reason = f"interrupted: rank {gone[0]} of this machine is gone"
+        task.cancel()
 
 
 def exit_on_error(line: str) -> NoReturn:
@@ -110,8 +114,8 @@ def exit_on_error(line: str) -> NoReturn:
     exit_now(2, line)
 
 
-def exit_on_signal(number: int) -> NoReturn:
-    exit_now(128 + number, "interrupted")
+def exit_on_signal(number: int, reason: str = "interrupted") -> NoReturn:
+    exit_now(128 + number, reason)
 
 
 def exit_now(status: int, line: str) -> NoReturn:

@@ -1,23 +1,22 @@
 """What SGLang's wheels need of a machine. `python runtime/supported.py` says in one line what it lacks."""
 
-from __future__ import annotations
-
+# no annotations here: an old Python has to get as far as its own sentence
 import platform
 import sys
 
-GLIBC = (2, 34)  # Ubuntu 22.04, Debian 12, RHEL 9
+GLIBC = (2, 34)
 
 
-def lacks(python: tuple[int, ...] = sys.version_info[:2], libc: tuple[str, str] | None = None) -> str:
+def lacks(python=sys.version_info[:2], libc=None):
     """Why the requirements can't be installed here; empty if they can. libc: its name and version."""
     if not (3, 11) <= python <= (3, 13):
         found = ".".join(map(str, python))
-        return f"Python 3.11, 3.12 or 3.13 is needed, and this is {found}: make PYTHON=python3.13"
+        return "Python 3.11, 3.12 or 3.13 is needed (make PYTHON=python3.13), and this is " + found
     name, version = libc or platform.libc_ver()
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if name != "glibc" or numbers < GLIBC:
-        found = f"{name} {version}".strip() or "another libc"
-        return f"Linux with glibc 2.34 is needed (Ubuntu 22.04, Debian 12, RHEL 9), and this is {found}"
+        found = (name + " " + version).strip() or "another libc"
+        return "glibc 2.34 or newer is needed (Ubuntu 22.04, Debian 12, RHEL 9), and this is " + found
     return ""
 
 

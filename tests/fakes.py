@@ -226,7 +226,7 @@ class FakeEngine:
     def log_tail(self):
         return f"the end of its log\nwritten by rank {self.rank}"
 
-    async def sleep(self, deadline_s=None):
+    async def sleep(self):
         await self.answer()
         assert not self.aborts, "put to sleep while answers were in flight"
         await asyncio.sleep(self.swap_s)
@@ -261,6 +261,7 @@ class FakeEngine:
         self.device.take(f"{self.role} cache")
         self.runs = self.awake = True
         self.version = None
+        await self.sleep()
 
     async def kill(self):
         self.die()

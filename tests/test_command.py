@@ -252,21 +252,17 @@ class FakeEngine(Engine):
     @classmethod
     def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
-        engine.calls, engine.status = [], None
+        engine.calls, engine.is_late = [], False
         return engine
 
-    async def ready(self, deadline_s):
-        self.calls.append("ready")
+    async def ready_asleep(self, deadline_s):
+        self.calls.append(f"asleep within {deadline_s:g} s")
         self.capacity = 10 + self.rank
-
-    async def sleep(self, deadline_s):
-        self.calls.append("sleep")
-        self.deadline_s = deadline_s
-        if self.status is not None:
+        if self.is_late:
             raise EngineLost("didn't answer /release_memory_occupation")
 
-    def exit_status(self):
-        return self.status
+    async def kill(self):
+        self.calls.append("killed")
 
     async def close(self):
         pass
@@ -297,28 +293,23 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
             facts = [(engine.rank, engine.url, engine.capacity) for engine in found]
             urls = [f"http://127.0.0.1:{settings.port + 2 * n + offset}" for n in range(3)]
             assert facts == [(n, urls[n], 10 + n) for n in range(3)]
-            assert found[number].calls == ["ready", "sleep"]
-            assert found[number].deadline_s == settings.engine_start_s  # it pins its weights
+            assert found[number].calls == ["asleep within 540 s"]
 
 
-@pytest.mark.parametrize("status", ["", "signal 9"])
-def test_an_engine_that_does_not_fall_asleep_is_not_taken_for_one_that_sleeps(
-    monkeypatch, tmp_path, status
-):
-    """The next would measure a full device. One that died meanwhile is found lost later."""
+def test_an_engine_that_does_not_fall_asleep_is_ended(monkeypatch, tmp_path):
+    """The next would measure a full device. The first hand-over finds it lost."""
     monkeypatch.setattr(fleet, "Engine", FakeEngine)
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
+    plans = run.check_settings(settings, 1)
 
     async def start():
         async with fleet.Fleet(settings, FakeWorld(0, 1, {})) as engines:
-            await engines.launch(run.servers_of(0, settings, run.check_settings(settings, 1)))
-            for engine in engines._engines:
-                engine.status = status
+            await engines.launch(run.servers_of(0, settings, plans))
+            engines._engines[0].is_late = True
             await engines.ready()
+            return [engine.calls[1:] for engine in engines._engines]
 
-    late = r"^the rollout engine of rank 0 didn't answer /release.*, so its memory isn't free$"
-    with nullcontext() if status else pytest.raises(config.UserError, match=late):
-        asyncio.run(start())
+    assert asyncio.run(start()) == [["killed"], []]
 
 
 @pytest.mark.parametrize("given", ["", " --resume never", " --resume=never", " --resume a/step_10"])

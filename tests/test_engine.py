@@ -72,6 +72,8 @@ def engine(shared_engine, run, models):
     """The shared engine, idle and with the weights of models[0] as version 0."""
     if shared_engine.exit_status():
         run(shared_engine.restart(START_S))
+        run(shared_engine.wake_weights())
+        run(shared_engine.wake_kv_cache())
     if shared_engine.dirty:
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
@@ -228,9 +230,9 @@ def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
 class Compiling(Engine):
     """A server that is up, and whose first answers come late: kernels are compiled."""
 
-    def __init__(self, after_s):
+    def __init__(self, after_s, error=None):
         super().__init__("rollout", 0, "http://127.0.0.1:1", "a key")
-        self.after_s, self.requests, self.calls = after_s, [], []
+        self.after_s, self.error, self.requests, self.calls = after_s, error, [], []
         end = "the end of its log"
         self._process = SimpleNamespace(exit_status=lambda: "", log_tail=lambda: end)
 
@@ -245,27 +247,39 @@ class Compiling(Engine):
     async def generate(self, requests):
         self.requests += requests
         await asyncio.sleep(self.after_s)
-        if self.after_s == 7:
-            raise EngineLost("broke off")
+        if self.error:
+            raise self.error
         yield None
 
+    async def _move(self, path, deadline_s=None, **body):
+        self.calls.append((path, deadline_s))
 
-@pytest.mark.parametrize("after_s", [400, 60, 7])
-def test_a_first_answer_has_the_time_of_a_start(after_s):
-    """Of either kind. Later a silence of 40 s is a hang; a hang at the start ends the run, with the log."""
-    engine, clock = Compiling(after_s), VirtualClock()
-    if after_s == 60:
-        clock.run_until_complete(engine.ready(300.0))
-        assert engine.capacity == 8 and engine.calls[-1] == "/freeze_gc"
-    else:
-        late = (
-            "^the rollout engine of rank 0 didn't answer a first request within 300 s; the end of"
-        )
-        with pytest.raises(UserError, match=late):
-            clock.run_until_complete(engine.ready(300.0))
-        assert clock.time() == pytest.approx(300 if after_s == 400 else 7)
+
+def test_a_first_answer_has_the_time_of_a_start():
+    """Of either kind; later a silence of 40 s is a hang. The first sleep has what is left of that time."""
+    engine, clock = Compiling(after_s=60), VirtualClock()
+    clock.run_until_complete(engine.ready_asleep(300.0))
+    assert engine.capacity == 8 and "/freeze_gc" in engine.calls
+    assert engine.calls[-1] == ("/release_memory_occupation", pytest.approx(240))
     assert sorted(request.sampling.temperature for request in engine.requests) == [0.0, 1.0]
     assert all(request.seed is not None for request in engine.requests)
+
+
+@pytest.mark.parametrize(
+    "after_s,error,words",
+    [
+        (400, None, "didn't answer a first request within 300 s"),
+        (7, EngineLost("broke the connection"), "broke the connection while starting"),
+    ],
+)
+def test_a_first_answer_that_does_not_come_ends_the_run(after_s, error, words):
+    """With the end of the log."""
+    engine, clock = Compiling(after_s, error), VirtualClock()
+    with pytest.raises(
+        UserError, match=f"^the rollout engine of rank 0 {words}; the end of its log$"
+    ):
+        clock.run_until_complete(engine.ready(300.0))
+    assert clock.time() == pytest.approx(min(after_s, 300))
 
 
 def test_a_server_that_can_not_say_its_score_has_none():

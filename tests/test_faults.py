@@ -131,10 +131,12 @@ class PromptWriter(LateWriter):
 @pytest.mark.parametrize("mode,size", LAYOUTS)
 @pytest.mark.parametrize("role,later_s", [("rollout", 0.35), ("genrm", 0.0), ("genrm", 0.35)])
 def test_a_role_without_engines_ends_the_run(tmp_path, mode, size, role, later_s):
-    """On every rank at once, in one line that names each. A second start trains on the same samples."""
+    """On every rank at once, naming each and how its log ends. A second start trains on the same samples."""
     saving, controllers = dict(out=tmp_path, save_every=1, writer=PromptWriter), []
     events = [(start_of("serve", mode, size) + later_s, strike("die", role, None))]
-    message = rf"^no {role} engine is left to ask: the {role} engine of rank \d"
+    message = (
+        rf"^no {role} engine is left to ask:\nthe {role} engine of rank \d .*\nthe end of its log\n"
+    )
     with pytest.raises(ValueError, match=message):
         simulate(mode, size, events=events, controllers=controllers, **saving, **UNBROKEN)
     assert [len(c.report.steps) for c in controllers] == [1] * size

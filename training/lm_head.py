@@ -2,7 +2,7 @@
 
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
-made again for the gradient (torch.utils.checkpoint), but for the last one's, which the gradient needs first:
+made again for the gradient (torch.utils.checkpoint); all but the last one's, which the gradient needs first:
 two copies of a chunk live at once, six where the entropy learns. Chunks are of all tokens, prompts' too: with
 one chunk the sums have the same bits as without.
 """
