@@ -107,8 +107,10 @@ def stats_from(row: dict) -> StepStats:
 
 def write_part(folder: Path, rank: int, state: tuple[dict, dict], shards: Writers, hf: Writers) -> Part:
     """Write one rank's files. Runs in the forked process. hf: empty on most ranks."""
-    common, own = ({COMMON: state[0]} if rank == 0 else {}), {f"controllers/rank_{rank}.json": state[1]}
-    mine = [*common, *own, *(f"{name}/__{rank}_*" for name in shards), *(f"{name}/*" for name in hf)]
+    common = {COMMON: state[0]} if rank == 0 else {}
+    own = {f"controllers/rank_{rank}.json": state[1]}
+    mine = [*common, *own, *(f"{name}/__{rank}_*" for name in shards)]
+    mine += [f"{name}/*" for name in hf]
     mine += [f"{name}/common.pt" for name in shards if rank == 0]
     try:
         described = {name: write() for name, write in shards.items()}

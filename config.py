@@ -196,7 +196,7 @@ class Config:
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
 DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
 DRIVER = Path("/sys/module/nvidia/version")
-OLDEST_DRIVER = "580"
+OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
@@ -301,7 +301,7 @@ def why_unusable() -> str:
         return ""
     driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
     reason = f"its driver is {driver}, and nvidia-smi may say more"
-    if driver.partition(".")[0] < OLDEST_DRIVER:
+    if driver[:1].isdigit() and int(driver.partition(".")[0]) < OLDEST_DRIVER:
         reason = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer, and this is {driver}"
     if not torch.version.cuda:
         reason = "it is built for CPUs; install requirements.txt"

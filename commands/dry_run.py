@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from algorithms import algorithm_of
-from commands.memory import PROCESS, bucket_bytes, embedding, memory, read_model
+from commands.memory import PROCESS, SERVER, bucket_bytes, embedding, memory, read_model
 from config import Config, as_text, dashed, why_unusable
 from placement import Plan, make_plans
 from reporting.describe import describe
@@ -112,7 +112,10 @@ def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
 
 def check(config: Config) -> int:
     """Print what is installed and what is free, with ! before what a run would miss. Returns a status."""
-    ranks, out = int(os.environ.get("WORLD_SIZE", 2)), Path(config.out).absolute()
+    from torch import cuda
+
+    out, count = Path(config.out).absolute(), cuda.device_count() if config.device == "cuda" else 0
+    ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     ports = range(config.port, config.port + 2 * ranks)
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
@@ -124,13 +127,14 @@ def check(config: Config) -> int:
     rows = [("Python, libc", reason or f"{python}, {libc}", not reason), *packages()]
     can_read = all(is_good for *_, is_good in rows)  # the shapes of a model's tensors
     shared = SHARED_MB + (pushed(config, ranks) / 1e6 if can_read else 0)
+    memory_mb = PROCESS / 1e6
     if config.device == "cuda":
-        shared = NCCL_MB * ranks
+        shared, memory_mb = NCCL_MB * ranks, (PROCESS + 2 * SERVER) / 1e6
     rows += graphics(config)
     hint = f" in /dev/shm; {shared:.0f} MB are needed (docker run --shm-size)"
     space = (
         ("disk", shutil.disk_usage(folder).free, DISK_MB, f" in {folder}"),
-        ("memory", psutil.virtual_memory().available, PROCESS / 1e6 * ranks, ""),
+        ("memory", psutil.virtual_memory().available, memory_mb * ranks, ""),
         ("shared memory", shutil.disk_usage("/dev/shm").free, shared, hint),
     )
     rows.append(("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
@@ -160,7 +164,8 @@ def packages() -> list[tuple[str, str, bool]]:
     if "torch" in found:
         from torch import cuda
 
-        names = [cuda.get_device_name(number) for number in range(cuda.device_count())]
+        count = cuda.device_count() if cuda.is_available() else 0  # it counts what torch can't use, too
+        names = [cuda.get_device_name(number) for number in range(count)]
         rows.append(("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores", True))
     return rows
 
@@ -176,6 +181,6 @@ def graphics(config: Config) -> list[tuple[str, str, bool]]:
     is_there = cuda.is_available()
     rows = [("GPU", reason or ("torch can use it" if is_there else "there is none"), is_there)]
     rows.append(("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
-    for name, install, is_there in devices.tools():
+    for name, install, is_there in devices.tools(config):
         rows.append((name, "there" if is_there else install, is_there))
     return rows

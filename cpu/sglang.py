@@ -100,7 +100,8 @@ def replace_torchvision():
     sys.meta_path.append(StandInFinder("torchvision"))
 
 
-CHATTY = (  # a line for each batch, sleep or bucket of a push
+CHATTY = (  # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
+    "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler_components.metrics_reporter",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.tokenizer_manager",
@@ -159,8 +160,11 @@ def murmur_hash32(seed, positions, columns):
         block = multiply(rotate(multiply(block, 0xCC9E2D51), 15), 0x1B873593)
         return (multiply(rotate(state ^ block, 13), 5) + 0xE6546B64) & low32
 
-    seed, positions, columns = seed.view(torch.int64), positions.to(torch.int64), columns.to(torch.int64)
-    state = mix(mix(mix(torch.zeros_like(seed), seed & low32), (seed >> 32) & low32), positions & low32)
+    seed = seed.view(torch.int64)
+    positions, columns = positions.to(torch.int64), columns.to(torch.int64)
+    state = torch.zeros_like(seed)
+    for block in (seed, seed >> 32, positions):
+        state = mix(state, block & low32)
     state = mix(state[:, None], (columns & low32)[None, :]) ^ 16  # 16 bytes were hashed
     state = multiply(state ^ (state >> 16), 0x85EBCA6B)
     state = multiply(state ^ (state >> 13), 0xC2B2AE35)
@@ -182,8 +186,9 @@ def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None
         a, m = layer.self_attn, layer.mlp
         qkv = linear(norm(x, layer.input_layernorm), a.qkv_proj.weight)
         heads, v = qkv.split((a.q_size + a.kv_size, a.kv_size), -1)
-        heads = heads.unflatten(-1, (-1, a.head_dim))  # queries and keys: norm, then rotary embedding
-        q_scale, k_scale = a.q_norm.weight.expand(a.num_heads, -1), a.k_norm.weight.expand(a.num_kv_heads, -1)
+        heads = heads.unflatten(-1, (-1, a.head_dim))  # norm, then rotary embedding
+        q_scale = a.q_norm.weight.expand(a.num_heads, -1)
+        k_scale = a.k_norm.weight.expand(a.num_kv_heads, -1)
         scale = torch.cat((q_scale, k_scale))
         heads = rms_norm(heads, heads.shape[-1:], None, a.q_norm.variance_epsilon) * scale
         heads = torch.addcmul(heads * cos, heads.roll(a.head_dim // 2, -1), sin)

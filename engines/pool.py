@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
 MAX_STALLS = 3  # in a row, of one prompt or group
-MAX_SILENCES = 5  # of stalled_s each, so --timeout-s: then a healthy engine must have lost a request
+MAX_SILENCES = 5  # of stalled_s each, so --timeout-s: a healthy engine lost the request
 QUEUED = 2  # open requests for each that an engine decodes; each is a connection, an open file
 RECONNECT_S = 3.0  # after a connection broke; meanwhile the owner tells whether its engine is down
 WAIT_S = 0.05  # between two looks for an engine that is up
@@ -55,21 +55,21 @@ class Pool:
         self.role = engines[0].role if engines else ""
         self.world, self.timeline, self.config = world, timeline, config
         self.all_engines = engines  # `engines`: of the plan; `own`: of these, this rank's
-        self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked; one sleeps once it is ready
+        self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked
         self.woke_at = 0.0  # when the first of them did, by the event loop's clock
         self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits
         self._owed, self._mine = Counter(), Counter()  # the same of all when they last met; its part
-        self._wrote: dict[int, object] = {}  # rank -> another one whenever parts came from its engine
+        self._wrote: dict[int, object] = {}  # rank -> another one whenever parts came
         self._told = EngineStatus(Counter(), Counter(), {})  # in the newest meeting
         self._new_parts: Counter[int] = Counter()  # came here since
         self._random = random.Random(world.rank)
-        self._waiting: Counter[int] = Counter()  # model -> requests for which there is no engine to ask now
+        self._waiting: Counter[int] = Counter()  # model -> requests that no engine can be asked
         self._dealt: dict[int, deque[Engine]] = {}  # model -> the engines that they are to ask
         self._deprioritized: frozenset[int] = frozenset()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
         self._trouble = self._log_tail = ""  # how this rank's engine was lost, what it said
         self._watch: asyncio.Task | None = None
-        self._finished: list[tuple] = []  # since `pop_stats`: the engine's rank, then as RequestStats.of
+        self._finished: list[tuple] = []  # since `pop_stats`: rank, then as RequestStats.of
         self._wakes = self._stalls = self._aborts = 0
         self._askable: dict[int, tuple[tuple, list[Engine]]] = {}  # model -> by what, who may be asked
         counts = Counter(engine.model for engine in engines)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
-PIECE_BYTES = 3 << 16  # of a body, on its way to an engine; base64 of multiples of three can be joined
+PIECE_BYTES = 3 << 16  # of a body on its way; base64 of multiples of three can be joined
 MOST_COLUMNS = 300  # of a line of its log that is quoted
 LOG_START = "---- a server starts"  # a line of its log begins so
 
@@ -59,8 +59,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     if config.device == "cuda":
         flags["base-gpu-id"] = os.environ["LOCAL_RANK"]
         flags |= {"mem-fraction-static": config.mem_fraction, "enable-memory-saver": None}
-        # wrong values, or reads outside of memory: sgl-project/sglang#37606
-        flags["disable-prefill-cuda-graph"] = None
+        # prefill graphs give wrong values (sgl-project/sglang#37606); a pass may compile kernels for long
+        flags |= {"disable-prefill-cuda-graph": None, "watchdog-timeout": config.timeout_s}
         # which attention, how large a KV cache, how long CUDA graphs took (cpu/sglang.py keeps the rest out)
         flags |= {"log-level": "info", "log-level-http": "error"}
         if role == "genrm" or config.mode != "partial" or config.command == "eval":
@@ -174,7 +174,7 @@ class ServerProcess:
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
         environment = server_environment(self._key, self.folder.name, self._device) | self._environment
         how = {"cwd": Path(__file__).parents[1], "env": environment, "start_new_session": True}
-        with self._log.open("ab", buffering=0) as log:
+        with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
 
@@ -202,6 +202,10 @@ class ServerProcess:
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
         lines = [line[:MOST_COLUMNS] for line in newest.splitlines()[1:][-15:]]
         return "\n".join((f"the end of {self._log}:", *lines))
+
+
+def for_us_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:

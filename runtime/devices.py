@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from config import Config, UserError, why_unusable
 
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
+PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is torch's older name
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
@@ -32,35 +34,44 @@ def choose_device(config: Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process; by default one a core
     from torch import cuda
 
-    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (devices := cuda.device_count()):
-        needed = f"{ranks} on this machine, which has {devices} devices: start fewer, or say --device cpu"
-        reason = why_unusable() if not devices else ""
-        raise UserError(reason or f"--device cuda: a rank needs a device of its own, and there are {needed}")
-    if config.asks_engines:
-        check_tools()
-    if config.asks_engines and config.command == "rl" and "Exclusive_Process" in compute_modes():
+    if not cuda.is_available():
+        raise UserError(why_unusable() or "--device cuda: torch finds no device on this machine")
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cuda.device_count()
+    if ranks > devices:
+        needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
+        raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
+    if missing := [f"{name} ({install})" for name, install, is_there in tools(config) if not is_there]:
+        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}")
+    if config.asks_engines and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
         raise UserError(f"--device cuda: trainer and engines share a GPU, which is exclusive now; {hint}")
 
 
-def check_tools() -> None:
-    """UserError names what is missing of what engines, and torch, compile kernels with while they run."""
-    if missing := [f"{name} ({install})" for name, install, is_there in tools() if not is_there]:
-        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}")
-
-
-def tools() -> list[tuple[str, str, bool]]:
-    """What kernels are compiled with: its name, how to get it, whether it is there."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    has_nvcc = bool(named or shutil.which("nvcc") or (CUDA_FOLDER / "bin" / "nvcc").is_file())
+def tools(config: Config) -> list[tuple[str, str, bool]]:
+    """What engines and torch compile kernels with: its name, how to get it, whether it is there."""
     headers = Path(sysconfig.get_paths()["include"])
-    has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
-    return [
-        ("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc),
-        ("a C++20 compiler", "apt install g++", has_cpp20()),
-        ("Python.h", f"apt install python3-dev, for {headers}", (headers / "Python.h").is_file()),
-        (LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    rows = [
+        ("C++20", "apt install g++", has_cpp20()),
+        ("Python.h", f"apt install {package}, for {headers}", (headers / "Python.h").is_file()),
     ]
+    if config.asks_engines:
+        has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        rows += [
+            ("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc()),
+            (LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
+            (" ".join(missing or PACKAGES), "pip install -r requirements.txt", not missing),
+        ]
+    return rows
+
+
+def has_nvcc() -> bool:
+    """Where SGLang looks."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not named and shutil.which("nvcc"):
+        return True
+    return Path(named or CUDA_FOLDER, "bin", "nvcc").is_file()
 
 
 def has_cpp20() -> bool:

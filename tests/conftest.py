@@ -61,7 +61,8 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
     import gpu_report
 
-    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = map(torch.cuda.get_device_name, range(count))
     device = f"{', '.join(names) or 'no CUDA device'}; torch {torch.__version__}"
     table, failures = ["dry, on the CPU" if config.option.dry else device], []
     for outcome in ("passed", "failed", "error", "skipped"):

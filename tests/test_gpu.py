@@ -16,7 +16,9 @@ import torch
 
 from actor import MAX_LOGPROB_DIFF
 from commands.memory import RESIDENT
+from config import UserError, parse_config, why_unusable
 from gpu_model import SIZES, make_model
+from runtime import devices
 from workers import HERE, run_command, run_worker
 
 needs_device = pytest.mark.gpu
@@ -27,8 +29,12 @@ GB = 1e9
 def device(request) -> str:
     if request.config.getoption("dry"):
         return "cpu"
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or why_unusable()):
         pytest.skip("needs a CUDA device")
+    try:
+        devices.choose_device(parse_config(["--device", "cuda"]))
+    except UserError as error:
+        pytest.exit(str(error), 1)
     return "cuda"
 
 

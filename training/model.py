@@ -43,11 +43,14 @@ FAMILIES = {  # by config.json's model_type
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", QWEN2, tower="visual."),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", QWEN3, *NESTED),
 }
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTE |= {"recompute_num_layers": 1}
 FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-RELEASE_S = 10.0  # for an engine to give its memory back: of its ranks the first to sleep says that it does
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# for an engine to give its memory back: of its ranks the first to sleep says that it does
+RELEASE_S = 10.0
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 
 
 class RMSNorm:
