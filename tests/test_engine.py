@@ -233,8 +233,8 @@ class Compiling(Engine):
     def __init__(self, after_s, error=None):
         super().__init__("rollout", 0, "http://127.0.0.1:1", "a key")
         self.after_s, self.error, self.requests, self.calls = after_s, error, [], []
-        end = "the end of its log"
-        self._process = SimpleNamespace(exit_status=lambda: "", log_tail=lambda: end)
+        says = dict(exit_status=lambda: "", log_tail=lambda: "the end of its log")
+        self._process = SimpleNamespace(start=lambda: None, **says)
 
     async def is_healthy(self, deadline_s):
         return True
@@ -258,7 +258,7 @@ class Compiling(Engine):
 def test_a_first_answer_has_the_time_of_a_start():
     """Of either kind; later a silence of 40 s is a hang. The first sleep has what is left of that time."""
     engine, clock = Compiling(after_s=60), VirtualClock()
-    clock.run_until_complete(engine.ready_asleep(300.0))
+    clock.run_until_complete(engine.restart(300.0))
     assert engine.capacity == 8 and "/freeze_gc" in engine.calls
     assert engine.calls[-1] == ("/release_memory_occupation", pytest.approx(240))
     assert sorted(request.sampling.temperature for request in engine.requests) == [0.0, 1.0]
