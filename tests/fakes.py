@@ -132,10 +132,8 @@ class FakeEngine:
             raise EngineLost("didn't answer")
 
     async def generate(self, requests):
-        """Each answer in parts of `part` tokens, or as far as it is when it is aborted.
-
-        A prompt that ends in the beginning of its answer is continued.
-        """
+        """Each answer in parts of `part` tokens, or as far as it is when it is aborted. A prompt
+        that ends in the beginning of its answer is continued."""
         clock = asyncio.get_running_loop().time
         if not self.runs:
             raise EngineLost("refused the connection")
@@ -518,10 +516,7 @@ def text_answer(text, index=0, begun=""):
 
 
 def write_on(prompt, index, sampling):
-    """An answer that follows from question and number in the group alone, wherever it goes on.
-
-    How often it is right depends on the question: some groups are all right or all wrong.
-    """
+    """Follows from question and number alone, wherever it goes on; some groups are all alike."""
     question, begun = to_text(prompt).split("=")
     number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
     rng = random.Random(f"{question} {index}")

@@ -1,7 +1,4 @@
-"""What test_image_training.py starts as a process: trains on images under one layout after another.
-
-Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
-"""
+"""Started by test_image_training.py, as parallel_worker.py: trains on images, layout by layout."""
 
 from parallel_worker import actor_config, gathered, main, weights_of
 from sample import Sample

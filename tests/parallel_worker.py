@@ -79,11 +79,9 @@ def balanced(batch: list, actor) -> list:
 
 
 def mixed_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of two optimizer steps with all that crosses ranks.
-
-    Off-policy by the ratio of sequences, with a KL and an entropy that train; one answer's first half is from
-    older weights; and texts: as many as no number of ranks divides, in several micro-batches.
-    """
+    """Metrics of two optimizer steps with all that crosses ranks. Off-policy by the ratio of
+    sequences, with a KL and an entropy that train; one answer's first half is from older weights;
+    and texts: as many as no number of ranks divides, in several micro-batches."""
     actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
     settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5)
     actor.algorithm = replace(ALGORITHMS["gspo"], **settings, clip_low=0.2, clip_high=0.28)

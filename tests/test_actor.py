@@ -54,10 +54,7 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
 
 
 def make_samples(step: int) -> list[Sample]:
-    """16 ragged answers, two of them padding.
-
-    In step 2 all but one are, so that data-parallel ranks have nothing to train on.
-    """
+    """16 ragged answers, two of them padding; in step 2 all but one are, so ranks have nothing."""
     rng = random.Random(step)
     samples = []
     for index in range(16):
@@ -271,10 +268,9 @@ STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 
 def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[float]]:
-    """At version 1: every third answer gets a first half from weights 0, likelier or less likely by up to e.
-    Also returns the same answers as if fresh, whose advantages have the weights that the loss of stale tokens
-    should have.
-    """
+    """At version 1: every third answer gets a first half from weights 0, likelier or less likely by
+    up to e. Also returns the same answers as if fresh, whose advantages have the weights that the
+    loss of stale tokens should have."""
     actor.version, rng, weights = 1, random.Random(0), []
     for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
         sample.logprobs, sample.versions = logprobs, [1] * len(logprobs)

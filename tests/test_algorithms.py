@@ -1,7 +1,4 @@
-"""Advantages and losses: values worked by hand, and plain float64 loops over random ragged batches.
-
-The loops are written from the papers' formulas, one token at a time, with nothing of the project's in them.
-"""
+"""Advantages and losses by hand, and against plain float64 loops from the papers' formulas."""
 
 import math
 import random
@@ -314,11 +311,10 @@ def same(sums: torch.Tensor) -> torch.Tensor:
 
 
 def plain_objective(groups, row: str, advantages, config, stale, start_column):
-    """The loss of a step, its slope at every token's log-probability, and sums; one token at a time.
-
-    stale: which tokens older weights wrote. start_column: where in a token its log-probability at the start
-    of the step is. The entropy of a token stands for itself: 0.7 of its logprob.
-    """
+    """The loss of a step, its slope at every token's log-probability, and sums; one token at a
+    time. stale: which tokens older weights wrote. start_column: where in a token its
+    log-probability at the start of the step is. The entropy of a token stands for itself: 0.7 of
+    its logprob."""
     corrects = config.tis_cap or config.icepop_bound
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
     for key, tokens in answers_of(groups):

@@ -55,10 +55,8 @@ class Crash(KeyboardInterrupt):
 
 
 class Disk:
-    """Counts the changes of files that the real code makes, and strikes at one, before it or in the middle.
-
-    errors: numbers of changes that fail; crash: the one in which the run ends.
-    """
+    """Counts the changes of files that the real code makes, and strikes at one, before it or in the
+    middle. errors: numbers of changes that fail; crash: the one in which the run ends."""
 
     def __init__(self):
         self.crash, self.errors, self.changes, self.dead = -1, set(), 0, False
@@ -160,10 +158,7 @@ def facts_of(sample):
 
 
 def check_files(out, damaged, best, keep):
-    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there, or newer.
-
-    A damaged one may have been archived by a start that failed later.
-    """
+    """Checkpoints are whole or invisible; the newest is there, newer, or archived as damaged."""
     steps = {*atomic_files.steps_in(out / "checkpoints")}
     for step in steps - damaged:
         folder = out / "checkpoints" / f"step_{step}"

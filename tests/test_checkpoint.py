@@ -72,11 +72,10 @@ RUNS = {  # name -> settings of a run
 
 
 def exact_times(engines):
-    """Times are sums of powers of two, so they add up exactly; and no answer is due when controllers meet.
-
-    Else who comes first in one instant would decide what is trained on, and that depends on the hour. They
-    meet every 512 of these units and generate from then on; a token takes an odd number of units.
-    """
+    """Times are sums of powers of two, so they add up exactly; and no answer is due when
+    controllers meet. Else who comes first in one instant would decide what is trained on, and that
+    depends on the hour. They meet every 512 of these units and generate from then on; a token takes
+    an odd number of units."""
     for number, engine in enumerate(engines):
         engine.server.pace, engine.server.swap_s = (65 + 2 * number) / 8192, 1 / 8 + number / 512
 

@@ -135,10 +135,8 @@ def references(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_learns_as_the_plain_reference(command, references, single_rank, monkeypatch):
-    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics.
-
-    DPO begins at its reference, where the margin is 0 and the loss log 2; then it leaves it.
-    """
+    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics. DPO
+    begins at its reference, where the margin is 0 and the loss log 2; then it leaves it."""
     set_constants(monkeypatch.setattr)
     reference = references[command]
     learner = finetune.Learner(config_of(command, reference["model_dir"]))

@@ -300,10 +300,8 @@ def with_a_picture(samples):
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_report_writes_rows_samples_and_pictures(tmp_path, monkeypatch, is_full):
-    """An object a step, two groups' first samples, images beside answers; trace and picture at the end.
-
-    is_full: the disk, after the first step: it costs a line, and another at the end.
-    """
+    """An object a step, two groups' first samples, images beside answers; trace and picture at the
+    end. is_full: the disk, after the first step: it costs a line, and another at the end."""
     (tmp_path / "spans").mkdir()
     run = {"mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))

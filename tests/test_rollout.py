@@ -1,7 +1,5 @@
-"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes, the meeting.
-
-And judges that are wrong.
-"""
+"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes,
+the meeting. And judges that are wrong."""
 
 import random
 from collections import Counter
@@ -62,10 +60,7 @@ def check_tokens(controllers):
 
 
 def check_continued(controllers):
-    """What a prompt's answers had when it was cut off is how they begin when it is served again.
-
-    By the controller that holds it.
-    """
+    """What was cut off is how it begins when it comes again, by the controller that holds it."""
     begun = {}
     for step in range(controllers[0].config.steps):
         for rank, batch in enumerate(batches_of(controllers, step)):
@@ -147,10 +142,8 @@ def serving_seconds(controllers, step):
     ],
 )
 def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
-    """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for 8 do not.
-
-    Worked out by hand. What the split's statistics say is the same.
-    """
+    """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for
+    8 do not. Worked out by hand. What the split's statistics say is the same."""
     controllers, _ = simulate(mode, size, over_dispatch=over_dispatch, steps=1, **TAIL)
     for taken in (*serving_seconds(controllers, 0), controllers[0].state.history[0].serve_s):
         assert seconds - 1e-9 <= taken <= seconds + 2 * rollout.MEETING_INTERVAL_S
@@ -212,10 +205,9 @@ def test_garbage_of_a_judge_is_dropped(monkeypatch):
 
 @pytest.mark.parametrize("mode,size,over_dispatch", [("full", 2, 1.0), ("partial", 4, 2.0)])
 def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, monkeypatch):
-    """No group ever has two rewards: waves end and the batch is empty, until MAX_EMPTY_STEPS in a row.
-
-    Every rank has done as many steps, and groups_per_kept goes a tenth of the way to 10 in each.
-    """
+    """No group ever has two rewards: waves end and the batch is empty, until MAX_EMPTY_STEPS in a
+    row. Every rank has done as many steps, and groups_per_kept goes a tenth of the way to 10 in
+    each."""
     monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 5)
     options, controllers = dict(over_dispatch=over_dispatch, steps=12), []
     with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):
