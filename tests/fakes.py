@@ -75,10 +75,9 @@ class Device:
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            may_share = {holder, other} in MAY_SHARE
-            may_share = may_share or (
-                self.fuses and {holder, other} <= {*TRAINERS, *LEFTOVERS.values()}
-            )
+            both = {holder, other}
+            fused = self.fuses and both <= {*TRAINERS, *LEFTOVERS.values()}
+            may_share = fused or both in MAY_SHARE
             assert may_share, f"rank {self.rank}: {holder} came while {other} held the device"
 
     def give(self, *holders):
@@ -681,29 +680,24 @@ def fake_engines(config, plans, devices, write, verdict):
 def fake_controller(config, plans, world, engines, device, clock, out, writer, tp):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    pools = {
-        role: Pool([e for e in engines if e.role == role], world, timeline, config)
-        for role in ("rollout", "genrm")
-    }
+    pools = {}
+    for role in ("rollout", "genrm"):
+        pools[role] = Pool([e for e in engines if e.role == role], world, timeline, config)
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
         checkpoints = Checkpoints(config, world, out, start_writer=writer)
+    given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
+    given |= dict(sampling=sampling, greedy=replace(sampling, temperature=0.0))
+    given |= dict(checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
-        config=config,
-        algorithm=algorithm,
-        world=world,
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
-        sampling=sampling,
-        greedy=replace(sampling, temperature=0.0),
-        timeline=timeline,
-        report=FakeReport(),
-        checkpoints=checkpoints,
         references=[FakeReference(actor)] if algorithm.kl_coef else [],
+        **given,
     )
 
 
