@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
@@ -88,9 +88,7 @@ def exact_meetings():
         yield
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(list(RUNS)), stop=st.integers(1, 5), offset=st.integers(0, 10**6))
 @example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
 @example(name="the same in turns", stop=1, offset=744211)

@@ -30,10 +30,8 @@ def test_devices_change_hands_in_order(mode, size, tp):
             if event == ("take", "actor"):
                 until = mine.index(("give", "actor"), position)
                 taken = {who for verb, who in mine[position + 1 : until] if verb == "take"}
-                assert taken <= {
-                    "rollout weights",
-                    LEFTOVERS["actor"],
-                }  # not at once: the fakes look
+                # not at once: the fakes look
+                assert taken <= {"rollout weights", LEFTOVERS["actor"]}
     assert all(c.placement.actor.version == steps for c in controllers)
 
 

@@ -8,27 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import Prompt, Prompts
+from data import Prompts
 from sample import Sample
-from scheduling.dynamic_sampling import (
-    DynamicSampler,
-    OrderedSampler,
-    is_generated,
-    is_informative,
-    is_judged,
-)
+from scheduling import dynamic_sampling
+from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from test_data import Numbers
 
 SEEDS = st.integers(0, 2**32)
 KINDS = [OrderedSampler, DynamicSampler]
-
-
-class Numbers:
-    """A source whose prompt k is the token k."""
-
-    held_out = ()
-
-    def training(self, draw):
-        return Prompt([draw], str(draw), None)
 
 
 def sampler_of(kind, target, waves, finished, **settings):
@@ -187,7 +174,8 @@ def judged_group(rewards, greedy=False):
 def test_a_group_is_informative_if_its_judged_answers_differ(rewards, greedy, informative, judged):
     """Failed judgements (None) don't make a group informative; one that is there makes it judged."""
     group = judged_group(rewards, greedy)
-    assert (is_informative(group), is_judged(group)) == (informative, judged)
+    assert dynamic_sampling.is_informative(group) == informative
+    assert dynamic_sampling.is_judged(group) == judged
 
 
 def group_of(prompt_id, *finishes):
@@ -198,8 +186,9 @@ def group_of(prompt_id, *finishes):
 
 def test_a_group_is_generated_when_all_of_its_answers_are_finished():
     """Stopped or at the limit; one that was aborted may go on."""
-    assert is_generated(group_of(0, "stop", "length"))
-    assert not is_generated(group_of(0, "stop", "abort")) and not is_generated(group_of(0, "", ""))
+    assert dynamic_sampling.is_generated(group_of(0, "stop", "length"))
+    for unfinished in (group_of(0, "stop", "abort"), group_of(0, "", "")):
+        assert not dynamic_sampling.is_generated(unfinished)
 
 
 def test_a_prompt_goes_to_its_owner():

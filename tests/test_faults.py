@@ -87,12 +87,8 @@ def start_of(name, mode, size):
 
 LAYOUT = st.sampled_from(ALL_LAYOUTS)
 PARTS = st.sampled_from([3, 20, 10**6])
-FAULTS = st.tuples(
-    st.floats(0.1, 30),
-    st.sampled_from(["die", "hang"]),
-    st.sampled_from(["rollout", "genrm"]),
-    st.sampled_from([None, 0, 1, 2, 3]),
-)
+ENGINES = (st.sampled_from(["rollout", "genrm"]), st.sampled_from([None, 0, 1, 2, 3]))
+FAULTS = st.tuples(st.floats(0.1, 30), st.sampled_from(["die", "hang"]), *ENGINES)
 
 
 @settings(max_examples=30, deadline=None)

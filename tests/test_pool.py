@@ -282,10 +282,8 @@ def test_a_judge_without_an_engine_ends_the_run():
 def run_ranks(size, work):
     """`work(pool)` on every rank of a fleet of fake engines, awake, on a virtual clock."""
     clock, meetings, pools = VirtualClock(), {}, []
-    engines = [
-        FakeEngine("genrm", rank, Device(rank, []), lambda *_: text_answer("7" * 40))
-        for rank in range(size)
-    ]
+    write = lambda *_: text_answer("7" * 40)  # noqa: E731
+    engines = [FakeEngine("genrm", rank, Device(rank, []), write) for rank in range(size)]
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
         pools.append(Pool(engines, world, Timeline(rank, clock.time), CONFIG))

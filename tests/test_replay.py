@@ -128,21 +128,19 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
 
 GOOD = row(0, Sample(0, 0, [1]))
 NO_SAMPLE = "replay.jsonl:1: expected the fields of a Sample, its step and alg"
+BAD = [
+    ("", "--replay \\S+/replay.jsonl: the file holds no row"),
+    (GOOD + "\n" + GOOD[:99], "replay.jsonl:2: not valid JSON"),  # killed while it wrote
+    ("3\n", "replay.jsonl:1: expected a JSON object"),
+    ('{"step": 0}\n', NO_SAMPLE),
+    (GOOD.replace('"step": 0', '"step": "0"'), NO_SAMPLE),
+    (GOOD.replace('"index"', '"number"'), NO_SAMPLE),
+    (GOOD.replace('"algorithm": "grpo", ', ""), NO_SAMPLE),  # of an earlier version
+    (GOOD.replace("grpo", "remax"), "replay.jsonl:1: served for --algorithm remax, not grpo"),
+]
 
 
-@pytest.mark.parametrize(
-    "text,named",
-    [
-        ("", "--replay \\S+/replay.jsonl: the file holds no row"),
-        (GOOD + "\n" + GOOD[:99], "replay.jsonl:2: not valid JSON"),  # killed while it wrote
-        ("3\n", "replay.jsonl:1: expected a JSON object"),
-        ('{"step": 0}\n', NO_SAMPLE),
-        (GOOD.replace('"step": 0', '"step": "0"'), NO_SAMPLE),
-        (GOOD.replace('"index"', '"number"'), NO_SAMPLE),
-        (GOOD.replace('"algorithm": "grpo", ', ""), NO_SAMPLE),  # of an earlier version
-        (GOOD.replace("grpo", "remax"), "replay.jsonl:1: served for --algorithm remax, not grpo"),
-    ],
-)
+@pytest.mark.parametrize("text,named", BAD)
 def test_a_bad_replay_is_named(tmp_path, text, named):
     """File and line, in one sentence."""
     (tmp_path / "replay.jsonl").write_text(text)

@@ -95,9 +95,8 @@ def test_the_notes_are_gone(tmp_path):
     async def one_takes_them_along(world):
         await world.barrier()
         if world.rank == 1:
-            (tmp_path / "notes").rename(
-                tmp_path / "gone"
-            )  # at once: rank 0 may be writing its note there
+            # at once: rank 0 may be writing its note there
+            (tmp_path / "notes").rename(tmp_path / "gone")
             os._exit(1)
         await world.barrier()
 
