@@ -515,7 +515,8 @@ def text_answer(text, index=0, begun=""):
 
 
 def write_on(prompt, index, sampling):
-    """Follows from question and number alone, wherever it goes on; some groups are all alike."""
+    """An answer that follows from question and number in the group alone, wherever it goes on. How
+    often it is right depends on the question: some groups are all right or all wrong."""
     question, begun = to_text(prompt).split("=")
     number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
     rng = random.Random(f"{question} {index}")

@@ -54,7 +54,8 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
 
 
 def make_samples(step: int) -> list[Sample]:
-    """16 ragged answers, two of them padding; in step 2 all but one are, so ranks have nothing."""
+    """16 ragged answers, two of them padding. In step 2 all but one are, so that data-parallel
+    ranks have nothing to train on."""
     rng = random.Random(step)
     samples = []
     for index in range(16):

@@ -1,4 +1,5 @@
-"""Advantages and losses by hand, and against plain float64 loops from the papers' formulas."""
+"""Advantages and losses: values worked by hand, and plain float64 loops over random ragged batches,
+written from the papers' formulas, one token at a time, with nothing of the project's in them."""
 
 import math
 import random

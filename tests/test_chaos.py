@@ -1,5 +1,5 @@
-"""Chaos on the virtual clock: runs that are struck, stopped, crashed and resumed, many seeds a minute.
-
+"""Chaos on the virtual clock: runs that are struck, stopped, crashed and resumed, many seeds a
+minute.
     python tests/test_chaos.py --seeds 100000 --processes 2    every seed is one run; exit 1 if any broke
     python tests/test_chaos.py --first 4711 --seeds 1          what became of one
 
@@ -159,7 +159,8 @@ def facts_of(sample):
 
 
 def check_files(out, damaged, best, keep):
-    """Checkpoints are whole or invisible; the newest is there, newer, or archived as damaged."""
+    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there,
+    or newer. A damaged one may have been archived by a start that failed later."""
     steps = {*atomic_files.steps_in(out / "checkpoints")}
     for step in steps - damaged:
         folder = out / "checkpoints" / f"step_{step}"

@@ -101,7 +101,8 @@ def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tm
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
-    """So are passes of an update; any split of a mini-batch, with empty ones, is the same step."""
+    """So are the passes of an update. Micro-batches are not: any split of a mini-batch, with empty
+    ones, is the same step."""
     first, second = slice(None, 5), slice(5, None)
 
     def weights_after(*updates: list[list[slice]], epochs: int = 1) -> dict:

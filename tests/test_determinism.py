@@ -27,7 +27,8 @@ def test_a_seed_is_the_same_in_every_process():
 
 @pytest.mark.parametrize("mode,settings", [("full", {}), ("partial", dict(over_dispatch=2.0))])
 def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
-    """From the run's seed, prompt and index, whoever asks whom; also when it is asked for again."""
+    """From the run's seed, prompt and index: the same whoever asks whom, also when it is cut off
+    and asked for again."""
     controllers, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
     samples = samples_of(all_batches(controllers))
     engines = controllers[0].placement.rollout.all_engines
@@ -95,7 +96,8 @@ JUDGES = [{}, dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2)]
     judges=st.sampled_from(JUDGES),
 )
 def test_all_modes_train_on_the_same(layouts, seed, refills, interval_s, rebalance, tail, judges):
-    """Batches, metrics, what comes next: at any speed of engines, with few waves or none."""
+    """Batches, metrics and what comes next, whatever the engines' speed, also where a step may have
+    few waves or none."""
     assume(not judges or (("full", 1) not in layouts and ("partial", 2) not in layouts))
     runs = []
     with mock.patch.object(rollout, "MEETING_INTERVAL_S", interval_s):

@@ -192,7 +192,8 @@ def test_a_group_is_generated_when_all_of_its_answers_are_finished():
 
 
 def test_a_prompt_goes_to_its_owner():
-    """2 and 4 come again to who holds them, with their answers; new ones go where fewest are."""
+    """2 and 4 come again: to the controllers that hold what was generated, with it. New prompts go
+    where the fewest are."""
     controllers = [Prompts(Numbers(), 2, keeps_groups=True) for _ in range(2)]
     begun = group_of(2, "abort", "abort")
     for rank, prompts in enumerate(controllers):

@@ -143,7 +143,8 @@ def test_a_role_without_engines_ends_the_run(tmp_path, mode, size, role, later_s
 @given(LAYOUT, st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
 @example(("partial", 2), 0.0, 1.0, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
-    """All end at the same step, save once, and the prompts to come are those of an unbroken run."""
+    """Asked of any rank at any time: all end at the same step, and save once. The prompts to come
+    are those of an unbroken run."""
     mode, size = layout
     options = dict(UNBROKEN, over_dispatch=over_dispatch)
     controllers, _ = simulate(mode, size, events=[(seconds, ask_to_stop(rank))], **options)

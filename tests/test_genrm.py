@@ -255,7 +255,8 @@ def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards)
 
 
 def test_a_judgement_has_a_seed_of_its_own():
-    """Of each judge, whoever asks, by the run's; what can't be read is asked for with another."""
+    """Each of the three, of each judge; what can't be read is asked for with another. The same for
+    whoever asks, given the run's."""
 
     def asked(reply, judges=1, **changes):
         listed = make_rewards(*["addition"] * judges, judgements=3, **changes)

@@ -81,7 +81,8 @@ def answer_to(prompt, number, length):
 
 
 def engine_of(rank, ends, model=0, kind=FakeEngine):
-    """Awake, it writes a token of each answer a second, ten at a time. ends: answer -> its end."""
+    """It is awake and writes a token of each answer a second, in parts of ten. ends: number of an
+    answer -> the place at which it ends."""
 
     def write(prompt, number, sampling):
         tokens = answer_to(prompt, number, ends[number] - len(prompt))

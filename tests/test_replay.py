@@ -63,7 +63,8 @@ def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode
 
 @pytest.mark.parametrize("size,tp", [(1, 1), (4, 2), (3, 1)])
 def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size, tp):
-    """A step of it is a step of training on any number of ranks; advantages are whole groups'."""
+    """A step of the replay is a step of training, on any number of ranks. Groups stay whole, so
+    advantages are the group's."""
     rollout_only(tmp_path)
     steps = read_replay(tmp_path / "replay.jsonl", "grpo")
     controllers = train_only(tmp_path / "replay.jsonl", size=size, tp=tp, prompts_per_step=12)

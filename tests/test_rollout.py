@@ -50,7 +50,8 @@ def check_tokens(controllers):
 
 
 def check_continued(controllers):
-    """What was cut off is how it begins when it comes again, by the controller that holds it."""
+    """What a prompt's answers had when it was cut off is how they begin when it is served again, by
+    the controller that holds it."""
     begun = {}
     for step in range(controllers[0].config.steps):
         for rank, batch in enumerate(batches_of(controllers, step)):

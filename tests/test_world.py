@@ -68,7 +68,8 @@ def test_reduce_is_the_total_in_the_order_of_the_ranks(tmp_path, size):
 @pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
 def test_who_did_not_come(tmp_path, how, in_folder):
-    """The rank and its last phase; the collectives inside of an update are none of World's."""
+    """The error names the rank, and the phase in which it was last seen. The collectives inside of
+    an update are none of World's."""
     phase = "train of step 4" if how == "dies" else "serve of step 5"
 
     def update():
