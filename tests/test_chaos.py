@@ -1,5 +1,5 @@
-"""Chaos on the virtual clock: runs that are struck, stopped, crashed and resumed, many seeds a
-minute.
+"""Chaos on the virtual clock: runs that are struck, stopped, crashed and resumed, many seeds a minute.
+
     python tests/test_chaos.py --seeds 100000 --processes 2    every seed is one run; exit 1 if any broke
     python tests/test_chaos.py --first 4711 --seeds 1          what became of one
 
