@@ -46,13 +46,12 @@ class Rewards:
 def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     """As much of a Controller as a checkpoint looks at."""
     plans = placement.full_colocation(tuple(range(world.size)), actor.config)
-    give = {"give_device_to": AsyncMock()}  # there is only a CPU
+    held = dict(actor=actor, critics=[critic], plans=plans, plan=plans[0])
+    held["give_device_to"] = AsyncMock()  # there is only a CPU
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
-        placement=SimpleNamespace(
-            actor=actor, critics=[critic], plans=plans, plan=plans[0], **give
-        ),
+        placement=SimpleNamespace(**held),
         rewards=Rewards(),
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
@@ -126,10 +125,8 @@ def rank_main(rank: int, size: int, case: dict, out: str, name: str) -> None:
     from actor import Actor
     from critic import Critic
 
-    store = f"file://{out}/{name}.store"
-    dist.init_process_group(
-        "gloo", store, timeout=datetime.timedelta(seconds=60), rank=rank, world_size=size
-    )
+    store, timeout = f"file://{out}/{name}.store", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store, timeout=timeout, rank=rank, world_size=size)
     _, layout = LAYOUTS[name]
     config, world = critic_config(**layout), World("cpu", 60.0)
     actor, critic = Actor(config, case["model_dir"]), Critic(config, case["model_dir"])

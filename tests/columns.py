@@ -1,4 +1,6 @@
-"""Which columns of metrics.jsonl depend on timing: runs of one seed agree in all others."""
+"""Columns of metrics.jsonl: as they are worked by hand, and those that depend on timing."""
+
+from fractions import Fraction
 
 PREFIXES = ("time/", "perf/", "occupancy/", "split/", "faults/")
 NAMES = "rollout/tokens rollout/tokens_carried rollout/carried_groups rollout/moved rollout/aborted"
@@ -10,3 +12,9 @@ def timing_free(row: dict) -> dict:
     """A row of metrics.jsonl without what depends on timing, on the mode, and on who served what."""
     names = {name for name in row if not name.startswith(PREFIXES)} - set(NAMES.split())
     return {name: value for name, value in row.items() if name in names}
+
+
+def numbers(text: str) -> dict[str, float]:
+    """Of `name=number` words; a number may be a fraction."""
+    words = (word.split("=") for word in text.split())
+    return {name: float(Fraction(number)) for name, number in words}

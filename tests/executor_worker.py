@@ -31,15 +31,10 @@ def megatron_run(works: list, schedule: str):
         config.no_sync_func, config.finalize_model_grads_func = module.no_sync, finalize_model_grads
         module.zero_grad_buffer()
         with torch.set_grad_enabled(not work.forward_only):
-            work.stats = get_forward_backward_func()(
-                forward_step_func=lambda rest, module: work.forward(next(rest), module),  # noqa: B023
-                data_iterator=iter(work.micro_batches),
-                model=module,
-                seq_length=0,
-                micro_batch_size=1,
-                num_microbatches=len(work.micro_batches),
-                forward_only=work.forward_only,
-            )
+            step = lambda rest, module: work.forward(next(rest), module)  # noqa: B023, E731
+            how = dict(data_iterator=iter(work.micro_batches), forward_only=work.forward_only)
+            how |= dict(seq_length=0, micro_batch_size=1, num_microbatches=len(work.micro_batches))
+            work.stats = get_forward_backward_func()(forward_step_func=step, model=module, **how)
         config.no_sync_func = config.finalize_model_grads_func = None
         work.passes = [Pass("", Task(0, 0, backward, 0), 0.0, 1.0) for backward in (False, True)]
     return Phase(0.0, 1.0, [])
@@ -73,9 +68,8 @@ def close(trainers: tuple) -> None:
 
 def batch_of(step: int, samples: list) -> list:
     """Samples of weights `step`, with what PPO knows of them but the values."""
-    samples = [
-        replace(s, versions=[step] * len(s.response)) for s in samples if s.advantages is not None
-    ]
+    kept = [sample for sample in samples if sample.advantages is not None]
+    samples = [replace(sample, versions=[step] * len(sample.response)) for sample in kept]
     rng = random.Random(step)
     for sample in samples:
         sample.logprobs = [-3.0] * len(sample.response)

@@ -75,10 +75,9 @@ class Device:
         self.log.append((self.rank, "take", holder))
         self.holders.add(holder)
         for other in self.holders - {holder}:
-            may_share = {holder, other} in MAY_SHARE
-            may_share = may_share or (
-                self.fuses and {holder, other} <= {*TRAINERS, *LEFTOVERS.values()}
-            )
+            both = {holder, other}
+            fused = self.fuses and both <= {*TRAINERS, *LEFTOVERS.values()}
+            may_share = fused or both in MAY_SHARE
             assert may_share, f"rank {self.rank}: {holder} came while {other} held the device"
 
     def give(self, *holders):
@@ -132,10 +131,8 @@ class FakeEngine:
             raise EngineLost("didn't answer")
 
     async def generate(self, requests):
-        """Each answer in parts of `part` tokens, or as far as it is when it is aborted.
-
-        A prompt that ends in the beginning of its answer is continued.
-        """
+        """Each answer in parts of `part` tokens, or as far as it is when it is aborted. A prompt
+        that ends in the beginning of its answer is continued."""
         clock = asyncio.get_running_loop().time
         if not self.runs:
             raise EngineLost("refused the connection")
@@ -519,10 +516,8 @@ def text_answer(text, index=0, begun=""):
 
 
 def write_on(prompt, index, sampling):
-    """An answer that follows from question and number in the group alone, wherever it goes on.
-
-    How often it is right depends on the question: some groups are all right or all wrong.
-    """
+    """An answer that follows from question and number in the group alone, wherever it goes on. How
+    often it is right depends on the question: some groups are all right or all wrong."""
     question, begun = to_text(prompt).split("=")
     number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
     rng = random.Random(f"{question} {index}")
@@ -687,29 +682,24 @@ def fake_engines(config, plans, devices, write, verdict):
 def fake_controller(config, plans, world, engines, device, clock, out, writer, tp):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    pools = {
-        role: Pool([e for e in engines if e.role == role], world, timeline, config)
-        for role in ("rollout", "genrm")
-    }
+    pools = {}
+    for role in ("rollout", "genrm"):
+        pools[role] = Pool([e for e in engines if e.role == role], world, timeline, config)
     actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
     critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
         checkpoints = Checkpoints(config, world, out, start_writer=writer)
+    given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
+    given |= dict(sampling=sampling, greedy=replace(sampling, temperature=0.0))
+    given |= dict(checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
-        config=config,
-        algorithm=algorithm,
-        world=world,
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
-        sampling=sampling,
-        greedy=replace(sampling, temperature=0.0),
-        timeline=timeline,
-        report=FakeReport(),
-        checkpoints=checkpoints,
         references=[FakeReference(actor)] if algorithm.kl_coef else [],
+        **given,
     )
 
 

@@ -31,16 +31,10 @@ def make_model(directory: Path, widths: dict[str, int]) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        **widths,
-        head_dim=128,
-        tie_word_embeddings=False,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
+    sizes = dict(head_dim=128, tie_word_embeddings=False, max_position_embeddings=4096)
+    tokens = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    config = Qwen3Config(**widths, **sizes, **tokens, rope_parameters=rope)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)

@@ -1,9 +1,8 @@
-"""What test_image_training.py starts as a process: trains on images under one layout after another.
+"""Started by test_image_training.py, as parallel_worker.py: trains on images, layout by layout."""
 
-Usage: image_worker.py case.pt result.pt, as parallel_worker.py.
-"""
+from functools import partial
 
-from parallel_worker import actor_config, gathered, main, weights_of
+from parallel_worker import actor_config, each_layout, gathered, main, weights_of
 from sample import Sample
 
 LR = 1e-3
@@ -25,11 +24,11 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
     return stats["loss"] / stats["divisor"], stats["grad_norm"]
 
 
-def train(model_dir: str, sizes: dict, samples: list[Sample]) -> dict:
+def train(reference: dict, sizes: dict, path: str) -> dict:
     """Three steps under one layout."""
     from actor import Actor
 
-    actor = Actor(image_config(**sizes), model_dir)
+    actor, samples = Actor(image_config(**sizes), reference["model_dir"]), reference["samples"]
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]
@@ -37,15 +36,6 @@ def train(model_dir: str, sizes: dict, samples: list[Sample]) -> dict:
     logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
     actor.close()
     return {"logprobs": logprobs, "steps": steps, "weights": weights}
-
-
-def work(case: dict, size: int, path: str) -> dict:
-    """Results by name, of the layouts of `size` ranks."""
-    return {
-        name: train(case["model_dirs"][family], sizes, case["samples"][family])
-        for name, (family, ranks, sizes) in case["layouts"].items()
-        if ranks == size
-    }
 
 
 if __name__ == "__main__":
@@ -56,4 +46,4 @@ if __name__ == "__main__":
     import actor  # noqa: F401
     import critic  # noqa: F401
 
-    main(work)
+    main(partial(each_layout, train))

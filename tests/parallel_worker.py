@@ -73,29 +73,21 @@ def balanced(batch: list, actor) -> list:
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
     plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
-    return [
-        [[samples[key] for key in micro_batch] for micro_batch in mini_batch] for mini_batch in plan
-    ]
+    return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
 
 def mixed_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of two optimizer steps with all that crosses ranks.
-
-    Off-policy by the ratio of sequences, with a KL and an entropy that train; one answer's first half is from
-    older weights; and texts: as many as no number of ranks divides, in several micro-batches.
-    """
+    """Metrics of two optimizer steps with all that crosses ranks. Off-policy by the ratio of
+    sequences, with a KL and an entropy that train; one answer's first half is from older weights;
+    and texts: as many as no number of ranks divides, in several micro-batches."""
     actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
     settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5)
     actor.algorithm = replace(ALGORITHMS["gspo"], **settings, clip_low=0.2, clip_high=0.28)
-    actor.texts = [
-        ([number], [(7 * number + place) % 60 for place in range(3 + 5 * number)])
-        for number in range(1, 6)
-    ]
+    actor.texts = [([n], [(7 * n + k) % 60 for k in range(3 + 5 * n)]) for n in range(1, 6)]
     batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     for sample in batch:
-        sample.reference_logprobs = [
-            x - 0.2 * (token % 3) for token, x in zip(sample.response, sample.logprobs, strict=True)
-        ]
+        pairs = zip(sample.response, sample.logprobs, strict=True)
+        sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in pairs]
     half = -(-len(batch[0].response) // 2)
     batch[0].versions[:half] = [actor.version - 1] * half
     return actor.update(balanced(batch, actor))
@@ -209,9 +201,8 @@ def main(work: Callable[[dict, int, str], dict]) -> None:
     torch.set_num_threads(1)
     case = torch.load(sys.argv[1], weights_only=False)
     for size in case["sizes"]:
-        mp.start_processes(
-            rank_main, (size, work, case, sys.argv[2]), nprocs=size, start_method="fork"
-        )
+        how = dict(nprocs=size, start_method="fork")
+        mp.start_processes(rank_main, (size, work, case, sys.argv[2]), **how)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,8 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
 
 
 def make_samples(step: int) -> list[Sample]:
-    """16 ragged answers, two of them padding.
-
-    In step 2 all but one are, so that data-parallel ranks have nothing to train on.
-    """
+    """16 ragged answers, two of them padding. In step 2 all but one are, so that data-parallel
+    ranks have nothing to train on."""
     rng = random.Random(step)
     samples = []
     for index in range(16):
@@ -271,10 +269,9 @@ STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 
 def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[float]]:
-    """At version 1: every third answer gets a first half from weights 0, likelier or less likely by up to e.
-    Also returns the same answers as if fresh, whose advantages have the weights that the loss of stale tokens
-    should have.
-    """
+    """At version 1: every third answer gets a first half from weights 0, likelier or less likely by
+    up to e. Also returns the same answers as if fresh, whose advantages have the weights that the
+    loss of stale tokens should have."""
     actor.version, rng, weights = 1, random.Random(0), []
     for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
         sample.logprobs, sample.versions = logprobs, [1] * len(logprobs)
@@ -455,17 +452,14 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, 
 # ---------------------------------------------------------------------------------------------- micro-batches
 
 
-@given(
-    sequences=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=12),
-    cp=st.sampled_from([1, 2, 4]),
-    tp_with_sp=st.sampled_from([1, 2]),
-)
+SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=12)
+
+
+@given(sequences=SEQUENCES, cp=st.sampled_from([1, 2, 4]), tp_with_sp=st.sampled_from([1, 2]))
 def test_every_response_token_is_a_target_on_one_context_parallel_rank(sequences, cp, tp_with_sp):
     """Some micro-batches are empty; each has the tokens that packing counted, and few more for sp."""
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
-    sequences = [
-        ([next(counter) for _ in range(p)], [next(counter) for _ in range(r)]) for p, r in sequences
-    ]
+    sequences = [[[next(counter) for _ in range(n)] for n in lengths] for lengths in sequences]
     lengths = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences]
     chosen = [[], *pack_evenly(lengths, lengths, 64, multiple=1), []]
     packed = [[sequences[index] for index in numbers] for numbers in chosen]

@@ -62,10 +62,7 @@ def write_or_settle(prompt, index, sampling):
 
 @pytest.mark.parametrize("mode,more", [("full", {"tp": 2}), ("partial", {"over_dispatch": 1.5})])
 def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, more):
-    """One a group, beside the sampled ones; its reward is their baseline.
-
-    Also of a group that was cut off and came again.
-    """
+    """One a group, the others' baseline; also of a group that was cut off and came again."""
     options = dict(write=write_or_settle, steps=4, answers_per_prompt=3, **more)
     controllers, _ = simulate(mode, 2, algorithm=("remax",), **options)
     for step in range(4):

@@ -1,7 +1,5 @@
-"""Advantages and losses: values worked by hand, and plain float64 loops over random ragged batches.
-
-The loops are written from the papers' formulas, one token at a time, with nothing of the project's in them.
-"""
+"""Advantages and losses: values worked by hand, and plain float64 loops over random ragged batches,
+written from the papers' formulas, one token at a time, with nothing of the project's in them."""
 
 import math
 import random
@@ -23,6 +21,7 @@ import actor
 import algorithms
 from actor import PackedTargets, pack_targets, policy_loss, update_metrics
 from algorithms import ALGORITHMS, Algorithm, LossInputs, algorithm_of, moments, set_advantages
+from columns import numbers
 from config import Config
 from sample import Sample
 
@@ -186,23 +185,15 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
     return result
 
 
-CHANGES = st.fixed_dictionaries(
-    {
-        "gamma": st.sampled_from([1.0, 0.9]),
-        "gae_lambda": st.sampled_from([1.0, 0.8]),
-        "kl_coef": st.sampled_from([0.0, 0.3]),
-        "kl_in": st.sampled_from(["reward", "loss"]),
-        "kl_estimator": st.sampled_from(list(algorithms.KL_ESTIMATORS)),
-        "entropy_coef": st.sampled_from([0.0, 0.1]),
-        "overlong_from": st.sampled_from([0, 3]),
-        "overlong_penalty": st.just(0.5),
-        "max_new_tokens": st.just(6),
-        "clip_low": st.just(0.2),
-        "clip_high": st.just(0.28),
-        "tis_cap": st.sampled_from([0.0, 2.0]),
-        "icepop_bound": st.sampled_from([0.0, 3.0]),
-    }
-)
+CHOICES = dict(gamma=[1.0, 0.9], gae_lambda=[1.0, 0.8], kl_coef=[0.0, 0.3])
+CHOICES |= dict(kl_in=["reward", "loss"], kl_estimator=list(algorithms.KL_ESTIMATORS))
+CHOICES |= dict(entropy_coef=[0.0, 0.1], tis_cap=[0.0, 2.0], icepop_bound=[0.0, 3.0])
+CHOICES |= dict(overlong_from=[0, 3], overlong_penalty=[0.5], max_new_tokens=[6])
+CHOICES |= dict(clip_low=[0.2], clip_high=[0.28])
+CHANGES = st.fixed_dictionaries({name: st.sampled_from(CHOICES[name]) for name in CHOICES})
+STEP = dict(groups=GROUPS, changes=CHANGES, parts=st.integers(1, 4), seed=st.integers(0, 99))
+# 2: the weights at the start of the step are those that train
+STEP |= dict(start_column=st.sampled_from([1, 2]), stale_part=st.sampled_from([0.0, 0.3]))
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -314,11 +305,10 @@ def same(sums: torch.Tensor) -> torch.Tensor:
 
 
 def plain_objective(groups, row: str, advantages, config, stale, start_column):
-    """The loss of a step, its slope at every token's log-probability, and sums; one token at a time.
-
-    stale: which tokens older weights wrote. start_column: where in a token its log-probability at the start
-    of the step is. The entropy of a token stands for itself: 0.7 of its logprob.
-    """
+    """The loss of a step, its slope at every token's log-probability, and sums; one token at a
+    time. stale: which tokens older weights wrote. start_column: where in a token its
+    log-probability at the start of the step is. The entropy of a token stands for itself: 0.7 of
+    its logprob."""
     corrects = config.tis_cap or config.icepop_bound
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
     for key, tokens in answers_of(groups):
@@ -378,15 +368,7 @@ def near_a_kink(groups, config) -> bool:
 
 @pytest.mark.parametrize("row", ROWS)
 @settings(max_examples=20, deadline=None)
-@given(
-    groups=GROUPS,
-    changes=CHANGES,
-    parts=st.integers(1, 4),
-    seed=st.integers(0, 99),
-    stale_part=st.sampled_from([0.0, 0.3]),
-    # 2: the weights at the start of the step are those that train
-    start_column=st.sampled_from([1, 2]),
-)
+@given(**STEP)
 def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(
     row, groups, changes, parts, seed, stale_part, start_column
 ):
@@ -497,12 +479,6 @@ def test_what_is_no_number_is_no_agreement_with_the_engine(difference, agrees):
     refused = pytest.raises(ValueError, match="differ from the engine's by")
     with nullcontext() if agrees else refused:
         actor.Actor._check_engine(SimpleNamespace(config=Config()), stats)
-
-
-def numbers(text: str) -> dict[str, float]:
-    """Of `name=number` words."""
-    words = (word.split("=") for word in text.split())
-    return {name: float(number) for name, number in words}
 
 
 def test_metrics_of_two_optimizer_steps_by_hand():

@@ -141,10 +141,8 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
 )
 @settings(deadline=None)
 def test_samples_travel_to_where_they_are_trained_on(lengths, holders, tp):
-    """By the plan, straight from who holds them, whoever that is; a model-parallel group gets the same.
-
-    A sample goes to one rank of the group, which passes it on.
-    """
+    """By the plan, straight from who holds them, whoever that is. A sample goes to one rank of a
+    model-parallel group, which passes it on."""
     held, tokens = [[] for _ in range(4)], {}
     for i, (p, r) in enumerate(lengths):
         sample = Sample(i // 4, i % 4, [1] * p, response=[2] * r, advantages=[0.5] * r)

@@ -39,6 +39,7 @@ LAYOUTS = [("full", 1), ("full", 2), ("full", 3)]
 LAYOUTS += [("partial", 2), ("partial", 2), ("partial", 3), ("partial", 4)]
 LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 HOW = dict(answers_per_prompt=2, eval_every=100, write=write_on, verdict=judge_on)
+FATES = ("kept", "filtered", "carried")  # of a prompt in a step
 MOST_LIVES = 4  # of a run to which something happens; in one more nothing does
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
 # of a run to which something happened, which may be started again
@@ -55,10 +56,8 @@ class Crash(KeyboardInterrupt):
 
 
 class Disk:
-    """Counts the changes of files that the real code makes, and strikes at one, before it or in the middle.
-
-    errors: numbers of changes that fail; crash: the one in which the run ends.
-    """
+    """Counts the changes of files that the real code makes, and strikes at one, before it or in the
+    middle. errors: numbers of changes that fail; crash: the one in which the run ends."""
 
     def __init__(self):
         self.crash, self.errors, self.changes, self.dead = -1, set(), 0, False
@@ -160,10 +159,8 @@ def facts_of(sample):
 
 
 def check_files(out, damaged, best, keep):
-    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there, or newer.
-
-    A damaged one may have been archived by a start that failed later.
-    """
+    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there,
+    or newer. A damaged one may have been archived by a start that failed later."""
     steps = {*atomic_files.steps_in(out / "checkpoints")}
     for step in steps - damaged:
         folder = out / "checkpoints" / f"step_{step}"
@@ -183,10 +180,7 @@ def check_history(config, rows):
     assert [row["step"] for row in rows] == list(range(config.steps))
     used, begun = Counter(), {}
     for row in rows:
-        fates = {
-            fate: Counter(prompt for prompt, *_ in row[fate])
-            for fate in ("kept", "filtered", "carried")
-        }
+        fates = {fate: Counter(prompt for prompt, *_ in row[fate]) for fate in FATES}
         answers = sum(fates.values(), Counter())
         assert {*answers.values()} <= {config.answers_per_prompt}, f"answers: {answers}"
         used += Counter([*fates["kept"], *fates["filtered"]])
@@ -318,9 +312,8 @@ class Trial:
     def config(self):
         mode, _ = self.layout
         how = dict(out=str(self.out), rebalance=self.may_move and mode != "full")
-        return fake_config(
-            mode, answers_per_prompt=HOW["answers_per_prompt"], **how, **self.settings
-        )
+        how["answers_per_prompt"] = HOW["answers_per_prompt"]
+        return fake_config(mode, **how, **self.settings)
 
     def start(self):
         """What all ranks do first. Returns the checkpoint that they go on from."""

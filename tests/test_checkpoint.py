@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import checkpoint
@@ -72,11 +72,10 @@ RUNS = {  # name -> settings of a run
 
 
 def exact_times(engines):
-    """Times are sums of powers of two, so they add up exactly; and no answer is due when controllers meet.
-
-    Else who comes first in one instant would decide what is trained on, and that depends on the hour. They
-    meet every 512 of these units and generate from then on; a token takes an odd number of units.
-    """
+    """Times are sums of powers of two, so they add up exactly; and no answer is due when
+    controllers meet. Else who comes first in one instant would decide what is trained on, and that
+    depends on the hour. They meet every 512 of these units and generate from then on; a token takes
+    an odd number of units."""
     for number, engine in enumerate(engines):
         engine.server.pace, engine.server.swap_s = (65 + 2 * number) / 8192, 1 / 8 + number / 512
 
@@ -89,9 +88,7 @@ def exact_meetings():
         yield
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(list(RUNS)), stop=st.integers(1, 5), offset=st.integers(0, 10**6))
 @example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
 @example(name="the same in turns", stop=1, offset=744211)

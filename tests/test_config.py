@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import config as settings
 import placement
-from config import (
-    AT_LEAST_1,
-    COMMANDS,
-    DEMO_MODELS,
-    PRESETS,
-    Config,
-    as_text,
-    dashed,
-    documented_settings,
-    parse_config,
-)
+from config import COMMANDS, DEMO_MODELS, PRESETS, Config, documented_settings, parse_config
 from run import check_settings, describe
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +23,7 @@ save_every keep save_hf_every deterministic dry_run rollout_only train_only repl
 # what isn't given follows from the rest
 RESOLVED = ("preset", "out", "judge_format", "model", "judge")
 PATHS = ["--model", "m", "--judge", "j"]
+DEMOS = {"": "written", "sft": "written", "--preset images": "drawn"}  # whose models they are
 DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
@@ -85,15 +77,13 @@ def test_what_is_filled_in_follows_from_the_rest(arguments, field, value):
     assert (vars(config) | derived)[field] == value
 
 
-@pytest.mark.parametrize(
-    "arguments,name", [([], "written"), (["sft"], "written"), (["--preset", "images"], "drawn")]
-)
-def test_the_demos_models_are_found_from_any_folder(arguments, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("given,name", DEMOS.items())
+def test_the_demos_models_are_found_from_any_folder(given, name, tmp_path, monkeypatch):
     """By a path that is the same wherever the project lies: a checkpoint has it, and may be moved."""
-    config = parse_config(arguments)
+    config = parse_config(given.split())
     assert config.model == os.path.relpath(DEMO_MODELS / name / "actor")
     monkeypatch.chdir(tmp_path)
-    elsewhere = parse_config(arguments)
+    elsewhere = parse_config(given.split())
     for path in (elsewhere.model, *elsewhere.judge):
         assert Path(path, "model.safetensors").is_file()
     assert len(elsewhere.judge) == (config.command == "rl")
@@ -126,40 +116,38 @@ def test_nothing_is_waited_for_longer_than_the_other_controllers_wait(timeout_s)
 
 
 ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, so 2"
-POSITIVE = sorted(OF_RL & {*AT_LEAST_1})
+POSITIVE = [settings.dashed(name) for name in sorted(OF_RL & {*settings.AT_LEAST_1})]
 ONLY_ADDITION = "needs --model: the demo's models only know addition"
 TOGETHER = "--train-only and --replay FILE, of a --rollout-only run, go together"
+BAD = [
+    ("--stepz 3", "unrecognized arguments: --stepz 3; see run.py --help"),
+    # a new setting would change what an abbreviation means
+    ("--step 3", "unrecognized arguments: --step 3"),
+    ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
+    ("--model m", "--model needs a --judge or a --rule, which say what an answer is worth"),
+    ("--judge j", f"--judge {ONLY_ADDITION}"),
+    ("--data d --rule right", f"--data {ONLY_ADDITION}"),
+    ("sft --data d", "--data needs --model"),
+    ("eval", "run.py eval needs --model DIR"),
+    ("--model m --judge j k --reward-weights 1", ONE_EACH),
+    ("--rule right --reward-weights 1", ONE_EACH),
+    ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
+    ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
+    ("--model m --judge j k --reward-weights inf 1", "weights inf 1.0: finite"),
+    ("--reward-weights", "argument --reward-weights: expected at least one argument"),
+    ("--sp", "--sp needs --tp 2"),
+    ("--rebalance --mode full", "--rebalance moves ranks between roles"),
+    ("--rollout-only --train-only --replay r", "--rollout-only never trains, --train-only"),
+    ("--train-only", TOGETHER),
+    ("--max-model-len 72", "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
+    ("--max-model-len 90", "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
+    ("--max-tokens-per-micro-batch 255", "micro-batch 255: one sample may have 256 tokens"),
+    ("--model m --judge j --max-new-tokens 8192", "8192: one sample may have 8193 tokens"),
+    *[(f"--{name} 0", f"--{name} 0: at least 1") for name in POSITIVE],
+]
 
 
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        ("--stepz 3", "unrecognized arguments: --stepz 3; see run.py --help"),
-        # a new setting would change what an abbreviation means
-        ("--step 3", "unrecognized arguments: --step 3"),
-        ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
-        ("--model m", "--model needs a --judge or a --rule, which say what an answer is worth"),
-        ("--judge j", f"--judge {ONLY_ADDITION}"),
-        ("--data d --rule right", f"--data {ONLY_ADDITION}"),
-        ("sft --data d", "--data needs --model"),
-        ("eval", "run.py eval needs --model DIR"),
-        ("--model m --judge j k --reward-weights 1", ONE_EACH),
-        ("--rule right --reward-weights 1", ONE_EACH),
-        ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
-        ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
-        ("--model m --judge j k --reward-weights inf 1", "weights inf 1.0: finite"),
-        ("--reward-weights", "argument --reward-weights: expected at least one argument"),
-        ("--sp", "--sp needs --tp 2"),
-        ("--rebalance --mode full", "--rebalance moves ranks between roles"),
-        ("--rollout-only --train-only --replay r", "--rollout-only never trains, --train-only"),
-        ("--train-only", TOGETHER),
-        ("--max-model-len 72", "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
-        ("--max-model-len 90", "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
-        ("--max-tokens-per-micro-batch 255", "micro-batch 255: one sample may have 256 tokens"),
-        ("--model m --judge j --max-new-tokens 8192", "8192: one sample may have 8193 tokens"),
-        *[(f"--{dashed(name)} 0", f"--{dashed(name)} 0: at least 1") for name in POSITIVE],
-    ],
-)
+@pytest.mark.parametrize("arguments,message", BAD)
 def test_a_bad_setting_is_named(arguments, message):
     """One line, with the setting, its value and what to choose."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -192,7 +180,6 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(arguments)
 @pytest.mark.parametrize(
     "arguments,ranks,message",
     [
-        ("", 1, "--mode partial needs at least 2 ranks, for a rollout engine of 1 and a genrm"),
         ("--tp 2", 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
         ("--model m --judge j k l --rollout-ranks 6", 8, "this run takes 1, 2, 3, 4, 5"),
     ],
@@ -259,7 +246,7 @@ def test_help(command):
         assert (f"\n{group}:\n" in ran.stdout) == (group in COMMANDS[command].groups)
         for field, comment in row:
             has_none = field.default in ("", ()) or field.default is False
-            default = "" if has_none else f" [{as_text(field.default)}]"
+            default = "" if has_none else f" [{settings.as_text(field.default)}]"
             is_shown = f" {comment}{default} " in f"{shown} "
             assert is_shown == (group in COMMANDS[command].groups), field.name
     assert "--no-deterministic" in ran.stdout or command not in ("rl", "eval")

@@ -30,19 +30,15 @@ def test_devices_change_hands_in_order(mode, size, tp):
             if event == ("take", "actor"):
                 until = mine.index(("give", "actor"), position)
                 taken = {who for verb, who in mine[position + 1 : until] if verb == "take"}
-                assert taken <= {
-                    "rollout weights",
-                    LEFTOVERS["actor"],
-                }  # not at once: the fakes look
+                # not at once: the fakes look
+                assert taken <= {"rollout weights", LEFTOVERS["actor"]}
     assert all(c.placement.actor.version == steps for c in controllers)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_trainers_take_turns_on_the_devices(mode, size, tp):
     """The actor for its reference, the critic for its values and its update, the actor for its own.
-
-    A critic is asked before there are advantages (the fakes assert it), and all learn.
-    """
+    A critic is asked before there are advantages (the fakes assert it), and all learn."""
     controllers, log = simulate(mode, size, tp=tp, algorithm=PPO)
     turns = ["actor"] + ["actor", "reward critic", "actor"] * controllers[0].config.steps
     for rank in range(size):
@@ -72,10 +68,9 @@ def test_trainers_that_share_a_table_share_the_device():
 
 @pytest.mark.parametrize("mode,size,prompts", [("full", 3, 16), ("partial", 4, 6), ("full", 3, 1)])
 def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
-    """All are served, and all that was kept is trained on once: micro-batches are dealt, not prompts.
-
-    The ranks differ by one prompt that they serve at most, by one sample that they train on, and its work.
-    """
+    """All are served, and all that was kept is trained on once: micro-batches are dealt, not
+    prompts. The ranks differ by one prompt that they serve at most, by one sample that they train
+    on, and its work."""
     controllers, _ = simulate(mode, size, prompts_per_step=prompts, max_refill_waves=30)
     for step in range(3):
         batches = batches_of(controllers, step)
@@ -93,10 +88,8 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
 
 @pytest.mark.parametrize("mode", ["full", "partial"])
 def test_partial_mode_judges_while_others_are_generated(mode):
-    """Side by side, the first verdict comes before the last answer, and genrm wakes once a step.
-
-    In turns, it comes after it, and every wave costs a swap.
-    """
+    """Side by side, the first verdict comes before the last answer, and genrm wakes once a step. In
+    turns, it comes after it, and every wave costs a swap."""
     controllers, log = simulate(mode, 2)
     waves = [batch.waves for _, batch, _, _ in controllers[0].report.steps]
     assert max(waves) > 1
@@ -110,10 +103,8 @@ def test_partial_mode_judges_while_others_are_generated(mode):
 
 
 def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
-    """Before step 0, every eval_every steps, and after the last; one greedy answer each.
-
-    All are aborted, by nobody's wish: they go on where they were.
-    """
+    """Before step 0, every eval_every steps, and after the last; one greedy answer each. All are
+    aborted, by nobody's wish: they go on where they were."""
     greedy, held_out = [], FakeSource().held_out
 
     def write(prompt, index, sampling):

@@ -101,10 +101,8 @@ def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tm
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
-    """So are the passes of an update.
-
-    Micro-batches are not: any split of a mini-batch, with empty ones, is the same step.
-    """
+    """So are the passes of an update. Micro-batches are not: any split of a mini-batch, with empty
+    ones, is the same step."""
     first, second = slice(None, 5), slice(5, None)
 
     def weights_after(*updates: list[list[slice]], epochs: int = 1) -> dict:
@@ -175,10 +173,7 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_dir, dtype):
-    """Its log-probabilities stay those of the first weights, bit for bit.
-
-    Training goes on as without it, bit for bit.
-    """
+    """Its log-probabilities stay the first weights', and training is as without it, bit for bit."""
     from actor import Reference
 
     runs = []

@@ -170,24 +170,22 @@ def test_parquet(tmp_path, monkeypatch):
 
 GOOD = {"prompt": "good"}
 ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
+BAD_ROWS = [
+    ([GOOD, "", "{'prompt': 'single quotes'}"], 3, "not valid JSON.* column 2"),
+    ([GOOD, "[1, 2]"], 2, "expected a JSON object, found list"),
+    ([GOOD, {"text": "x"}], 2, "needs `messages`"),
+    ([{"messages": ["x"]}], 1, "needs `messages`"),
+    ([{"messages": [{"role": "user", "content": None}]}], 1, "needs `messages`"),
+    ([GOOD, {"prompt": "x" * 21}], 2, "21 tokens, but --max-model-len less --max-new-tokens"),
+    ([GOOD, {"prompt": ""}], 2, "prompt"),
+    ([{"messages": [{"role": "human", "content": "?"}]}], 1, "of the roles system, .*, user,"),
+    ([{"messages": CHAT[:1]}], 1, "ends with the system's turn; a prompt ends with the user's"),
+    ([{"messages": ANSWERED}], 1, "assistant's turn: that is an example for run.py sft; a"),
+    ([GOOD, {"prompt": "all is said\x03"}], 2, "the prompt ends with what ends an answer"),
+]
 
 
-@pytest.mark.parametrize(
-    "rows,line,message",
-    [
-        ([GOOD, "", "{'prompt': 'single quotes'}"], 3, "not valid JSON.* column 2"),
-        ([GOOD, "[1, 2]"], 2, "expected a JSON object, found list"),
-        ([GOOD, {"text": "x"}], 2, "needs `messages`"),
-        ([{"messages": ["x"]}], 1, "needs `messages`"),
-        ([{"messages": [{"role": "user", "content": None}]}], 1, "needs `messages`"),
-        ([GOOD, {"prompt": "x" * 21}], 2, "21 tokens, but --max-model-len less --max-new-tokens"),
-        ([GOOD, {"prompt": ""}], 2, "prompt"),
-        ([{"messages": [{"role": "human", "content": "?"}]}], 1, "of the roles system, .*, user,"),
-        ([{"messages": CHAT[:1]}], 1, "ends with the system's turn; a prompt ends with the user's"),
-        ([{"messages": ANSWERED}], 1, "assistant's turn: that is an example for run.py sft; a"),
-        ([GOOD, {"prompt": "all is said\x03"}], 2, "the prompt ends with what ends an answer"),
-    ],
-)
+@pytest.mark.parametrize("rows,line,message", BAD_ROWS)
 def test_a_bad_row_is_named(tmp_path, rows, line, message):
     """File, line and what is wrong with it."""
     path = jsonl(tmp_path / "bad.jsonl", rows)

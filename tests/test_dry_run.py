@@ -57,10 +57,9 @@ def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
 
 
 def test_bytes_of_a_trainer_by_hand():
-    """Two layers of attention 192, MLP 384, norms 24; embedding 80, norm 8: 1288 numbers in float32.
-
-    4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; bfloat16 has 2 and then 4 of weight.
-    """
+    """Two layers of attention 192, MLP 384, norms 24; embedding 80, norm 8: 1288 numbers in
+    float32. 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; bfloat16 has 2 and then 4 of
+    weight."""
 
     def parts(config, dp):
         found = trainer_parts(TWO_LAYERS, config, dp)

@@ -1,7 +1,4 @@
-"""Dynamic sampling, by hand and as properties: what makes the batch, what comes again, what is drawn next.
-
-And data.Prompts, which says which prompts those are and who holds one.
-"""
+"""Dynamic sampling, by hand and as properties; and data.Prompts: which come, and who holds them."""
 
 import itertools
 import math
@@ -11,27 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import Prompt, Prompts
+from data import Prompts
 from sample import Sample
-from scheduling.dynamic_sampling import (
-    DynamicSampler,
-    OrderedSampler,
-    is_generated,
-    is_informative,
-    is_judged,
-)
+from scheduling import dynamic_sampling
+from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from test_data import Numbers
 
 SEEDS = st.integers(0, 2**32)
 KINDS = [OrderedSampler, DynamicSampler]
-
-
-class Numbers:
-    """A source whose prompt k is the token k."""
-
-    held_out = ()
-
-    def training(self, draw):
-        return Prompt([draw], str(draw), None)
 
 
 def sampler_of(kind, target, waves, finished, **settings):
@@ -76,10 +60,8 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     ],
 )
 def test_next_wave(kind, waves, finished, limit, wave):
-    """Four are wanted, 1.2 times what is missing is drawn.
-
-    A replacement belongs to the wave after the one that it replaces.
-    """
+    """Four are wanted, 1.2 times what is missing is drawn. A replacement belongs to the wave after
+    the one that it replaces."""
     assert sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave() == wave
 
 
@@ -95,9 +77,7 @@ def test_next_wave(kind, waves, finished, limit, wave):
 )
 def test_experience_says_what_will_be_filtered(generated, finished, wave):
     """Four are wanted, it takes two groups to keep one: 2.4 are drawn for each that is missing.
-
-    Replacements are drawn before the verdicts.
-    """
+    Replacements are drawn before the verdicts."""
     sampler = OrderedSampler(4, groups_per_kept=2.0)
     sampler.add([0, 1, 2, 3], 0)
     sampler.num_generated = generated
@@ -156,9 +136,7 @@ def wave_by_wave(is_kept, target, groups_per_kept, limit):
 @given(at_once=st.integers(1, 9), **STEP)
 def test_in_order_a_step_is_as_wave_by_wave(seed, target, keep, groups_per_kept, limit, at_once):
     """As if it waited for each: the batch, waves, what is used up and what is learnt from it.
-
-    Whatever finishes first, and whenever replacements are drawn.
-    """
+    Whatever finishes first, and whenever replacements are drawn."""
     prompts, rng, begin = Prompts(Numbers(), 2), random.Random(seed), 0
     truth = lambda prompt_id: random.Random(f"{seed} {prompt_id}").random() < keep  # noqa: E731
     for _ in range(4):
@@ -196,7 +174,8 @@ def judged_group(rewards, greedy=False):
 def test_a_group_is_informative_if_its_judged_answers_differ(rewards, greedy, informative, judged):
     """Failed judgements (None) don't make a group informative; one that is there makes it judged."""
     group = judged_group(rewards, greedy)
-    assert (is_informative(group), is_judged(group)) == (informative, judged)
+    assert dynamic_sampling.is_informative(group) == informative
+    assert dynamic_sampling.is_judged(group) == judged
 
 
 def group_of(prompt_id, *finishes):
@@ -207,15 +186,14 @@ def group_of(prompt_id, *finishes):
 
 def test_a_group_is_generated_when_all_of_its_answers_are_finished():
     """Stopped or at the limit; one that was aborted may go on."""
-    assert is_generated(group_of(0, "stop", "length"))
-    assert not is_generated(group_of(0, "stop", "abort")) and not is_generated(group_of(0, "", ""))
+    assert dynamic_sampling.is_generated(group_of(0, "stop", "length"))
+    for unfinished in (group_of(0, "stop", "abort"), group_of(0, "", "")):
+        assert not dynamic_sampling.is_generated(unfinished)
 
 
 def test_a_prompt_goes_to_its_owner():
-    """2 and 4 come again: to the controllers that hold what was generated, with it.
-
-    New prompts go where the fewest are.
-    """
+    """2 and 4 come again: to the controllers that hold what was generated, with it. New prompts go
+    where the fewest are."""
     controllers = [Prompts(Numbers(), 2, keeps_groups=True) for _ in range(2)]
     begun = group_of(2, "abort", "abort")
     for rank, prompts in enumerate(controllers):
@@ -240,10 +218,8 @@ PROMPT_IDS = st.lists(st.integers(0, 40), unique=True, max_size=40)
 
 @given(PROMPT_IDS, PROMPT_IDS, st.integers(1, 6))
 def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
-    """New prompts to within one each, over all waves; those that come again to their owner.
-
-    The others even that out.
-    """
+    """New prompts to within one each, over all waves; those that come again to their owner. The
+    others even that out."""
 
     def counts(owners):
         return [list(owners.values()).count(rank) for rank in range(controllers)]

@@ -121,10 +121,8 @@ class Wires:
         known, done, moves = set(), [0] * len(self.steps), True
         while moves:
             moves = False
-            heads = [
-                steps[at] if at < len(steps) else None
-                for steps, at in zip(self.steps, done, strict=True)
-            ]
+            pairs = zip(self.steps, done, strict=True)
+            heads = [steps[at] if at < len(steps) else None for steps, at in pairs]
             meet = [head[1] for head in heads if head and head[0] == "post"]
             known |= {where for where in meet if meet.count(where) == 2}
             for rank, head in enumerate(heads):

@@ -1,7 +1,5 @@
-"""Faults in a run: engines that die or hang, stops, updates that aren't finite.
-
-On fakes and a virtual clock; test_runs.py has real servers.
-"""
+"""Faults in a run: engines that die or hang, stops, updates that aren't finite. On fakes and a
+virtual clock; test_runs.py has real servers."""
 
 import functools
 import re
@@ -61,10 +59,7 @@ def without_faults(mode, size):
 
 
 def check_as_unbroken(controllers):
-    """It trained on the samples of a run without faults and saw the same accuracies.
-
-    Every prompt and token is accounted for.
-    """
+    """Samples and accuracies of a run without faults; every prompt and token is accounted for."""
     check_prompts(controllers)
     check_tokens(controllers)
     unbroken = without_faults("full", 1)
@@ -92,21 +87,16 @@ def start_of(name, mode, size):
 
 LAYOUT = st.sampled_from(ALL_LAYOUTS)
 PARTS = st.sampled_from([3, 20, 10**6])
-FAULTS = st.tuples(
-    st.floats(0.1, 30),
-    st.sampled_from(["die", "hang"]),
-    st.sampled_from(["rollout", "genrm"]),
-    st.sampled_from([None, 0, 1, 2, 3]),
-)
+ENGINES = (st.sampled_from(["rollout", "genrm"]), st.sampled_from([None, 0, 1, 2, 3]))
+FAULTS = st.tuples(st.floats(0.1, 30), st.sampled_from(["die", "hang"]), *ENGINES)
 
 
 @settings(max_examples=30, deadline=None)
 @given(LAYOUT, st.lists(FAULTS, min_size=1, max_size=3), PARTS)
 def test_a_run_with_faults_trains_on_the_same_samples(layout, faults, part):
-    """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one starts.
-
-    Unless a role has none left: then it ends, in one line, with the same steps on every rank.
-    """
+    """Whichever engine dies or hangs, and whenever: awake, asleep, on its way, or while another one
+    starts. Unless a role has none left: then it ends, in one line, with the same steps on every
+    rank."""
     events = [(seconds, strike(verb, role, rank)) for seconds, verb, role, rank in faults]
     controllers = []
     how = dict(UNBROKEN, events=events, prepare=in_parts_of(part), controllers=controllers)
@@ -155,10 +145,8 @@ def test_a_role_without_engines_ends_the_run(tmp_path, mode, size, role, later_s
 @given(LAYOUT, st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
 @example(("partial", 2), 0.0, 1.0, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
-    """Asked of any rank at any time: all end at the same step, and save once.
-
-    The prompts to come are those of an unbroken run.
-    """
+    """Asked of any rank at any time: all end at the same step, and save once. The prompts to come
+    are those of an unbroken run."""
     mode, size = layout
     options = dict(UNBROKEN, over_dispatch=over_dispatch)
     controllers, _ = simulate(mode, size, events=[(seconds, ask_to_stop(rank))], **options)
@@ -186,10 +174,8 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
 @pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])
 @pytest.mark.parametrize("skipped,steps_done", [({0, 2, 3}, 4), ({1, 2, 3}, 3)])
 def test_updates_that_are_not_finite(monkeypatch, skipped, steps_done, model, algorithm):
-    """Three in a row, the actor's or a critic's, end the run, with the last one's samples in a file.
-
-    Fewer only cost their update.
-    """
+    """Three in a row, the actor's or a critic's, end the run, with the last one's samples in a
+    file. Fewer only cost their update."""
     update, controllers = model.update, []
     options = dict(UNBROKEN, algorithm=(algorithm,), controllers=controllers)
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from unittest import mock
 
@@ -80,10 +81,8 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
     if command == "sft":
         losses = [-logprob for (sample,) in examples for logprob in plain_logprobs(model, sample)]
         return {"loss": sum(losses) / len(losses)}
-    scores = [
-        [plain_score(command, model, reference, sample) for sample in example]
-        for example in examples
-    ]
+    score = partial(plain_score, command, model, reference)
+    scores = [[score(sample) for sample in example] for example in examples]
     losses = [torch.log1p(torch.exp(b - a)) for a, b in scores]
     return {
         "loss": sum(losses) / len(losses),
@@ -135,10 +134,8 @@ def references(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_learns_as_the_plain_reference(command, references, single_rank, monkeypatch):
-    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics.
-
-    DPO begins at its reference, where the margin is 0 and the loss log 2; then it leaves it.
-    """
+    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics. DPO
+    begins at its reference, where the margin is 0 and the loss log 2; then it leaves it."""
     set_constants(monkeypatch.setattr)
     reference = references[command]
     learner = finetune.Learner(config_of(command, reference["model_dir"]))
@@ -202,18 +199,16 @@ def test_text_rows(tokenizers):
 
 
 SYSTEM = {"role": "system", "content": "Be right."}
+CHATS = [
+    {"messages": [user("3+4?"), assistant("7")]},
+    {"messages": [SYSTEM, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]},
+    {"prompt": [user("3+4?")], "completion": [assistant("7")]},
+    {"prompt": [user("3+4?")], "response": "7"},
+    {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
+]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [user("3+4?"), assistant("7")]},
-        {"messages": [SYSTEM, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]},
-        {"prompt": [user("3+4?")], "completion": [assistant("7")]},
-        {"prompt": [user("3+4?")], "response": "7"},
-        {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
-    ],
-)
+@pytest.mark.parametrize("row", CHATS)
 def test_chat_rows_for_sft(row, tokenizers):
     """All ways to say it mean the same; other turns are context."""
     chat = tokenizers["chat"]

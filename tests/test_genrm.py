@@ -68,10 +68,9 @@ class Characters:
 
 
 class Engine:
-    """Replies of a judge: reply(prompt, number of the request) -> text or score, least logprob, finish.
-
-    Request number k takes delays[k] virtual seconds a critique, and the last number for every later one.
-    """
+    """Replies of a judge: reply(prompt, number of the request) -> text or score, least logprob,
+    finish. Request number k takes delays[k] virtual seconds a critique, and the last number for
+    every later one."""
 
     def __init__(self, reply, *delays):
         self.reply, self.delays = reply, delays or (0.0,)
@@ -175,10 +174,7 @@ def right_and_wrong(count):
 
 
 def test_identical_pairs_are_asked_once():
-    """Three samples at once, two pairs of question and answer: two requests; the working plays no part.
-
-    A new step asks anew.
-    """
+    """Three samples, two pairs: two requests, whatever the working; a new step asks anew."""
     listed, engine = make_rewards(), Engine(accept)
     samples = [sample(">125"), sample("7+8+0=15;5+6+1=12;>125"), sample(">125", "60+65=")]
     score_all(listed, Pool(engine), samples)
@@ -248,9 +244,7 @@ def test_a_failed_verdict_is_no_reward(text, finish):
 @pytest.mark.parametrize("backwards", [False, True])
 def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards):
     """Two of four can't be read, then one of two, then none is left to ask: the three count.
-
-    Whichever critique is there first, the text has them in their order.
-    """
+    Whichever critique is there first, the text has them in their order."""
     monkeypatch.setattr(genrm, "JUDGE_RETRIES", 1)
     listed, judged = make_rewards(judgements=4), sample(">125")
     engine = Engine(numbered("Y", "?", "N", "?", "N", "?"))
@@ -261,10 +255,8 @@ def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards)
 
 
 def test_a_judgement_has_a_seed_of_its_own():
-    """Each of the three, of each judge; what can't be read is asked for with another.
-
-    The same for whoever asks, given the run's.
-    """
+    """Each of the three, of each judge; what can't be read is asked for with another. The same for
+    whoever asks, given the run's."""
 
     def asked(reply, judges=1, **changes):
         listed = make_rewards(*["addition"] * judges, judgements=3, **changes)
@@ -314,10 +306,8 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
 
 @pytest.mark.parametrize("text,finish,reward", [("So >125", "stop", 1.0), ("So", "length", 0.0)])
 def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
-    """Its accept costs 1, and takes nothing off the reward; the costs of several are added.
-
-    Also of an answer that was cut off: else never to end would be a way out.
-    """
+    """Its accept costs 1, and takes nothing off the reward; the costs of several are added. Also of
+    an answer that was cut off: else never to end would be a way out."""
     listed, judged = make_rewards("addition", "harm", "harm", costs=2), sample(text, finish=finish)
     engines = [Engine(accept), Engine(always("Verdict: yes")), Engine(always("Verdict: yes"))]
     score_all(listed, Pool(*engines), [judged])

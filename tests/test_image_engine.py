@@ -38,10 +38,8 @@ def run():
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def seeing(run, request, tmp_path_factory):
-    """An engine, and two directories of weights for it.
-
-    It takes images of up to 64 features, 256 patches; by one of its tokens a text may be like another.
-    """
+    """An engine, and two directories of weights for it. It takes images of up to 64 features, 256
+    patches; by one of its tokens a text may be like another."""
     home, family = tmp_path_factory.mktemp(request.param), request.param
     directories = [make_vision_model(home / str(i), family, layers=2, seed=i) for i in (0, 1)]
     for directory in map(Path, directories):

@@ -61,10 +61,8 @@ def sample_of(media, prompt_id=0, answer=">5"):
 
 @pytest.mark.parametrize("answer", [">5", "><image>"])
 def test_a_judge_that_sees_is_shown_the_images(model, pictures, answer):
-    """At their places, expanded; and its own critique would end at an image token.
-
-    An answer can't make up a place: the policy writes <image>, a text, in which it can be seen.
-    """
+    """At their places, expanded; and its own critique would end at an image token. An answer can't
+    make up a place: the policy writes <image>, a text, in which it can be seen."""
     tokenizer, sample = data.load_tokenizer(model), sample_of(pictures[0], answer=answer)
     [(prompt, images, stop)] = score(listed_for(model), tokenizer("Y")["input_ids"], sample)
     assert prompt.count(IMAGE) == 2 and images is pictures[0]

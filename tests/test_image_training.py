@@ -20,34 +20,22 @@ from workers import train_layouts
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": True})}
-EVERY = {  # name -> ranks, sizes
-    "dp2": (2, {}),
-    "tp2": (2, {"tp": 2}),
-    "pp2": (2, {"pp": 2}),
-    "cp2": (2, {"cp": 2}),
-    "tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True}),
-}
+# name -> ranks, sizes
+EVERY = {"dp2": (2, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
+EVERY |= {"tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True})}
 OTHERS = {f"{f}_{name}": (f, *row) for f in FAMILIES for name, row in EVERY.items()}
 OTHERS |= {"interleaved": ("qwen2_5_vl", 2, {"pp": 2, "schedule": "interleaved"})}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 def make_samples(reader: ImageReader) -> list[Sample]:
     """8 ragged ones with 0, 1 or 2 images of three sizes, of which some come again."""
     rng, text = random.Random(4), range(7, 60)
-    small, wide, large = (
-        reader.read(partial(encoded_picture, *size, seed=seed), "here")
-        for seed, size in enumerate([(64, 64), (96, 64), (128, 96)])
-    )
-    rows = [
-        ((small,), 2, 9),
-        ((small,), 2, 5),
-        ((), 6, 7),
-        ((wide,), 1, 12),
-        ((small, large), 3, 6),
-        ((large,), 2, 8),
-        ((wide, wide), 0, 5),
-        ((), 3, 15),
-    ]
+    sizes = [(64, 64), (96, 64), (128, 96)]
+    pictures = [partial(encoded_picture, *size, seed=seed) for seed, size in enumerate(sizes)]
+    small, wide, large = (reader.read(picture, "here") for picture in pictures)
+    rows = [((small,), 2, 9), ((small,), 2, 5), ((), 6, 7), ((wide,), 1, 12)]
+    rows += [((small, large), 3, 6), ((large,), 2, 8), ((wide, wide), 0, 5), ((), 3, 15)]
     samples = []
     for number, (images, before, length) in enumerate(rows):
         prompt = [BOS, *rng.choices(text, k=before)]
@@ -90,7 +78,7 @@ def plain_reference(model_dir: str) -> dict:
         optimizer.step()
         steps.append((loss.item(), norm.item()))
     model.save_pretrained(f"{model_dir}/trained")  # which gives tensors their names in a directory
-    known = {"model_dirs": model_dir, "samples": samples, "logprobs": logprobs, "steps": steps}
+    known = {"model_dir": model_dir, "samples": samples, "logprobs": logprobs, "steps": steps}
     return known | {"weights": tensors_of(f"{model_dir}/trained"), "before": tensors_of(model_dir)}
 
 
@@ -114,17 +102,12 @@ def results_of(references, tmp_path_factory):
     @cache
     def trained(are_first: bool) -> dict:
         path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
-        case = {}
-        for name in ("model_dirs", "samples"):
-            case[name] = {family: known[name] for family, known in references.items()}
-        return train_layouts("image_worker.py", path, layouts, **case)
+        return train_layouts("image_worker.py", path, layouts, references=references)
 
     return trained
 
 
-@pytest.mark.parametrize(
-    "name", [*FIRST, *(pytest.param(o, marks=pytest.mark.slow) for o in OTHERS)]
-)
+@pytest.mark.parametrize("name", [*FIRST, *SLOW])
 def test_a_layout_trains_as_transformers(name, references, results_of):
     reference = references[(FIRST | OTHERS)[name][0]]
     result = results_of(name in FIRST)[name]
@@ -164,7 +147,7 @@ def test_a_frozen_tower_sleeps_and_is_saved(references, make_trainer, monkeypatc
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     reference, results = references["qwen3_vl"], []
     for naps in (False, True):
-        actor = make_trainer(Actor, reference["model_dirs"], freeze_vision=True)
+        actor = make_trainer(Actor, reference["model_dir"], freeze_vision=True)
         before = tower_and_text(actor)
         if naps:
             monkeypatch.setattr(actor, "device", torch.device("cuda"))
@@ -177,19 +160,18 @@ def test_a_frozen_tower_sleeps_and_is_saved(references, make_trainer, monkeypatc
         assert norm < reference["steps"][0][1] - 0.05  # without the tower's part
         results.append(tower_and_text(actor))
         assert all(torch.equal(results[-1][0][name], weight) for name, weight in before[0].items())
-        assert not any(
-            torch.equal(results[-1][1][name], weight) for name, weight in before[1].items()
-        )
+        text = results[-1][1]
+        assert not any(torch.equal(text[name], weight) for name, weight in before[1].items())
     assert all(torch.equal(results[0][1][name], weight) for name, weight in results[1][1].items())
     save(actor, tmp_path / "saved")
-    other = make_trainer(Actor, reference["model_dirs"], freeze_vision=True)
+    other = make_trainer(Actor, reference["model_dir"], freeze_vision=True)
     other.restore(tmp_path / "saved")
     restored = tower_and_text(other)[1]
     assert all(torch.equal(weight, results[1][1][name]) for name, weight in restored.items())
 
 
 def test_a_critic_sees(references, make_trainer):
-    model_dir, samples = references["qwen3_vl"]["model_dirs"], references["qwen3_vl"]["samples"]
+    model_dir, samples = references["qwen3_vl"]["model_dir"], references["qwen3_vl"]["samples"]
     critic = make_trainer(Critic, model_dir)
     head = torch.randn(96)
     with torch.no_grad():

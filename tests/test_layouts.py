@@ -11,18 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import test_actor
 from algorithms import algorithm_of
 from parallel_worker import actor_config
 from sample import Sample
-from test_actor import (
-    CLIP_GRAD,
-    LEARNING_RATES,
-    check_export,
-    make_model,
-    make_samples,
-    plain_logprobs,
-    plain_optimizer,
-)
+from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_optimizer
 from test_critic import make_value_model, plain_values, trained_on, with_returns
 from workers import train_layouts
 
@@ -64,7 +57,7 @@ def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, flo
         sums["entropy"] += entropy.sum().item()
         sums["kl"] -= ratio.log().sum().item()
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), test_actor.CLIP_GRAD).item()
     optimizer.step()
     means = {f"train/{name}": x / tokens for name, x in sums.items()}
     return means | {"train/grad_norm": grad_norm, "train/tokens": tokens}
@@ -76,17 +69,16 @@ def plain_actor(model_dir: str) -> dict:
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     optimizer = plain_optimizer(model)
     batches, metrics = [], []
-    for step in range(3):
+    for step, lr in enumerate(test_actor.LEARNING_RATES[:3]):
         samples, noise = make_samples(step), random.Random(step)
         for sample in samples:
             with torch.no_grad():
                 sample.true_logprobs = plain_logprobs(model, sample, config.temperature)[0].tolist()
             sample.logprobs = [x + (step == 1) * noise.gauss(0, 0.3) for x in sample.true_logprobs]
         batches.append(copy.deepcopy(samples))
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = LEARNING_RATES[step]
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
         metrics.append(plain_step(model, optimizer, samples, config))
-        metrics[-1] |= {"train/skipped": 0.0, "train/not_finite": 0.0}
-        metrics[-1]["train/lr"] = LEARNING_RATES[step]
+        metrics[-1] |= {"train/skipped": 0.0, "train/not_finite": 0.0, "train/lr": lr}
     assert metrics[1]["train/clip_frac"] > 0.05
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"model_dir": model_dir, "batches": batches, "metrics": metrics, "weights": weights}
@@ -105,7 +97,7 @@ def plain_value_step(model, optimizer, samples: list[Sample]) -> dict[str, float
             cut += ((near - target) ** 2 > (value - target) ** 2).item()
             known.append((target, old))
     (loss / len(known)).backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), test_actor.CLIP_GRAD).item()
     optimizer.step()
     of_errors = statistics.pvariance([target - old for target, old in known])
     of_returns = statistics.pvariance([target for target, _ in known])
@@ -203,9 +195,8 @@ MIXED += ("stale_token_frac", "stale_weight_mean")
 @pytest.mark.parametrize("name", [*sorted(FIRST.keys() - ONE.keys()), *SLOW])
 def test_what_crosses_ranks_is_that_of_one(name, result_of):
     """GSPO's ratio is a mean over tokens that cp cuts, the entropy a sum over logits that tp does.
-
-    A stale answer is on some ranks, who alone look back to the start of the step; each has a share of texts.
-    """
+    A stale answer is on some ranks, who alone look back to the start of the step; each has a share
+    of texts."""
     family, _, layout = LAYOUTS[name]
     got = result_of(name)[0]["actor"]["mixed"]
     one = {"qwen3": "one", "qwen2": "one_tied"}[family]

@@ -59,10 +59,8 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypatch, entropy_coef):  # noqa: F811
-    """Loss, statistics and weights after a step in float32, against one chunk that keeps all: within 1e-6.
-
-    Recomputed alone, to the last bit.
-    """
+    """Loss, statistics and weights after a step in float32, against one chunk that keeps all:
+    within 1e-6. Recomputed alone, to the last bit."""
     model = make_model(tmp_path / "model", "qwen3", tied=True)
     found = []
     for rows, recompute in ((10**6, False), (10**6, True), (7, False), (7, True)):

@@ -4,13 +4,13 @@ import asyncio
 import json
 import math
 import threading
-from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from columns import numbers
 from config import Config
 from controller import State
 from fakes import FakeWorld, VirtualClock
@@ -33,16 +33,10 @@ MAXIMA = ("rollout/response_len_max", "time/serve_s", "time/rollout_s", "time/tr
 FIELDS = "step prompt_id question answer_key response finish critique verdict reward cost"
 
 
-def numbers(text: str) -> dict[str, float]:
-    """Of `name=number` words; a number may be a fraction."""
-    words = (word.split("=") for word in text.split())
-    return {name: float(Fraction(number)) for name, number in words}
-
-
 def columns(text: str) -> dict[str, list[float]]:
-    """Of lines of a name and its numbers."""
-    rows = (line.split() for line in text.strip().splitlines())
-    return {name: list(map(float, row)) for name, *row in rows}
+    """Of `name=number,number` words."""
+    words = (word.split("=") for word in text.split())
+    return {name: [float(number) for number in row.split(",") if number] for name, row in words}
 
 
 def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
@@ -53,44 +47,24 @@ def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
     return Facts(means, sums, maxima, list(latencies), {dp_rank: work})
 
 
-FIRST = facts(
-    columns("""
-        reward/mean 1 0 1 0
-        reward/unfiltered_mean 1 0 1 0 0 0
-        reward/zero_std_frac 0 0 1
-        rollout/response_len_mean 10 20 30 40 50 60
-        rollout/trained_len_mean 10 20 30 40
-        rollout/truncated_frac 1 0 0 0 0 0
-        rollout/wrong_frac 1 1 1 1 0 0
-        genrm/accept_frac 1 0 1 0 0 0
-        genrm/false_positive_frac 1 0 0 0
-        cost/unfiltered_mean 0.5 1
-    """),
-    {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110},
-    dict(zip(MAXIMA, (60.0, 4.0, 3.0, 1.0), strict=True)),
-    [0.1, 0.4],
-    dp_rank=0,
-    work=300,
-)
-SECOND = facts(
-    columns("""
-        reward/mean 1 1 0 1
-        reward/unfiltered_mean 1 1 0 1 1
-        reward/zero_std_frac 0 0 0 1 1
-        rollout/response_len_mean 10 10 10 10 10 90
-        rollout/trained_len_mean 10 10 10 10
-        rollout/truncated_frac 0 0 0 0 0 0
-        rollout/wrong_frac 1 0 0 0
-        genrm/accept_frac 1 1 0 1 1
-        genrm/false_positive_frac 0
-        cost/unfiltered_mean 0
-    """),
-    dict(zip(SUMS.split(), (160, 40, 20, 90, 3, 2, 1, 1), strict=True)),
-    dict(zip(MAXIMA, (90.0, 3.9, 3.5, 1.5), strict=True)),
-    [0.2, 0.3],
-    dp_rank=1,
-    work=100,
-)
+FIRST_MEANS = columns("""
+    reward/mean=1,0,1,0 reward/unfiltered_mean=1,0,1,0,0,0 reward/zero_std_frac=0,0,1
+    rollout/response_len_mean=10,20,30,40,50,60 rollout/trained_len_mean=10,20,30,40
+    rollout/truncated_frac=1,0,0,0,0,0 rollout/wrong_frac=1,1,1,1,0,0
+    genrm/accept_frac=1,0,1,0,0,0 genrm/false_positive_frac=1,0,0,0
+    cost/unfiltered_mean=0.5,1""")
+FIRST_SUMS = {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110}
+FIRST_MAXIMA = dict(zip(MAXIMA, (60.0, 4.0, 3.0, 1.0), strict=True))
+FIRST = facts(FIRST_MEANS, FIRST_SUMS, FIRST_MAXIMA, [0.1, 0.4], dp_rank=0, work=300)
+SECOND_MEANS = columns("""
+    reward/mean=1,1,0,1 reward/unfiltered_mean=1,1,0,1,1 reward/zero_std_frac=0,0,0,1,1
+    rollout/response_len_mean=10,10,10,10,10,90 rollout/trained_len_mean=10,10,10,10
+    rollout/truncated_frac=0,0,0,0,0,0 rollout/wrong_frac=1,0,0,0
+    genrm/accept_frac=1,1,0,1,1 genrm/false_positive_frac=0
+    cost/unfiltered_mean=0""")
+SECOND_SUMS = dict(zip(SUMS.split(), (160, 40, 20, 90, 3, 2, 1, 1), strict=True))
+SECOND_MAXIMA = dict(zip(MAXIMA, (90.0, 3.9, 3.5, 1.5), strict=True))
+SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3], dp_rank=1, work=100)
 
 
 def test_metrics_of_hand_worked_facts():
@@ -188,18 +162,10 @@ def test_local_facts_on_a_hand_worked_step():
     passes.append(tl.PassSpan("actor", 0, True, 0, 0, 8.0, 9.5, 0))
     found = local_facts(controller_of(), batch, batch.kept, tl.Records(spans, passes=passes))
     assert found.means == columns("""
-        reward/mean 1 0
-        reward/unfiltered_mean 1 0 0 0
-        reward/zero_std_frac 0 1
-        rollout/response_len_mean 1 2 1 2
-        rollout/trained_len_mean 1 2
-        rollout/truncated_frac 0 0 0 0
-        rollout/wrong_frac 1 1 0 0
-        genrm/accept_frac 1 0 0 0
-        genrm/false_positive_frac 0 0
-        cost/unfiltered_mean
-        train/bubble_frac 0.25
-    """)
+        reward/mean=1,0 reward/unfiltered_mean=1,0,0,0 reward/zero_std_frac=0,1
+        rollout/response_len_mean=1,2,1,2 rollout/trained_len_mean=1,2
+        rollout/truncated_frac=0,0,0,0 rollout/wrong_frac=1,1,0,0 genrm/accept_frac=1,0,0,0
+        genrm/false_positive_frac=0,0 cost/unfiltered_mean= train/bubble_frac=0.25""")
     assert found.sums == dict(zip(SUMS.split(), (100, 3, 3, 3, 0, 0, 1, 0), strict=True))
     assert {name: value for name, value in found.maxima.items() if value} == numbers("""
         time/serve_s=4 time/rollout_s=3 time/genrm_s=1 rollout/response_len_max=2
@@ -300,10 +266,8 @@ def with_a_picture(samples):
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_report_writes_rows_samples_and_pictures(tmp_path, monkeypatch, is_full):
-    """An object a step, two groups' first samples, images beside answers; trace and picture at the end.
-
-    is_full: the disk, after the first step: it costs a line, and another at the end.
-    """
+    """An object a step, two groups' first samples, images beside answers; trace and picture at the
+    end. is_full: the disk, after the first step: it costs a line, and another at the end."""
     (tmp_path / "spans").mkdir()
     run = {"mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))

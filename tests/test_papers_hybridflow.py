@@ -122,19 +122,11 @@ def test_points_of_others(tmp_path, capsys):
     assert "Not modelled: OpenRLHF, 1 points" in printed
 
 
-@pytest.mark.parametrize(
-    "figure, setting, gpus",
-    [
-        ("9", "8B", 8),
-        ("9", "7B", "many"),
-        ("9", "7B", 0),
-        ("13", "13B+x", 32),
-        ("15", "7B", 16),
-        ("15", "7B t_g=0", 16),
-        ("14", "7B", 4),
-        ("table 2", "p=1 t=8", 16),
-    ],
-)
+UNKNOWN = [("9", "8B", 8), ("9", "7B", "many"), ("9", "7B", 0), ("13", "13B+x", 32)]
+UNKNOWN += [("15", "7B", 16), ("15", "7B t_g=0", 16), ("14", "7B", 4), ("table 2", "p=1 t=8", 16)]
+
+
+@pytest.mark.parametrize("figure, setting, gpus", UNKNOWN)
 def test_a_point_that_nobody_knows(tmp_path, capsys, figure, setting, gpus):
     """One line with its file and line; status 2."""
     path = tmp_path / "other.csv"

@@ -12,23 +12,12 @@ from hypothesis import strategies as st
 
 from bench.schedules import draw_passes, print_instances
 from reporting.timeline import PassSpan, Records
-from scheduling.pipeline import (
-    MOST_MEMORY,
-    SCHEDULES,
-    Pipe,
-    Task,
-    base_memory,
-    bound,
-    evaluate,
-    fused,
-    interleaved,
-    one_after_another,
-    read_instances,
-)
+from scheduling import pipeline
+from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused, interleaved
 
 ROOT = Path(__file__).parent.parent
 TABLE3 = ROOT / "papers" / "published" / "rlhfuse_table3.json"
-INSTANCES = read_instances(str(TABLE3))
+INSTANCES = pipeline.read_instances(str(TABLE3))
 PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_text())}
 
 
@@ -45,10 +34,10 @@ def table_from(*ranks: str) -> list[list[Task]]:
 def test_1f1b_by_hand():
     """Two ranks, three micro-batches; forward 1, backward 2."""
     pipes = [Pipe((0, 1), 3)]
-    table = one_after_another(pipes)
+    table = pipeline.one_after_another(pipes)
     assert list(map(words, table)) == ["F00 F01 B00 F02 B01 B02", "F10 B10 F11 B11 F12 B12"]
     latency, memory, starts = evaluate(pipes, table)
-    assert (latency, memory) == (12, 2) == (bound(pipes), base_memory(pipes))
+    assert (latency, memory) == (12, 2) == (bound(pipes), pipeline.base_memory(pipes))
     assert [starts[task] for task in table[0]] == [0, 1, 4, 6, 7, 10]
     assert [starts[task] for task in table[1]] == [1, 2, 4, 5, 7, 8]
 
@@ -62,13 +51,13 @@ def test_interleaved_by_hand():
     ]
     plain = [Pipe((0, 1), 4, forward=2, backward=4)]
     assert evaluate(pipes, interleaved(pipes)).latency == 27
-    assert evaluate(plain, one_after_another(plain)).latency == 30
+    assert evaluate(plain, pipeline.one_after_another(plain)).latency == 30
 
 
 @pytest.mark.parametrize(
     "make,ranks,message",
     [
-        (one_after_another, (0, 1, 0, 1), "pipe 0 has several stages on a rank"),
+        (pipeline.one_after_another, (0, 1, 0, 1), "pipe 0 has several stages on a rank"),
         (fused, (0, 1, 0, 1), "pipe 0 has several stages on a rank"),
         (interleaved, (0, 1, 1, 0), r"pipe 0 don't go round its ranks: \(0, 1, 1, 0\)"),
     ],
@@ -79,28 +68,24 @@ def test_a_pipe_that_is_not_for_a_schedule(make, ranks, message):
 
 
 OTHERS = "lacks tasks, repeats them or has them on other ranks"
+WRONG_TABLES = [
+    (("F00", "F10 B10"), OTHERS),  # lacks a task
+    (("F00 B00 B00", "F10 B10"), OTHERS),  # repeats one
+    (("F00 B00 F10", "B10"), OTHERS),  # has one on another rank
+    (("F00 B00", "F10 B10", ""), OTHERS),  # has a rank too many
+    (("F00 B00", "B10 F10"), "ranks wait for each other"),
+]
 
 
-@pytest.mark.parametrize(
-    "ranks,message",
-    [
-        (("F00", "F10 B10"), OTHERS),  # lacks a task
-        (("F00 B00 B00", "F10 B10"), OTHERS),  # repeats one
-        (("F00 B00 F10", "B10"), OTHERS),  # has one on another rank
-        (("F00 B00", "F10 B10", ""), OTHERS),  # has a rank too many
-        (("F00 B00", "B10 F10"), "ranks wait for each other"),
-    ],
-)
+@pytest.mark.parametrize("ranks,message", WRONG_TABLES)
 def test_a_table_that_cannot_be_run(ranks, message):
     with pytest.raises(ValueError, match=message):
         evaluate([Pipe((0, 1), 1)], table_from(*ranks))
 
 
 def check_order(pipes: list[Pipe], table) -> None:
-    """Each task once, in its rank; a stage's forward passes in the order of the micro-batches.
-
-    As its backward passes: sums of gradients depend on it.
-    """
+    """Each task once, in its rank; a stage's forward passes in the order of the micro-batches. As
+    its backward passes: sums of gradients depend on it."""
     count = 0
     for number, pipe in enumerate(pipes):
         for stage, rank in enumerate(pipe.ranks):
@@ -112,10 +97,8 @@ def check_order(pipes: list[Pipe], table) -> None:
 
 
 def check(pipes: list[Pipe], table) -> tuple[float, float]:
-    """Latency and peak memory, and every constraint, straight from the definition.
-
-    A task starts when the one before it on its rank and those that it needs have ended, not later.
-    """
+    """Latency and peak memory, and every constraint, straight from the definition. A task starts
+    when the one before it on its rank and those that it needs have ended, not later."""
     check_order(pipes, table)
     starts, ends, peak = evaluate(pipes, table).starts, {}, 0.0
     for task, start in starts.items():
@@ -165,8 +148,8 @@ def test_every_schedule(name, data):
     assert (latency, memory) == check(pipes, table)
     assert latency >= bound(pipes) * (1 - 1e-9)
     if schedule.fuses:
-        assert latency <= evaluate(pipes, one_after_another(pipes)).latency * (1 + 1e-9)
-        assert memory <= MOST_MEMORY * base_memory(pipes) * (1 + 1e-6)
+        assert latency <= evaluate(pipes, pipeline.one_after_another(pipes)).latency * (1 + 1e-9)
+        assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-6)
 
 
 @given(p=st.integers(1, 5), chunks=st.integers(1, 4), micro_batches=st.integers(1, 13))
@@ -198,7 +181,7 @@ def test_fused_is_as_fast_as_published(name):
     pipes, published = INSTANCES[name], PUBLISHED[name]
     latency, memory = check(pipes, fused(pipes))
     assert latency == published["bound"] <= published["published"]["latency"]
-    assert memory <= MOST_MEMORY * base_memory(pipes) * (1 + 1e-9)
+    assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-9)
 
 
 def test_a_row_of_each_instance(tmp_path, capsys):

@@ -37,23 +37,21 @@ def test_a_plan_in_words():
 MOVES = dict(mode="partial", rebalance=True)
 THREE_JUDGES = dict(judge=("a", "b", "c"), model="m")
 TAILED = dict(mode="fused", tail=0.25)
+POSSIBLE = [
+    (MOVES | dict(rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
+    (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
+    (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full", *FUSED]),
+    (dict(mode="auto"), 1, ["full"]),  # nothing to split
+    (MOVES | dict(rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
+    (MOVES | THREE_JUDGES, 6, ["3|3", "1|5", "2|4"]),
+    (MOVES | dict(judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
+    (TAILED | dict(rebalance=True), 2, ["fused 0.25", *(f"fused {t:g}" for t in TAILS)]),
+    (dict(mode="auto", **RULED), 3, ["3|0"]),
+    (dict(mode="full", **RULED), 3, ["full"]),
+]
 
 
-@pytest.mark.parametrize(
-    "changes,size,expected",
-    [
-        (MOVES | dict(rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
-        (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
-        (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full", *FUSED]),
-        (dict(mode="auto"), 1, ["full"]),  # nothing to split
-        (MOVES | dict(rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
-        (MOVES | THREE_JUDGES, 6, ["3|3", "1|5", "2|4"]),
-        (MOVES | dict(judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
-        (TAILED | dict(rebalance=True), 2, ["fused 0.25", *(f"fused {t:g}" for t in TAILS)]),
-        (dict(mode="auto", **RULED), 3, ["3|0"]),
-        (dict(mode="full", **RULED), 3, ["full"]),
-    ],
-)
+@pytest.mark.parametrize("changes,size,expected", POSSIBLE)
 def test_plans_that_a_run_may_take(changes, size, expected):
     """The first is where it starts; every judge has an engine in each, and no engine is cut."""
     config = judged(**changes)

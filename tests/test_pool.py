@@ -81,10 +81,8 @@ def answer_to(prompt, number, length):
 
 
 def engine_of(rank, ends, model=0, kind=FakeEngine):
-    """It is awake and writes a token of each answer a second, in parts of ten.
-
-    ends: number of an answer -> the place at which it ends.
-    """
+    """It is awake and writes a token of each answer a second, in parts of ten. ends: number of an
+    answer -> the place at which it ends."""
 
     def write(prompt, number, sampling):
         tokens = answer_to(prompt, number, ends[number] - len(prompt))
@@ -134,11 +132,9 @@ def test_its_own_tokens_are_not_counted_twice():
 @pytest.mark.parametrize("trouble", ["dies", "hangs"])
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_another_engine_goes_on_with_the_tokens_so_far(trouble, parts):
-    """After a broken connection, or when nothing came for 120 s.
-
-    Prompt and tokens so far are the new prompt, with the same seed and what is left of the limit. Finished
-    answers aren't asked again.
-    """
+    """After a broken connection, or when nothing came for 120 s. Prompt and tokens so far are the
+    new prompt, with the same seed and what is left of the limit. Finished answers aren't asked
+    again."""
     ends, limits, written = {1: 25, 2: 62, 3: 90}, [100, 100, 80], 10 * parts
     first, second = engine_of(0, ends), engine_of(1, ends)
     prompts = [PROMPT, PROMPT, [*PROMPT, 0]]
@@ -183,10 +179,8 @@ def test_an_answer_that_queues_is_not_late_while_another_is_written():
 
 @pytest.mark.parametrize("tokens_a_second", [30, 2])
 def test_an_engine_that_writes_is_not_called_stalled(tokens_a_second):
-    """With --timeout-s 30, though it tells of a first token, and then of each STREAM_INTERVAL.
-
-    That takes a second, or more than the 6 s after which its health is asked.
-    """
+    """With --timeout-s 30, though it tells of a first token, and then of each STREAM_INTERVAL. That
+    takes a second, or more than the 6 s after which its health is asked."""
     engine = engine_of(0, {1: 302})
     vars(engine).update(pace=1 / tokens_a_second, first=1, part=STREAM_INTERVAL)
 
@@ -289,10 +283,8 @@ def test_a_judge_without_an_engine_ends_the_run():
 def run_ranks(size, work):
     """`work(pool)` on every rank of a fleet of fake engines, awake, on a virtual clock."""
     clock, meetings, pools = VirtualClock(), {}, []
-    engines = [
-        FakeEngine("genrm", rank, Device(rank, []), lambda *_: text_answer("7" * 40))
-        for rank in range(size)
-    ]
+    write = lambda *_: text_answer("7" * 40)  # noqa: E731
+    engines = [FakeEngine("genrm", rank, Device(rank, []), write) for rank in range(size)]
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
         pools.append(Pool(engines, world, Timeline(rank, clock.time), CONFIG))

@@ -7,16 +7,14 @@ from statistics import fmean
 
 import pytest
 
+from scheduling import rebalance
 from scheduling.fusion import TokenLatency
 from scheduling.rebalance import (
     COOL_DOWN,
     RequestStats,
-    ServingModel,
     Split,
     StepStats,
     choose_split,
-    fit,
-    mean_work,
     token_latency,
 )
 
@@ -39,7 +37,7 @@ class Engines:
         rng, self.seed = random.Random(seed), seed
         fixed, each = (lambda: 10 ** rng.uniform(-2.5, -1.5)), (lambda: 10 ** rng.uniform(-4.5, -3))
         latency = {role: TokenLatency(fixed(), each()) for role in TP}
-        self.model = ServingModel(latency, CAPACITY, TP, rng.uniform(0.2, 3.0))
+        self.model = rebalance.ServingModel(latency, CAPACITY, TP, rng.uniform(0.2, 3.0))
         mean, judge, requests = rng.uniform(50, 400), 3 ** rng.uniform(-1, 1), 32 * ranks
         self.asked = {}
         for role, tokens in (("rollout", mean), ("genrm", mean * judge)):
@@ -111,11 +109,13 @@ def test_engines_of_two_ranks_move_as_engines_of_one():
 
 def test_a_latency_is_found():
     """From two numbers of requests exactly; from one alone half is fixed; older points count less."""
-    latency = fit([(k, 0.01 + 0.002 * k) for k in (4.0, 16.0, 8.0, 32.0) * 3])
+    latency = rebalance.fit([(k, 0.01 + 0.002 * k) for k in (4.0, 16.0, 8.0, 32.0) * 3])
     assert latency.fixed == pytest.approx(0.01, rel=0.2)
     assert latency.per_request == pytest.approx(0.002, rel=0.05)
-    assert fit([(10.0, 0.04)] * 5) == (pytest.approx(0.02), pytest.approx(0.002))
-    assert fit([(10.0, 0.4)] * 5 + [(10.0, 0.04)] * 50).fixed == pytest.approx(0.02, rel=0.05)
+    assert rebalance.fit([(10.0, 0.04)] * 5) == (pytest.approx(0.02), pytest.approx(0.002))
+    assert rebalance.fit([(10.0, 0.4)] * 5 + [(10.0, 0.04)] * 50).fixed == pytest.approx(
+        0.02, rel=0.05
+    )
 
 
 def test_each_mode_has_its_own_pace():
@@ -137,8 +137,8 @@ def test_the_work_ahead_has_no_longer_answers_than_the_steps_had():
     """One long answer a step, shorter or longer: it is one, and of their mean."""
     step = StepStats(Split("full", 4, 4), RequestStats(9, 9), RequestStats(9, 9), 1, 1.0, 0.0, 0.0)
     short, long = (0, 4, 0, 1), (0, 4, 0, 0, 0, 1)
-    work = mean_work([replace(step, lengths=lengths) for lengths in (short, long)])
-    assert work.lengths == (0, 4, 0, 0.5, 0.5) and mean_work([step]).lengths == ()
+    work = rebalance.mean_work([replace(step, lengths=lengths) for lengths in (short, long)])
+    assert work.lengths == (0, 4, 0, 0.5, 0.5) and rebalance.mean_work([step]).lengths == ()
 
 
 def test_request_stats_by_hand():

@@ -63,10 +63,8 @@ def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode
 
 @pytest.mark.parametrize("size,tp", [(1, 1), (4, 2), (3, 1)])
 def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size, tp):
-    """A step of the replay is a step of training, on any number of ranks.
-
-    Groups stay whole, so advantages are the group's.
-    """
+    """A step of the replay is a step of training, on any number of ranks. Groups stay whole, so
+    advantages are the group's."""
     rollout_only(tmp_path)
     steps = read_replay(tmp_path / "replay.jsonl", "grpo")
     controllers = train_only(tmp_path / "replay.jsonl", size=size, tp=tp, prompts_per_step=12)
@@ -84,10 +82,8 @@ def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size,
 
 
 def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path):
-    """What a run that was resumed after two steps served is trained on after those two steps.
-
-    With other weights it is refused, and so are more steps than the file has.
-    """
+    """What a run that was resumed after two steps served is trained on after those two steps. With
+    other weights it is refused, and so are more steps than the file has."""
     rollout_only(tmp_path, steps=4, done=2)
     path = tmp_path / "replay.jsonl"
     written = read_replay(path, "grpo")
@@ -119,11 +115,9 @@ STEPS = st.builds(lambda first, between, last: [first, *between, last], ROWS, BE
 @settings(deadline=None)
 @given(STEPS, st.randoms(use_true_random=False))
 def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
-    """Whatever text and numbers the samples hold, and in whatever order the ranks wrote the steps' samples.
-
-    JSON keeps a float exactly, and a line end in a text isn't one in the file. A step that kept nothing has
-    no row, and the steps after it keep their place.
-    """
+    """Whatever text and numbers the samples hold, and in whatever order the ranks wrote the steps'
+    samples. JSON keeps a float exactly, and a line end in a text isn't one in the file. A step that
+    kept nothing has no row, and the steps after it keep their place."""
     path = tmp_path_factory.mktemp("replay") / "replay.jsonl"
     steps = [without_advantages(step) for step in steps]
     placed = [(number, sample) for number, step in enumerate(steps) for sample in step.values()]
@@ -135,21 +129,19 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
 
 GOOD = row(0, Sample(0, 0, [1]))
 NO_SAMPLE = "replay.jsonl:1: expected the fields of a Sample, its step and alg"
+BAD = [
+    ("", "--replay \\S+/replay.jsonl: the file holds no row"),
+    (GOOD + "\n" + GOOD[:99], "replay.jsonl:2: not valid JSON"),  # killed while it wrote
+    ("3\n", "replay.jsonl:1: expected a JSON object"),
+    ('{"step": 0}\n', NO_SAMPLE),
+    (GOOD.replace('"step": 0', '"step": "0"'), NO_SAMPLE),
+    (GOOD.replace('"index"', '"number"'), NO_SAMPLE),
+    (GOOD.replace('"algorithm": "grpo", ', ""), NO_SAMPLE),  # of an earlier version
+    (GOOD.replace("grpo", "remax"), "replay.jsonl:1: served for --algorithm remax, not grpo"),
+]
 
 
-@pytest.mark.parametrize(
-    "text,named",
-    [
-        ("", "--replay \\S+/replay.jsonl: the file holds no row"),
-        (GOOD + "\n" + GOOD[:99], "replay.jsonl:2: not valid JSON"),  # killed while it wrote
-        ("3\n", "replay.jsonl:1: expected a JSON object"),
-        ('{"step": 0}\n', NO_SAMPLE),
-        (GOOD.replace('"step": 0', '"step": "0"'), NO_SAMPLE),
-        (GOOD.replace('"index"', '"number"'), NO_SAMPLE),
-        (GOOD.replace('"algorithm": "grpo", ', ""), NO_SAMPLE),  # of an earlier version
-        (GOOD.replace("grpo", "remax"), "replay.jsonl:1: served for --algorithm remax, not grpo"),
-    ],
-)
+@pytest.mark.parametrize("text,named", BAD)
 def test_a_bad_replay_is_named(tmp_path, text, named):
     """File and line, in one sentence."""
     (tmp_path / "replay.jsonl").write_text(text)

@@ -97,10 +97,7 @@ def found(tmp_path_factory) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_push_brings_each_rank_what_it_lacks_and_nothing_twice(found, name):
-    """The directory's tensors, bit for bit; the bytes that collectives carried are table 2's.
-
-    Norms apart, which tensor parallelism doesn't cut.
-    """
+    """Tensors bit for bit, collectives' bytes as in table 2; norms apart, which tp doesn't cut."""
     model, ranks, sizes = LAYOUTS[name]
     pp, tp = sizes.get("pp", 1), sizes.get("tp", 1)
     cost = Layout(pp, tp, ranks // (pp * tp), 1).costs()["HybridFlow"].received

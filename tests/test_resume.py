@@ -94,10 +94,8 @@ def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
 
 
 def test_the_newest_checkpoint_is_continued(tmp_path):
-    """In one line. What was recorded later is dropped, also a row that was cut short; the clock goes on.
-
-    What killed saves left has other names, is swept, and isn't read.
-    """
+    """In one line. What was recorded later is dropped, also a row that was cut short; the clock
+    goes on. What killed saves left has other names, is swept, and isn't read."""
     out = make_run(tmp_path / "run")
     for name in ("step_30.partial-123", "step_10.partial-123.old"):
         (out / "checkpoints" / name).mkdir()
@@ -124,10 +122,8 @@ def test_only_the_last_records_are_read(tmp_path, monkeypatch, step, last):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, monkeypatch, ranks):
-    """Each rank reads a share, and all hear of what one of them found. Its rows go, too.
-
-    It is archived, so that no later run takes it for the newest.
-    """
+    """Each rank reads a share, and all hear of what one of them found. Its rows go, too. It is
+    archived, so that no later run takes it for the newest."""
     out, read, real = make_run(tmp_path / "run"), [], atomic_files.sha256
     monkeypatch.setattr(atomic_files, "sha256", lambda path: read.append(path.name) or real(path))
     assert prepared(out, ranks)[0].step == 20
@@ -267,11 +263,9 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
-    """But for those that nobody asks about. An algorithm's settings are among them.
-
-    A setting that the checkpoint doesn't know, of a program that came before it, hasn't changed, but
-    for --lr-decay-to, which was 0.1.
-    """
+    """But for those that nobody asks about. An algorithm's settings are among them. A setting that
+    the checkpoint doesn't know, of a program that came before it, hasn't changed, but for
+    --lr-decay-to, which was 0.1."""
     out = make_run(tmp_path / "run", steps=())
     unknown = ("keep", "lr_decay_to")
     make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name not in unknown})

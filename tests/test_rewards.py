@@ -83,8 +83,6 @@ def test_the_weighted_mean(rows):
 
 
 NUMBERS = st.floats(-5, 5)
-
-
 WITH_WEIGHTS = st.tuples(NUMBERS, st.floats(0.1, 3))
 
 

@@ -1,7 +1,5 @@
-"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes, the meeting.
-
-And judges that are wrong.
-"""
+"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes,
+the meeting. And judges that are wrong."""
 
 import random
 from collections import Counter
@@ -12,20 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import controller
+import fakes
 import genrm
 import rollout
-from fakes import (
-    all_batches,
-    always_right,
-    at_random_paces,
-    batches_of,
-    judge_on,
-    number_in,
-    samples_of,
-    simulate,
-    text_answer,
-    to_text,
-)
+from fakes import all_batches, batches_of, samples_of, simulate, text_answer, to_text
 
 
 def tokens_of(groups):
@@ -62,10 +50,8 @@ def check_tokens(controllers):
 
 
 def check_continued(controllers):
-    """What a prompt's answers had when it was cut off is how they begin when it is served again.
-
-    By the controller that holds it.
-    """
+    """What a prompt's answers had when it was cut off is how they begin when it is served again, by
+    the controller that holds it."""
     begun = {}
     for step in range(controllers[0].config.steps):
         for rank, batch in enumerate(batches_of(controllers, step)):
@@ -100,7 +86,7 @@ def check_come_first(controllers):
 def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, seed):
     """No prompt, no token, whatever is cut off. A sleeping engine is never asked (the fakes assert it)."""
     assume(size % tp == 0 and (size > 1 or mode != "partial"))
-    options = dict(tp=tp, steps=5, prepare=at_random_paces(seed), rebalance=mode == "partial")
+    options = dict(tp=tp, steps=5, prepare=fakes.at_random_paces(seed), rebalance=mode == "partial")
     options |= dict(over_dispatch=over_dispatch, max_refill_waves=refills)
     with mock.patch.object(rollout, "MEETING_INTERVAL_S", interval_s):
         controllers, _ = simulate(mode, size, **options)
@@ -116,7 +102,7 @@ def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, see
 
 def one_in_ten(prompt, index, sampling):
     """Answers of 10 tokens, of prompt 7 of 100; every group has both rewards."""
-    length = 98 if number_in(prompt) == 7 else 8
+    length = 98 if fakes.number_in(prompt) == 7 else 8
     return text_answer("#" * length + ">" + str(index % 2), index, to_text(prompt).split("=")[1])
 
 
@@ -147,10 +133,8 @@ def serving_seconds(controllers, step):
     ],
 )
 def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
-    """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for 8 do not.
-
-    Worked out by hand. What the split's statistics say is the same.
-    """
+    """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for
+    8 do not. Worked out by hand. What the split's statistics say is the same."""
     controllers, _ = simulate(mode, size, over_dispatch=over_dispatch, steps=1, **TAIL)
     for taken in (*serving_seconds(controllers, 0), controllers[0].state.history[0].serve_s):
         assert seconds - 1e-9 <= taken <= seconds + 2 * rollout.MEETING_INTERVAL_S
@@ -192,11 +176,11 @@ def test_garbage_of_a_judge_is_dropped(monkeypatch):
 
     def varied(prompt, index, sampling):
         wrong_by = random.Random(f"{to_text(prompt)} {index}").choice([0, 0, 1, 2, 3])
-        return text_answer(f">{number_in(prompt) + wrong_by}", index)
+        return text_answer(f">{fakes.number_in(prompt) + wrong_by}", index)
 
     def garbage(prompt, index, sampling):
         unreadable = random.Random(to_text(prompt)).random() < 0.05
-        return text_answer("?") if unreadable else judge_on(prompt, index, sampling)
+        return text_answer("?") if unreadable else fakes.judge_on(prompt, index, sampling)
 
     controllers, _ = simulate("partial", 4, write=varied, verdict=garbage, steps=6)
     check_prompts(controllers)
@@ -212,14 +196,13 @@ def test_garbage_of_a_judge_is_dropped(monkeypatch):
 
 @pytest.mark.parametrize("mode,size,over_dispatch", [("full", 2, 1.0), ("partial", 4, 2.0)])
 def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, monkeypatch):
-    """No group ever has two rewards: waves end and the batch is empty, until MAX_EMPTY_STEPS in a row.
-
-    Every rank has done as many steps, and groups_per_kept goes a tenth of the way to 10 in each.
-    """
+    """No group ever has two rewards: waves end and the batch is empty, until MAX_EMPTY_STEPS in a
+    row. Every rank has done as many steps, and groups_per_kept goes a tenth of the way to 10 in
+    each."""
     monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 5)
     options, controllers = dict(over_dispatch=over_dispatch, steps=12), []
     with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):
-        simulate(mode, size, write=always_right, controllers=controllers, **options)
+        simulate(mode, size, write=fakes.always_right, controllers=controllers, **options)
     for c in controllers:
         assert c.placement.actor.version == len(c.report.steps) == c.state.empty_steps == 5
         assert c.state.groups_per_kept == pytest.approx(10 - 9 * 0.9**5)

@@ -1,7 +1,5 @@
-"""Whole runs of the command, with real engines and trainers: all come to the numbers of an unbroken one.
-
-Most are of the demo. How a run ends on bad input is test_command.py's.
-"""
+"""Whole runs of the command, with real engines and trainers: all come to the numbers of an unbroken
+one. Most are of the demo. How a run ends on bad input is test_command.py's."""
 
 import json
 import re
@@ -81,9 +79,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken):
 @pytest.mark.slow
 def test_a_run_loses_an_engine_of_each_role(tmp_path, longer):
     """kill -9 of a rollout server's scheduler in one step, SIGSTOP of a genrm server in another.
-
-    The other ranks' engines go on with their work.
-    """
+    The other ranks' engines go on with their work."""
     run = Run(tmp_path, *FIVE, "--mode", "full").struck(
         (rows_done(1), lambda run: run.engine("rollout", 0, "sglang::scheduler").kill()),
         (rows_done(3), lambda run: run.engine("genrm", 1, "cpu.sglang").suspend()),
@@ -195,10 +191,9 @@ def test_a_users_models_and_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
-    """On one rank, in whose mode there would be nobody to judge: the reward is the rule's word on the text.
-
-    Engine and trainer disagree, as they do in 16 bits; that costs no answer its gradient, and no KL.
-    """
+    """On one rank, in whose mode there would be nobody to judge: the reward is the rule's word on
+    the text. Engine and trainer disagree, as they do in 16 bits; that costs no answer its gradient,
+    and no KL."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3+4?"}\n' * 8)
     given = ["--model", save_model(tmp_path / "model"), "--data", tmp_path / "rows.jsonl", *SIXTEEN]
     given += ["--rule", "forbidden:7", "--steps", "1", "--dtype", "bfloat16"]
@@ -227,9 +222,7 @@ PNG = b"\x89PNG\r\n"
 @pytest.mark.slow
 def test_a_run_on_own_pictures(tmp_path):
     """Trainer and engine agree before and after pushes, also in a run that goes on after kill -9.
-
-    TensorBoard shows pictures, and no other file holds one.
-    """
+    TensorBoard shows pictures, and no other file holds one."""
     make_vision_model(tmp_path / "model", "qwen3_vl", layers=2)
     (tmp_path / "rule.py").write_text(RULE)
     with (tmp_path / "rows.jsonl").open("w") as file:

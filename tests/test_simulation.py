@@ -20,13 +20,10 @@ from simulation.trainers import SimulatedTrainer
 DECODE = Decode(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
 JUDGE = replace(DECODE, fixed=0.02)
 WORK = Workload(256, Lengths(300, 0.8, 2048), Lengths(120, 0.5, 480), keep=0.7)
-CLUSTER = Cluster(
-    dict(rollout=DECODE, genrm=JUDGE),
-    Passes(2e-5, 1e-9, micro_batch=0.01, update=0.2),
-    moves=dict(rollout=Moves(0.5, 0.7, 0.9), genrm=Moves(0.4, 0.6), train=Moves(1.0, 1.5)),
-    grain=8,
-    meeting_s=0.5,
-)
+PASSES = Passes(2e-5, 1e-9, micro_batch=0.01, update=0.2)
+MOVES = dict(rollout=Moves(0.5, 0.7, 0.9), genrm=Moves(0.4, 0.6), train=Moves(1.0, 1.5))
+ENGINES = dict(rollout=DECODE, genrm=JUDGE)
+CLUSTER = Cluster(ENGINES, PASSES, moves=MOVES, grain=8, meeting_s=0.5)
 SIZES = dict(prompts_per_step=16, answers_per_prompt=4, steps=3)
 
 
@@ -38,10 +35,9 @@ def simulation(mode="partial", ranks=4, work=WORK, cluster=CLUSTER, **settings):
 
 
 def token_by_token(costs, arrivals, aborts):
-    """What a Batch does, one decode step at a time: (when, tokens, how) each sequence ended, by index.
-
-    arrivals: (seconds, sequences), in order; aborts: seconds of the moments in which all is cut off.
-    """
+    """What a Batch does, one decode step at a time: (when, tokens, how) each sequence ended, by
+    index. arrivals: (seconds, sequences), in order; aborts: seconds of the moments in which all is
+    cut off."""
     arrivals, aborts = deque(arrivals), deque([*aborts, float("inf")])
     now, waiting, live, ended = 0.0, deque(), {}, {}  # live: sequence -> tokens that it has
     steps_since_read = costs.apart
@@ -135,16 +131,12 @@ def random_workload(seed):
         now += rng.expovariate(1 / pause_s)
         arrivals.append((now, random_group(rng, numbers)))
     longest = max(sequence.room for _, sequences in arrivals for sequence in sequences)
-    costs = Decode(
-        fixed=rng.uniform(0.005, 0.03),
-        each=rng.choice([0, 5e-4]),
-        context=rng.choice([0, 1e-6, 1e-5]),
-        prefill=rng.choice([0, 1e-4]),
-        read=rng.choice([0, 0.02]),
-        apart=rng.choice([0, 3, 8]),
-        most=rng.randint(1, rng.choice([8, 24])),
-        kv_tokens=rng.choice([float("inf"), longest * rng.uniform(1, 4)]),
-    )
+    speeds = dict(fixed=rng.uniform(0.005, 0.03), each=rng.choice([0, 5e-4]))
+    speeds |= dict(context=rng.choice([0, 1e-6, 1e-5]), prefill=rng.choice([0, 1e-4]))
+    speeds |= dict(read=rng.choice([0, 0.02]), apart=rng.choice([0, 3, 8]))
+    most = rng.randint(1, rng.choice([8, 24]))
+    kv_tokens = rng.choice([float("inf"), longest * rng.uniform(1, 4)])
+    costs = Decode(**speeds, most=most, kv_tokens=kv_tokens)
     return costs, arrivals, sorted(rng.uniform(0, 2 * now + 1) for _ in range(rng.randint(0, 2)))
 
 

@@ -73,10 +73,7 @@ def test_shown_work_adds_up(a, b):
 
 
 def test_answers_verdicts_and_slips_by_hand():
-    """What follows the last mark; the last letter, but no accept that contradicts its own critique.
-
-    A slip is any that can come of a problem.
-    """
+    """What follows the last mark; the last letter, unless its critique contradicts it; any slip."""
     for (kind, a, b), answers in BY_HAND.items():
         assert {pairs.slip(kind, random.Random(seed), a, b) for seed in range(100)} == answers
     assert {text: task.addition_answer(text) for text in ANSWERS} == ANSWERS

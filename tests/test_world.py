@@ -15,10 +15,8 @@ from runtime.world import World
 
 
 def in_ranks(folder, program, timeout_s, size=2, notes=None):
-    """Run `program(world)` in forked ranks; returns what each printed, an exception's text at the end.
-
-    notes: the folder where they note, as ranks of one machine do; else in the store.
-    """
+    """Run `program(world)` in forked ranks; returns what each printed, an exception's text at the
+    end. notes: the folder where they note, as ranks of one machine do; else in the store."""
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -70,10 +68,8 @@ def test_reduce_is_the_total_in_the_order_of_the_ranks(tmp_path, size):
 @pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
 def test_who_did_not_come(tmp_path, how, in_folder):
-    """The error names the rank, and the phase in which it was last seen.
-
-    The collectives inside of an update are none of World's.
-    """
+    """The error names the rank, and the phase in which it was last seen. The collectives inside of
+    an update are none of World's."""
     phase = "train of step 4" if how == "dies" else "serve of step 5"
 
     def update():
@@ -100,9 +96,8 @@ def test_the_notes_are_gone(tmp_path):
     async def one_takes_them_along(world):
         await world.barrier()
         if world.rank == 1:
-            (tmp_path / "notes").rename(
-                tmp_path / "gone"
-            )  # at once: rank 0 may be writing its note there
+            # at once: rank 0 may be writing its note there
+            (tmp_path / "notes").rename(tmp_path / "gone")
             os._exit(1)
         await world.barrier()
 

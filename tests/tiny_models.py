@@ -1,6 +1,4 @@
-"""Random Hugging Face model directories, small enough for tests: the shape of the demo model, without its
-training.
-"""
+"""Random Hugging Face model directories: the shape of the demo model, without its training."""
 
 from pathlib import Path
 
@@ -8,11 +6,7 @@ EOS = 1
 
 
 def make_tiny_qwen3(directory, seed=0, kv_heads=4):
-    """Writes a random Qwen3 (hidden 96, 3 layers, 4 heads of 24, ffn 288, vocab 64, tied embeddings: 366k
-    parameters).
-
-    Returns the directory as a string. The weights follow from the seed alone.
-    """
+    """The path of a random Qwen3, 366k parameters, tied; the weights follow from the seed alone."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

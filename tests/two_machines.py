@@ -108,10 +108,8 @@ def replace_second(machines):
 
 
 def on_two(machines, out, arguments, strike_after):
-    """One rank on each: the run, and what listened on which machine meanwhile.
-
-    The second machine is replaced once so many steps are done. The new one gets the same command.
-    """
+    """One rank on each: the run, and what listened on which machine meanwhile. The second machine
+    is replaced once so many steps are done. The new one gets the same command."""
     launchers, deadline = {}, time.monotonic() + DEADLINE_S
     seen = {machine.name: set() for machine in machines}
     found, is_struck = Run(out.parent, out=out), False

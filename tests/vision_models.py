@@ -6,20 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
 
 from examples.make_demo.models import SPECIAL, VISION, VOCAB, character_tokenizer
 
 PAD, BOS, EOS, START, END, IMAGE, VIDEO = range(len((*SPECIAL, *VISION)))
 CLASSES = {
-    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
-    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
 }
 TEXT = dict(vocab_size=VOCAB, hidden_size=96, intermediate_size=288, max_position_embeddings=1024)
 TEXT |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6)
@@ -27,15 +22,12 @@ TEXT |= dict(tie_word_embeddings=True, bos_token_id=BOS, eos_token_id=EOS, pad_t
 ROPE = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4])
 TOWER = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4, in_channels=3)
 TOWER |= dict(temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=96)
+QWEN3_TEXT = dict(head_dim=24, rope_parameters=ROPE | dict(mrope_interleaved=True))
+QWEN3_TOWER = dict(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0])
+QWEN2_TOWER = dict(patch_size=14, window_size=112, fullatt_block_indexes=[1], tokens_per_second=2)
 FAMILY = {  # of the text model, of the tower
-    "qwen3_vl": (
-        dict(head_dim=24, rope_parameters=ROPE | dict(mrope_interleaved=True)),
-        dict(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0]),
-    ),
-    "qwen2_5_vl": (
-        dict(rope_parameters=ROPE),
-        dict(patch_size=14, window_size=112, fullatt_block_indexes=[1], tokens_per_second=2),
-    ),
+    "qwen3_vl": (QWEN3_TEXT, QWEN3_TOWER),
+    "qwen2_5_vl": (dict(rope_parameters=ROPE), QWEN2_TOWER),
 }
 
 
@@ -45,13 +37,9 @@ def make_vision_model(path: Path, family: str, layers=4, seed=0, tied=True, **ch
     text, tower = FAMILY[family]
     config_class, model_class = CLASSES[family]
     named = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
-    config = config_class(
-        text_config=TEXT | text | dict(num_hidden_layers=layers, tie_word_embeddings=tied),
-        vision_config=TOWER | tower | changes,
-        tie_word_embeddings=tied,
-        vision_end_token_id=END,
-        **named,
-    )
+    named |= dict(vision_end_token_id=END, tie_word_embeddings=tied)
+    text = TEXT | text | dict(num_hidden_layers=layers, tie_word_embeddings=tied)
+    config = config_class(text_config=text, vision_config=TOWER | tower | changes, **named)
     model = model_class(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
