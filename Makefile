@@ -44,7 +44,7 @@ results: install
 
 lint: install
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check tests
+	$(BIN)/ruff format --check .
 
 install: .venv/installed
 

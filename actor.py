@@ -20,11 +20,20 @@ from training import ptx
 from training.executor import Update
 from training.lm_head import LMOutput, output_of, over_context_parallel, read_targets
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.trainer import LossSums, OutputLoss, Packed, TokenLoss, Trainer, all_reduce, as_sequences
+from training.trainer import (
+    LossSums,
+    OutputLoss,
+    Packed,
+    TokenLoss,
+    Trainer,
+    all_reduce,
+    as_sequences,
+)
 
 # of trainer and engine, the mean over tokens: single ones are far apart in bfloat16, and say little
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
-DIFF_BINS = tuple(f"diff_bin_{number}" for number in range(130))  # of a histogram: 16 a decade, from 1e-7
+# of a histogram: 16 a decade, from 1e-7
+DIFF_BINS = tuple(f"diff_bin_{number}" for number in range(130))
 # statistics of a micro-batch: sums over its targets, reported as means over tokens, and others
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
 DIFFS = ("engine_logprob_diff_sum", "engine_logprob_diff_max", *DIFF_BINS)
@@ -48,14 +57,21 @@ class Actor(Trainer):
         proximal = self._proximal_logprobs(mini_batches)
         steps = []
         for number, micro_batches in enumerate(mini_batches):
-            targets = pack_targets(flat([micro_batches]), self.version, proximal, self.algorithm, self.device)
+            targets = pack_targets(
+                flat([micro_batches]), self.version, proximal, self.algorithm, self.device
+            )
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
-            packed, check = as_sequences(micro_batches) + texts, self._check_engine if number == 0 else None
+            packed, check = (
+                as_sequences(micro_batches) + texts,
+                self._check_engine if number == 0 else None,
+            )
             output_loss = self._output_loss(loss, len(targets.divisors))
             steps.append((yield from self.step(packed, output_loss, STATS, lr, check)))
         self.version += 1
-        return update_metrics(steps, lr) | {"train/micro_batches": float(sum(map(len, mini_batches)))}
+        return update_metrics(steps, lr) | {
+            "train/micro_batches": float(sum(map(len, mini_batches)))
+        }
 
     def _check_samples(self, samples: list[Sample]) -> None:
         assert self.awake, "the actor sleeps: wake it before update"
@@ -75,7 +91,9 @@ class Actor(Trainer):
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or all (collective: its ranks)"""
         samples, every = flat(mini_batches), self.algorithm.corrects_mismatch
-        wanted = [s for s in samples if every or min(s.versions, default=self.version) < self.version]
+        wanted = [
+            s for s in samples if every or min(s.versions, default=self.version) < self.version
+        ]
         if len(mini_batches) == 1 or not wanted:
             return {}  # the own forward pass of a single mini-batch gives them
         if any(sample.policy_logprobs is None for sample in wanted):
@@ -83,16 +101,23 @@ class Actor(Trainer):
                 sample.policy_logprobs = row
         return {sample.key: sample.policy_logprobs for sample in wanted}
 
-    def _add_texts(self, number: int, targets: PackedTargets, loss: TokenLoss) -> tuple[Packed, TokenLoss]:
+    def _add_texts(
+        self, number: int, targets: PackedTargets, loss: TokenLoss
+    ) -> tuple[Packed, TokenLoss]:
         """This rank's texts for optimizer step `number`, and the loss with them: see ptx.py (collective)."""
         if not self.texts:
             return [], loss
         step, size = self.version * self.config.updates_per_step + number, self.algorithm.ptx_batch
         mine = ptx.choose(self.texts, step, size, self.config.seed, self.dp_rank, self.dp_size)
         # a data-parallel rank counts as often as its model-parallel group has ranks: only the ratio matters
-        counts = {"divisor": targets.divisors.sum().item(), "tokens": float(sum(len(r) for _, r in mine))}
+        counts = {
+            "divisor": targets.divisors.sum().item(),
+            "tokens": float(sum(len(r) for _, r in mine)),
+        }
         total = all_reduce(counts, dist.ReduceOp.SUM)
-        loss = ptx.add_texts(loss, len(targets.divisors), **total, coefficient=self.algorithm.ptx_coef)
+        loss = ptx.add_texts(
+            loss, len(targets.divisors), **total, coefficient=self.algorithm.ptx_coef
+        )
         packed = [[mine[index] for index in chosen] for chosen in self.pack(mine)]
         # as many micro-batches on every rank: replicas with other tables would sum gradients in another order
         most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
@@ -122,7 +147,9 @@ class Actor(Trainer):
 
     def packed_logprobs(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
         """The same of samples that come packed, in their order."""
-        return self.read_tokens(micro_batches, partial(target_logprobs, temperature=self.config.temperature))
+        return self.read_tokens(
+            micro_batches, partial(target_logprobs, temperature=self.config.temperature)
+        )
 
 
 def target_logprobs(batch: MicroBatch, output: LMOutput, temperature: float = 1.0) -> Tensor:
@@ -145,7 +172,8 @@ class PackedTargets:
     engine_logprobs: Tensor  # under the weights that wrote the token
     advantages: Tensor
     stale: Tensor  # whether older weights than the step's wrote it
-    proximal_logprobs: Tensor | None  # under the weights at the start of the step; None: those that train
+    # under the weights at the start of the step; None: those that train
+    proximal_logprobs: Tensor | None
     weights: Tensor  # of each token's loss in the sum: see algorithms.MEANS
     divisors: Tensor  # the sum of the loss is divided by the sum of these
     sequence: Tensor  # the answer that a token belongs to, by its number in the mini-batch
@@ -154,17 +182,24 @@ class PackedTargets:
 
 
 def pack_targets(
-    samples: list[Sample], version: int, proximal: dict[Key, list[float]], algorithm: Algorithm,
+    samples: list[Sample],
+    version: int,
+    proximal: dict[Key, list[float]],
+    algorithm: Algorithm,
     device: torch.device,
-) -> PackedTargets:  # fmt: skip
+) -> PackedTargets:
     """The columns of a mini-batch's samples, in their order. proximal: as from `_proximal_logprobs`."""
 
     def column(rows: list[list], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype, device=device)
 
-    means = [MEANS[algorithm.mean](len(sample.response), algorithm.max_new_tokens) for sample in samples]
+    means = [
+        MEANS[algorithm.mean](len(sample.response), algorithm.max_new_tokens) for sample in samples
+    ]
     old = [proximal.get(sample.key, sample.logprobs) for sample in samples]
-    reference = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    reference = [
+        sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None
+    ]
     lengths = [len(sample.response) for sample in samples]
     return PackedTargets(
         engine_logprobs=column([sample.logprobs for sample in samples]),
@@ -180,20 +215,27 @@ def pack_targets(
 
 
 def policy_loss(
-    targets: PackedTargets, algorithm: Algorithm, total: Callable[[Tensor], Tensor],
-    slots: Tensor, logprobs: Tensor, entropy: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    targets: PackedTargets,
+    algorithm: Algorithm,
+    total: Callable[[Tensor], Tensor],
+    slots: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The TokenLoss of an algorithm: its loss, importance weights, KL and entropy. total: see LossInputs."""
     engine_logprobs, stale = targets.engine_logprobs[slots], targets.stale[slots]
     log_ratio = logprobs.detach() - engine_logprobs
     old_logprobs, weights, kept = importance_weights(targets, algorithm, slots, logprobs.detach())
-    logprobs = logprobs.where(kept, logprobs.detach())  # 0 times the slope of an infinite ratio would be NaN
+    # 0 times the slope of an infinite ratio would be NaN
+    logprobs = logprobs.where(kept, logprobs.detach())
     advantages, sequence = targets.advantages[slots], targets.sequence[slots]
     inputs = LossInputs(logprobs, old_logprobs, advantages, sequence, targets.lengths, total)
     loss, clipped = algorithm.loss(inputs, algorithm)
     loss, stats = weights * loss, {}
     if targets.reference_logprobs is not None:
-        reference_kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs - targets.reference_logprobs[slots])
+        reference_kl = KL_ESTIMATORS[algorithm.kl_estimator](
+            logprobs - targets.reference_logprobs[slots]
+        )
         stats["reference_kl"] = reference_kl.detach().sum()
         if algorithm.kl_in == "loss":
             loss = loss + algorithm.kl_coef * reference_kl
@@ -218,7 +260,8 @@ def difference_stats(differences: Tensor) -> dict[str, Tensor]:
     place = 1 + ((differences.clamp(min=1e-9).log10() + 7) * 16).floor()  # bin 0: below 1e-7
     place = torch.nan_to_num(place, nan=math.inf).clamp(0, len(DIFF_BINS) - 1).long()
     counts = torch.bincount(place, minlength=len(DIFF_BINS))
-    known = torch.nan_to_num(differences, nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
+    # a maximum over ranks may lose NaN
+    known = torch.nan_to_num(differences, nan=math.inf, posinf=math.inf)
     most = known.max() if known.numel() else known.new_zeros(())
     stats = {"engine_logprob_diff_sum": differences.sum(), "engine_logprob_diff_max": most}
     return stats | dict(zip(DIFF_BINS, counts.unbind(), strict=True))
@@ -253,7 +296,11 @@ def importance_weights(
     ratio = (proximal - engine_logprobs).exp()
     weights = ratio.clamp(max=algorithm.behavior_weight_cap)
     if not algorithm.corrects_mismatch:
-        return proximal.where(stale, engine_logprobs), weights.where(stale, 1.0), torch.ones_like(stale)
+        return (
+            proximal.where(stale, engine_logprobs),
+            weights.where(stale, 1.0),
+            torch.ones_like(stale),
+        )
     most, bound = algorithm.tis_cap or math.inf, algorithm.icepop_bound or math.inf
     kept = stale | ((ratio >= 1 / bound) & (ratio <= bound))
     weights = weights.where(stale, ratio.clamp(max=most))
@@ -276,13 +323,17 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     stale = total["stale_token_frac"]
     metrics = {name: total[name] / max(total["tokens"], 1.0) for name in TOKEN_MEANS}
-    metrics |= {name: total[name] for name in ("tokens", "skipped", "not_finite")} | {
-        "loss": total["policy_loss"] / max(total["divisor"], 1.0),
-        "lr": lr,
-        "grad_norm": total["grad_norm"] / len(steps),
-        "seconds_spread": (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"],
-        "stale_weight_mean": total["stale_weight"] / stale if stale else 1.0,
-    } | engine_differences(steps[0])
+    metrics |= (
+        {name: total[name] for name in ("tokens", "skipped", "not_finite")}
+        | {
+            "loss": total["policy_loss"] / max(total["divisor"], 1.0),
+            "lr": lr,
+            "grad_norm": total["grad_norm"] / len(steps),
+            "seconds_spread": (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"],
+            "stale_weight_mean": total["stale_weight"] / stale if stale else 1.0,
+        }
+        | engine_differences(steps[0])
+    )
     return {f"train/{name}": value for name, value in metrics.items()} | ptx.metrics(steps)
 
 
@@ -299,7 +350,9 @@ class Reference:
         assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
         samples, micro_batches = flat(mini_batches), list(chain(*mini_batches))
         if self._actor.algorithm.kl_in == "reward":
-            for sample, row in zip(samples, self._actor.packed_logprobs(micro_batches), strict=True):
+            for sample, row in zip(
+                samples, self._actor.packed_logprobs(micro_batches), strict=True
+            ):
                 sample.policy_logprobs = row
         parameters = self._actor.parameters()
         own = [parameter.data for parameter in parameters]

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from controller import State
 
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
-MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in one step, which grows with lambda: slack could end a large one
+# of ln(lambda) in one step, which grows with lambda: slack could end a large one
+MULTIPLIER_STEP_MAX = 1.0
 
 Signals = dict[str, dict[int, dict[int, float]]]  # by signal (reward, cost), prompt_id and index
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
@@ -62,10 +63,14 @@ def gae(rewards: list[float], values: list[float], algorithm: Algorithm) -> Esti
         advantages.append(ahead)
         value_ahead = value
     advantages.reverse()
-    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+    return advantages, [
+        advantage + value for advantage, value in zip(advantages, values, strict=True)
+    ]
 
 
-def reward_to_go(rewards: list[float], values: list[float] | None, algorithm: Algorithm) -> Estimate:
+def reward_to_go(
+    rewards: list[float], values: list[float] | None, algorithm: Algorithm
+) -> Estimate:
     """A_t = r_t + gamma * A_(t+1): gae without a critic. REINFORCE++ (arXiv 2501.03262), section 3."""
     return gae(rewards, [0.0] * len(rewards), replace(algorithm, gae_lambda=1.0))
 
@@ -133,15 +138,21 @@ MEANS: dict[str, Callable[[int, int], tuple[list[float], list[int]]]] = {
     # every token weighs the same: DAPO (arXiv 2503.14476), section 3.3
     "token": lambda length, longest: ([1.0] * length, [1] * length),
     # every answer weighs the same: GRPO (arXiv 2402.03300), equation 3
-    "sequence": lambda length, longest: ([1 / max(1, length)] * length, ([1] + [0] * length)[:length]),
+    "sequence": lambda length, longest: (
+        [1 / max(1, length)] * length,
+        ([1] + [0] * length)[:length],
+    ),
     # a token's weight doesn't depend on any length: Dr. GRPO (arXiv 2503.20783), section 3.2
     "constant": lambda length, longest: ([1 / longest] * length, ([1] + [0] * length)[:length]),
 }
 # of KL(policy || reference) on the policy's own tokens: Schulman, Approximating KL Divergence (2020)
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda log_ratio: log_ratio,  # unbiased; as a loss it pulls nowhere: its gradient's mean is 0
-    "k2": lambda log_ratio: log_ratio.square() / 2,  # biased; on fresh tokens its gradient is the KL's
-    "k3": lambda log_ratio: (-log_ratio).exp() - 1 + log_ratio,  # unbiased and never negative; GRPO's
+    # unbiased; as a loss it pulls nowhere: its gradient's mean is 0
+    "k1": lambda log_ratio: log_ratio,
+    # biased; on fresh tokens its gradient is the KL's
+    "k2": lambda log_ratio: log_ratio.square() / 2,
+    # unbiased and never negative; GRPO's
+    "k3": lambda log_ratio: (-log_ratio).exp() - 1 + log_ratio,
 }
 
 
@@ -151,31 +162,41 @@ class Settings:
 
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
-    behavior_weight_cap: float = 2.0  # largest importance weight of a token that older weights wrote
-    tis_cap: float = 0.0  # correct for the engine's numbers by importance weights, at most so large; 0: don't
-    icepop_bound: float = 0.0  # a token whose weight isn't in [1/this, this] gives no gradient; 0: all do
+    # largest importance weight of a token that older weights wrote
+    behavior_weight_cap: float = 2.0
+    # correct for the engine's numbers by importance weights, at most so large; 0: don't
+    tis_cap: float = 0.0
+    # a token whose weight isn't in [1/this, this] gives no gradient; 0: all do
+    icepop_bound: float = 0.0
     gamma: float = 1.0  # discount of a token's reward for each token before it
     gae_lambda: float = 1.0  # from the critic's word (0) to what was rewarded (1)
-    kl_coef: float = 0.0  # weight of the KL to the start weights, a reference model; 0: none is made
+    # weight of the KL to the start weights, a reference model; 0: none is made
+    kl_coef: float = 0.0
     kl_in: str = "loss"  # where the KL goes: loss | reward
-    kl_estimator: str = "k3"  # k1 | k2 | k3; in the loss take k2 or k3; in the reward the default is k1
+    # k1 | k2 | k3; in the loss take k2 or k3; in the reward the default is k1
+    kl_estimator: str = "k3"
     entropy_coef: float = 0.0  # weight of the entropy, which lowers the loss
     overlong_from: int = 0  # tokens from where the reward of an answer falls; 0: it doesn't
     overlong_penalty: float = 1.0  # by so much at --max-new-tokens
-    ptx_coef: float = 0.0  # weight of the pretraining term, cross-entropy on ptx_data; 0: there is none
+    # weight of the pretraining term, cross-entropy on ptx_data; 0: there is none
+    ptx_coef: float = 0.0
     ptx_data: str = ""  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
     ptx_batch: int = 16  # texts of an optimizer step
     cost_limit: float = 0.0  # the mean cost of an answer shall be at most this
     lagrange_init: float = 1.0  # lambda, the cost's weight, before the first step; 0: it stays 0
-    lagrange_lr: float = 0.1  # a step adds this times lambda times (mean cost - cost_limit) to ln(lambda)
+    # a step adds this times lambda times (mean cost - cost_limit) to ln(lambda)
+    lagrange_lr: float = 0.1
     critic_epochs: int = 1  # passes of a critic over a step's answers; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone
-    value_clip: float = 0.2  # a value that moved by more towards its return isn't pulled on; inf: no limit
+    # a value that moved by more towards its return isn't pulled on; inf: no limit
+    value_clip: float = 0.2
 
 
 LIMITS = {field.name: (0.0, math.inf) for field in fields(Settings) if field.type != "str"}
 LIMITS |= dict.fromkeys(("clip_high", "behavior_weight_cap", "value_clip"), (1e-12, math.inf))
-LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf)) | {"cost_limit": (-1e30, 1e30)}
+LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf)) | {
+    "cost_limit": (-1e30, 1e30)
+}
 LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1), "lagrange_init": (0, MULTIPLIER_MAX)}
 
 
@@ -184,7 +205,8 @@ class Algorithm(Settings):
     """score, estimator, combine and whiten make advantages; loss and mean say what is minimised."""
 
     score: Callable[[list[float]], list[float]]  # the rewards of one group -> one score an answer
-    loss: Callable[[LossInputs, Algorithm], tuple[Tensor, Tensor]]  # -> of each target; is it clipped?
+    # -> of each target; is it clipped?
+    loss: Callable[[LossInputs, Algorithm], tuple[Tensor, Tensor]]
     # (rewards of an answer's tokens, a critic's values of them, the algorithm) -> advantages and returns
     estimator: Callable[[list[float], list[float] | None, Algorithm], Estimate] = reward_to_go
     mean: str = "token"  # a row of MEANS
@@ -192,7 +214,9 @@ class Algorithm(Settings):
     kl_by_token: bool = False  # kl_in=reward takes the KL off the tokens' rewards, not the answer's
     signals: tuple[str, ...] = ("reward",)  # rows of SIGNALS: each is scored and estimated
     # (advantages by signal, lambda) -> those that train
-    combine: Callable[[dict[str, list[float]], float], list[float]] = lambda by_signal, _: by_signal["reward"]
+    combine: Callable[[dict[str, list[float]], float], list[float]] = lambda by_signal, _: (
+        by_signal["reward"]
+    )
     critics: tuple[str, ...] = ()  # names of the value models, by the signal that they predict
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
@@ -212,7 +236,10 @@ class Algorithm(Settings):
 
 # arXiv 2402.03300, equation 3 and section 4.2; it names no clip
 AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
-BOTH, WITH_GAE = ("reward", "cost"), dict(estimator=gae, whiten=True, kl_by_token=True, filters=False)
+BOTH, WITH_GAE = (
+    ("reward", "cost"),
+    dict(estimator=gae, whiten=True, kl_by_token=True, filters=False),
+)
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
     "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),
@@ -224,7 +251,9 @@ ALGORITHMS = {
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
     "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
-    "safe_rlhf": Algorithm(raw, clipped_loss, signals=BOTH, combine=lagrangian, critics=BOTH, **WITH_GAE),
+    "safe_rlhf": Algorithm(
+        raw, clipped_loss, signals=BOTH, combine=lagrangian, critics=BOTH, **WITH_GAE
+    ),
 }
 
 
@@ -237,14 +266,18 @@ def algorithm_of(config: Config) -> Algorithm:
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    algorithm = replace(ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **BY_DTYPE[config.dtype])
+    algorithm = replace(
+        ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **BY_DTYPE[config.dtype]
+    )
     defaults = {field.name: field.default for field in fields(Settings)}
     for setting, _, value in (text.partition("=") for text in given):
         try:
             algorithm = replace(algorithm, **{setting: type(defaults[setting])(value)})
         except (KeyError, ValueError):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise UserError(f"--algorithm: {setting}={value} is none of the settings {known}") from None
+            raise UserError(
+                f"--algorithm: {setting}={value} is none of the settings {known}"
+            ) from None
     if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
         algorithm = replace(algorithm, kl_estimator="k1")
     for fits, need in needs(algorithm, config):
@@ -256,21 +289,34 @@ def algorithm_of(config: Config) -> Algorithm:
 def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
     """Whether the settings are what they, each other and the run need, and what that is."""
     a, values = algorithm, vars(algorithm)
-    alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared with each other
+    # else answers are compared with each other
+    alone = a.score is raw and (a.greedy or not a.filters)
     for name, (low, high) in LIMITS.items():  # NaN is refused, too
         yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
     yield not 0 < a.icepop_bound <= 1, "icepop_bound=0 or more than 1"
     yield a.kl_in in ("loss", "reward"), "kl_in=loss or kl_in=reward"
     yield a.kl_estimator in KL_ESTIMATORS, f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
     yield alone or config.answers_per_prompt > 1, "--answers-per-prompt 2 or more"
-    yield bool(a.critics) or not (config.critic or a.critic_warmup), "a critic for --critic and critic_warmup"
+    yield (
+        bool(a.critics) or not (config.critic or a.critic_warmup),
+        "a critic for --critic and critic_warmup",
+    )
     yield a.critic_warmup < config.steps, f"critic_warmup below --steps {config.steps}"
     has_cost = bool(config.cost_rule or config.cost_judge)
-    yield has_cost or "cost" not in a.signals, "a --cost-rule or a --cost-judge: what an answer costs"
+    yield (
+        has_cost or "cost" not in a.signals,
+        "a --cost-rule or a --cost-judge: what an answer costs",
+    )
     yield bool(a.ptx_coef) == bool(a.ptx_data), "both of ptx_coef and ptx_data, or none"
     corrects = a.loss is not gspo_loss or config.dtype == "float32" or a.corrects_mismatch
-    yield corrects, "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip"
-    yield a.overlong_from < a.max_new_tokens, f"overlong_from below --max-new-tokens {a.max_new_tokens}"
+    yield (
+        corrects,
+        "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip",
+    )
+    yield (
+        a.overlong_from < a.max_new_tokens,
+        f"overlong_from below --max-new-tokens {a.max_new_tokens}",
+    )
 
 
 def overlong_penalty(length: int, algorithm: Algorithm) -> float:
@@ -283,7 +329,8 @@ def overlong_penalty(length: int, algorithm: Algorithm) -> float:
 
 def set_baseline(group: list[Sample], algorithm: Algorithm) -> None:
     """Fill `baseline` of a judged group: its greedy answer's reward. ReMax (arXiv 2310.10505), section 4."""
-    baseline = sum(s.reward - overlong_penalty(len(s.response), algorithm) for s in group if s.greedy)
+    greedy = [s for s in group if s.greedy]
+    baseline = sum(s.reward - overlong_penalty(len(s.response), algorithm) for s in greedy)
     for sample in group:
         sample.baseline = float(baseline)
 
@@ -314,8 +361,12 @@ def signals_of(samples: list[Sample], algorithm: Algorithm) -> Signals:
     signals = {name: {} for name in algorithm.signals}
     for sample in samples:
         for name in algorithm.signals:
-            assert vars(sample)[name] is not None, f"answer {sample.prompt_id}.{sample.index} has no {name}"
-            signals[name].setdefault(sample.prompt_id, {})[sample.index] = SIGNALS[name](sample, algorithm)
+            assert vars(sample)[name] is not None, (
+                f"answer {sample.prompt_id}.{sample.index} has no {name}"
+            )
+            signals[name].setdefault(sample.prompt_id, {})[sample.index] = SIGNALS[name](
+                sample, algorithm
+            )
     return signals
 
 
@@ -326,7 +377,9 @@ def set_scores(samples: list[Sample], parts: list[Signals], algorithm: Algorithm
         for prompt_id in {sample.prompt_id for sample in samples}:
             group = sorted(item for part in parts for item in part[name].get(prompt_id, {}).items())
             values = algorithm.score([reward for _, reward in group])
-            scores |= {(prompt_id, index): value for (index, _), value in zip(group, values, strict=True)}
+            scores |= {
+                (prompt_id, index): value for (index, _), value in zip(group, values, strict=True)
+            }
         for sample in samples:
             sample.scores[name] = scores[sample.key]
 
@@ -369,7 +422,9 @@ def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
 
 def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) -> dict[str, float]:
     """ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Safe RLHF (arXiv 2310.12773), eq. 31."""
-    costs = [cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()]
+    costs = [
+        cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()
+    ]
     if not costs:
         return {}
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks

@@ -61,14 +61,21 @@ def state_of(c: Controller) -> tuple[dict, dict]:
 
     common = {"ranks": c.world.size, "config": dict(vars(c.config)), "files": c.checkpoints.files}
     common |= {"prompts": c.prompts.state()} | {name: vars(c.state)[name] for name in COUNTERS}
-    common |= {"split": c.placement.plan.split, "history": [asdict(stats) for stats in c.state.history]}
-    own = {"groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]}
+    common |= {
+        "split": c.placement.plan.split,
+        "history": [asdict(stats) for stats in c.state.history],
+    }
+    own = {
+        "groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]
+    }
     return common, own | {"rewards": c.rewards.state(), "random": torch.get_rng_state().tolist()}
 
 
 def trainers_of(c: Controller) -> dict[str, Trainer]:
     """The models that are trained, by their folder in a checkpoint."""
-    return {"megatron": c.placement.actor} | {f"critic_{each.name}": each for each in c.placement.critics}
+    return {"megatron": c.placement.actor} | {
+        f"critic_{each.name}": each for each in c.placement.critics
+    }
 
 
 async def restore(c: Controller, folder: Path) -> None:
@@ -89,11 +96,17 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
     vars(c.state).update({name: common[name] for name in COUNTERS})
     rows = [group for own in controllers for group in own["groups"]]
     groups = [[Sample(**row | {"media": ()}) for row in group] for group in rows]
-    c.prompts.load_state(common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1)
-    c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])  # to be summed
+    c.prompts.load_state(
+        common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1
+    )
+    # to be summed
+    c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])
     split, history = Split(*common["split"]), [stats_from(row) for row in common["history"]]
     plans = {plan.split: plan for plan in c.placement.plans}
-    if common["ranks"] == c.world.size and {split, *(stats.split for stats in history)} <= plans.keys():
+    if (
+        common["ranks"] == c.world.size
+        and {split, *(stats.split for stats in history)} <= plans.keys()
+    ):
         c.placement.plan, c.state.history = plans[split], history
     if rank < len(controllers):
         torch.set_rng_state(torch.tensor(controllers[rank]["random"], dtype=torch.uint8))
@@ -102,10 +115,14 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
 def stats_from(row: dict) -> StepStats:
     """The inverse of asdict."""
     roles = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
-    return StepStats(**row | roles | {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])})
+    return StepStats(
+        **row | roles | {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
+    )
 
 
-def write_part(folder: Path, rank: int, state: tuple[dict, dict], shards: Writers, hf: Writers) -> Part:
+def write_part(
+    folder: Path, rank: int, state: tuple[dict, dict], shards: Writers, hf: Writers
+) -> Part:
     """Write one rank's files. Runs in the forked process. hf: empty on most ranks."""
     common = {COMMON: state[0]} if rank == 0 else {}
     own = {f"controllers/rank_{rank}.json": state[1]}
@@ -181,7 +198,8 @@ class Checkpoints:
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            errors = await self.world.gather(result and result[1])  # None of a rank that still writes
+            # None of a rank that still writes
+            errors = await self.world.gather(result and result[1])
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:
                 error = f"not written after {waited_s:.0f} s"
@@ -202,15 +220,19 @@ class Checkpoints:
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
         shards, complete_shards, hf = {}, {}, {}
-        for name, trainer in reversed(trainers.items()):  # the actor last, whose weights are pushed next
+        # the actor last, whose weights are pushed next
+        for name, trainer in reversed(trainers.items()):
             await c.placement.give_device_to(trainer)
-            shards[name], complete_shards[name] = await self.world.run(trainer.snapshot, folder / name)
+            shards[name], complete_shards[name] = await self.world.run(
+                trainer.snapshot, folder / name
+            )
             if self.is_due(step, self.config.save_hf_every):
                 weights = await self.world.run(trainer.whole_weights)
                 as_hf = "hf" if name == "megatron" else f"hf_{name}"
                 hf |= {as_hf: partial(trainer.write_hf, weights)} if weights else {}
         work = partial(write_part, folder, rank, state, shards, hf)
-        writer = await self.world.run(self.start_writer, work)  # its thread lives as long as the run
+        # its thread lives as long as the run
+        writer = await self.world.run(self.start_writer, work)
         self.saving = Saving(step, folder, writer, complete_shards)
 
     async def _end(self, c: Controller, error: str) -> None:
@@ -230,8 +252,14 @@ class Checkpoints:
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         if self.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        left = "there is none yet" if self.newest is None else f"that of step {self.newest} stays the newest"
-        c.report.note(f"CHECKPOINT FAILED: step {step} could not be saved: {error}; {left}, training goes on")
+        left = (
+            "there is none yet"
+            if self.newest is None
+            else f"that of step {self.newest} stays the newest"
+        )
+        c.report.note(
+            f"CHECKPOINT FAILED: step {step} could not be saved: {error}; {left}, training goes on"
+        )
 
 
 def make_folders(folder: Path, *names: str) -> None:
@@ -266,11 +294,14 @@ class ResumePoint(NamedTuple):
     ended_s: float = 0.0
 
 
-async def prepare_out(config: Config, world: World, say: Callable[[str], None]) -> ResumePoint | None:
+async def prepare_out(
+    config: Config, world: World, say: Callable[[str], None]
+) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if any(await world.gather(was_obeyed(config))):
-            config = replace(config, resume="auto")  # what that has led to is in the newest checkpoint
+            # what that has led to is in the newest checkpoint
+            config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)
         return await on_rank_0(world, make_ready, config, folder, say)
     except OSError as error:
@@ -280,7 +311,8 @@ async def prepare_out(config: Config, world: World, say: Callable[[str], None]) 
 def was_obeyed(config: Config) -> bool:
     """Whether --resume was: torchrun has started this rank again, and a checkpoint since it began."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return False  # without torchrun the parent may be outside the container, where psutil can't look
+        # without torchrun the parent may be outside the container, where psutil can't look
+        return False
     folder, began = Path(config.out, "checkpoints"), psutil.Process(os.getppid()).create_time()
     return any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
@@ -294,7 +326,9 @@ async def find_checkpoint(config: Config, world: World, say: Callable[[str], Non
         choice = "which is called step_<n>; or say auto or never"
         raise UserError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
     for folder in named or [checkpoints / f"step_{step}" for step in steps]:
-        found = await world.gather(await world.run(atomic_files.verify, folder, world.rank, world.size))
+        found = await world.gather(
+            await world.run(atomic_files.verify, folder, world.rank, world.size)
+        )
         if not (damage := next(filter(None, found), "")):
             return folder
         if named:
@@ -302,15 +336,21 @@ async def find_checkpoint(config: Config, world: World, say: Callable[[str], Non
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}; the one before is used")
     if steps:
-        choice = "--resume never moves them aside and starts anew, --resume DIR takes one of your choice"
+        choice = (
+            "--resume never moves them aside and starts anew, --resume DIR takes one of your choice"
+        )
         raise UserError(f"{checkpoints}/: none of its {len(steps)} checkpoints is whole; {choice}")
     return None
 
 
-def make_ready(config: Config, folder: Path | None, say: Callable[[str], None]) -> ResumePoint | None:
+def make_ready(
+    config: Config, folder: Path | None, say: Callable[[str], None]
+) -> ResumePoint | None:
     """Move away what an earlier run left, or cut it back to the checkpoint that this one goes on from."""
     out, step = Path(config.out), step_of(folder) if folder else 0
-    last = max((row["step"] for row in atomic_files.complete_rows(out / "metrics.jsonl")), default=-1)
+    last = max(
+        (row["step"] for row in atomic_files.complete_rows(out / "metrics.jsonl")), default=-1
+    )
     if config.resume == "auto" and (step > config.steps or step == config.steps <= last):
         folder = None  # the run did its steps: it left a last row then, after its last checkpoint
     if folder:
@@ -340,7 +380,9 @@ def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
         changed.append(f"--{dashed(name)} {new} (was {old})")
     for path, checksum in sums_of_files(config).items():
         if common.get("files", {}).get(path, checksum) != checksum:  # an older checkpoint has none
-            raise UserError(f"{path} has changed since {folder} was made; --resume never starts anew")
+            raise UserError(
+                f"{path} has changed since {folder} was made; --resume never starts anew"
+            )
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
 

@@ -183,12 +183,21 @@ class Config:
         yield not halves, "--rollout-only never trains, --train-only starts no engine: choose one"
         replays = self.train_only == bool(self.replay)
         yield replays, "--train-only and --replay FILE, of a --rollout-only run, go together"
-        rewarded = self.command != "rl" or not self.model or self.judge or self.rule or self.train_only
-        yield bool(rewarded), "--model needs a --judge or a --rule, which say what an answer is worth"
+        rewarded = (
+            self.command != "rl" or not self.model or self.judge or self.rule or self.train_only
+        )
+        yield (
+            bool(rewarded),
+            "--model needs a --judge or a --rule, which say what an answer is worth",
+        )
         weights, shown = self.reward_weights, f"--reward-weights {as_text(self.reward_weights)}"
         needed = len(self.judge_models) - len(self.cost_judge) + len(self.rule)
-        yield len(weights) in (0, needed), f"{shown}: one for each --judge, then each --rule, so {needed}"
-        finite = not weights or (min(weights) >= 0 and 0 < sum(weights) < math.inf)  # NaN is refused, too
+        yield (
+            len(weights) in (0, needed),
+            f"{shown}: one for each --judge, then each --rule, so {needed}",
+        )
+        # NaN is refused, too
+        finite = not weights or (min(weights) >= 0 and 0 < sum(weights) < math.inf)
         yield finite, f"{shown}: finite numbers are needed, none below 0 and one above"
 
 
@@ -206,7 +215,9 @@ PRESETS = {  # a preset is what differs from Config's defaults
     "base": {},
     "tiny": DEMO,
     "images": DEMO,
-    "cuda": dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, max_running_requests=256)
+    "cuda": dict(
+        dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, max_running_requests=256
+    )
     | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, recompute=True),
 }
 
@@ -243,7 +254,9 @@ def as_text(value: object) -> str:
 
 def printable(text: str) -> str:
     """Text from elsewhere as a terminal may see it: an escape sequence could rewrite the screen."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -256,17 +269,24 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
     command = COMMANDS[name]
     epilog = "commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items())
-    form = {"formatter_class": argparse.RawDescriptionHelpFormatter, "argument_default": argparse.SUPPRESS}
+    form = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "argument_default": argparse.SUPPRESS,
+    }
     form |= {"usage": f"run.py {name} [--name value ...]", "description": usage, "epilog": epilog}
     parser = Parser(allow_abbrev=False, **form)
     for group, settings in documented_settings().items():
         if group in command.groups:
             heading = parser.add_argument_group(group)
             for field, comment in settings:
-                shown = f"{comment} [{as_text(field.default)}]".removesuffix(" []").removesuffix(" [False]")
+                shown = f"{comment} [{as_text(field.default)}]".removesuffix(" []").removesuffix(
+                    " [False]"
+                )
                 heading.add_argument(f"--{dashed(field.name)}", help=shown, **option(field))
     parsed = vars(parser.parse_args(rest))
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()}
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()
+    }
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
     if preset not in PRESETS:
         raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")

@@ -48,7 +48,8 @@ class State:
     history: list[StepStats] = field(default_factory=list)  # what the newest steps measured
     empty_steps: int = 0  # in a row
     skips: int = 0  # in a row
-    log_multiplier: float = 0.0  # of the cost, where there is a constraint: ln(lambda / lagrange_init)
+    # of the cost, where there is a constraint: ln(lambda / lagrange_init)
+    log_multiplier: float = 0.0
 
 
 @dataclass
@@ -68,7 +69,9 @@ class Controller:
     checkpoints: Checkpoints
     references: list[Reference] = field(default_factory=list)  # one, if the KL to it is asked for
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = rollout.collect  # or a replay's
-    learn: Callable[[Controller, MiniBatches], Awaitable[dict]] = field(default_factory=lambda: learn)
+    learn: Callable[[Controller, MiniBatches], Awaitable[dict]] = field(
+        default_factory=lambda: learn
+    )
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
     stopping: int = 0  # the signal that asked one of the controllers to stop, once all know
@@ -83,11 +86,11 @@ async def train(c: Controller) -> int:
         batch = await c.collect(c)  # generate, judge, refill until the step has its groups
         if c.stopping:
             break
-        mini_batches = await exchange(batch.kept, c)  # all controllers meet: equal work for every rank
+        mini_batches = await exchange(batch.kept, c)  # all meet: equal work for every rank
         await c.placement.to_training()  # engines sleep; trainers wake as they are needed
         with c.timeline.span("train"):
             stats = await c.learn(c, mini_batches)
-        decision = await rebalance(c, batch.stats)  # everything sleeps but the trainers: the split may move
+        decision = await rebalance(c, batch.stats)  # engines sleep: the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
@@ -121,7 +124,9 @@ def deal(facts: list[tuple], cost: Callable[[int], int], config: Config, dp_size
             assert key not in tokens, "two controllers hold the same sample"
             tokens[key], holders[key] = length, rank
     plan = plan_batch(tokens, cost, config, dp_size, images)
-    receivers = {key: ranks[0] for share, ranks in zip(plan, groups, strict=True) for key in flat(share)}
+    receivers = {
+        key: ranks[0] for share, ranks in zip(plan, groups, strict=True) for key in flat(share)
+    }
     return plan, holders, receivers, groups
 
 
@@ -134,17 +139,22 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
         algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
     actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
-    lengths: dict[int, list[int]] = {}  # prompt_id -> tokens of its answers, 0 of one that isn't held here
+    # prompt_id -> tokens of its answers, 0 of one that isn't held here
+    lengths: dict[int, list[int]] = {}
     for (prompt_id, index), sample in sorted(mine.items()):
         row = lengths.setdefault(prompt_id, [])
         row += [0] * (index - len(row)) + [len(sample.prompt) + len(sample.response)]
-    images = {sample.prompt_id: cost for sample in samples if (cost := actor.image_cost(sample.prompt))}
+    images = {
+        sample.prompt_id: cost for sample in samples if (cost := actor.image_cost(sample.prompt))
+    }
     facts, outgoing = await c.world.gather((actor.dp_rank, lengths, images)), {}
     plan, holders, receivers, groups = deal(facts, actor.cost, c.config, actor.dp_size)
     for key, sample in mine.items():
         outgoing.setdefault(receivers[key], []).append(sample)
     first, *others = members = groups[actor.dp_rank]
-    senders = {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
+    senders = (
+        {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
+    )
     incoming = await c.world.exchange(outgoing, senders)
     if others:
         share = [sample for parcel in incoming.values() for sample in parcel]
@@ -152,7 +162,10 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
         incoming = await c.world.exchange(outgoing, {first})
     found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
     c.prompts.attach_images(list(found.values()))
-    return [[[found[key] for key in micro] for micro in mini_batch] for mini_batch in plan[actor.dp_rank]]
+    return [
+        [[found[key] for key in micro] for micro in mini_batch]
+        for mini_batch in plan[actor.dp_rank]
+    ]
 
 
 async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
@@ -176,8 +189,10 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
     for critic in c.placement.critics:
         await c.placement.give_device_to(critic)
         await c.world.run(critic.compute_values, mini_batches)
-    mine = samples if c.placement.actor.is_head else []  # others of its model-parallel group hold the same
-    if c.algorithm.gathers_signals:  # `exchange` couldn't score whole groups before their answers moved
+    # others of its model-parallel group hold the same
+    mine = samples if c.placement.actor.is_head else []
+    # `exchange` couldn't score whole groups before their answers moved
+    if c.algorithm.gathers_signals:
         parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
         metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
         algorithms.set_scores(samples, parts, c.algorithm)
@@ -211,7 +226,9 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:
-        c.report.note(f"step {c.state.step + 1}: loss or gradient aren't finite: the update is skipped")
+        c.report.note(
+            f"step {c.state.step + 1}: loss or gradient aren't finite: the update is skipped"
+        )
     if c.state.skips == MAX_SKIPS:
         path = c.report.dump(flat(mini_batches) if c.placement.actor.is_head else [])
         problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
@@ -253,7 +270,9 @@ async def evaluate(c: Controller, step: int) -> None:
     c.report.accuracy(step, sum(n for n, _ in counts) / sum(n for _, n in counts), c.timeline.now())
 
 
-async def answer_greedily(c: Controller, sample: Sample, prompt: Prompt, tasks: rollout.Tasks) -> None:
+async def answer_greedily(
+    c: Controller, sample: Sample, prompt: Prompt, tasks: rollout.Tasks
+) -> None:
     sample.media = prompt.images()
     async for _, answer in rollout.ask(c, [sample], tasks):
         sample.response, sample.finish = sample.response + answer.tokens, answer.finish

@@ -23,7 +23,14 @@ from training import hf_weights
 from training import model as models
 from training.executor import Update
 from training.packing import NO_TARGET, MicroBatch
-from training.trainer import GPTModel, LossSums, OutputLoss, Trainer, TransformerConfig, as_sequences
+from training.trainer import (
+    GPTModel,
+    LossSums,
+    OutputLoss,
+    Trainer,
+    TransformerConfig,
+    as_sequences,
+)
 
 # statistics that are summed over targets; those of returns and errors are of the values before the step
 STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")
@@ -35,13 +42,16 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
         """As Megatron calls an output layer, which may also return a bias."""
         if self.config.sequence_parallel:  # a part of the tokens -> all values, of equal gradients
-            hidden = models.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+            gather = models.gather_from_sequence_parallel_region
+            hidden = gather(hidden, tensor_parallel_output_grad=False)
         return F.linear(hidden, self.weight), None
 
 
@@ -56,12 +66,15 @@ class Critic(Trainer):
         super().__init__(config, model_dir, reverse=schedule_of(config).fuses)
 
     def _load_chunk(self, hf: dict, model_config: TransformerConfig, number: int) -> GPTModel:
-        gpt = models.build_chunk(hf | {"tie_word_embeddings": False}, model_config, self.groups, number)
+        gpt = models.build_chunk(
+            hf | {"tie_word_embeddings": False}, model_config, self.groups, number
+        )
         if gpt.post_process:
             gpt.output_layer = ValueHead(model_config)
         gpt = gpt.to(self.device)
         weights = hf_weights.HFWeights(self.model_dir, "--critic")
-        weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])  # in the output layer's place
+        # in the output layer's place
+        weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])
         hf_weights.load_weights(gpt, weights)
         return gpt
 
@@ -73,12 +86,16 @@ class Critic(Trainer):
 
     def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
         """Learn `returns[name]` of this data-parallel rank's samples. Returns metrics (collective)."""
-        lr = self.config.critic_lr * min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
+        lr = self.config.critic_lr * min(
+            1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps)
+        )
         steps = []
         for micro_batches in mini_batches * self.algorithm.critic_epochs:
             samples = flat([micro_batches])
             rows = [s.returns[self.name] for s in samples], [s.values[self.name] for s in samples]
-            columns = (torch.tensor([*chain(*c)], dtype=torch.float32, device=self.device) for c in rows)
+            columns = (
+                torch.tensor([*chain(*c)], dtype=torch.float32, device=self.device) for c in rows
+            )
             loss = returns_loss(*columns, self.algorithm.value_clip)
             steps.append((yield from self.step(as_sequences(micro_batches), loss, STATS, lr)))
         self.version += 1
@@ -89,7 +106,8 @@ class Critic(Trainer):
         return ((HEAD if name == "lm_head.weight" else name, tensor) for name, tensor in named)
 
     def _hf_config(self, hf: dict) -> dict:
-        label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}  # how transformers counts one number
+        # how transformers counts one number
+        label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         architecture = f"{hf['model_type'].capitalize()}ForSequenceClassification"
         return super()._hf_config(hf) | label | {"architectures": [architecture]}
 
@@ -109,13 +127,16 @@ def target_values(batch: MicroBatch, output: Tensor) -> Tensor:
     return output[0, batch.slots != NO_TARGET, 0].float()
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
     """The clipped squared error of each token, and whether the clip cut its gradient. All tensors: [tokens].
 
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
     than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2), not its paper.
     """
-    clipped_values = values.clamp(old_values - clip, old_values + clip)  # bit for bit `values` inside
+    # bit for bit `values` inside
+    clipped_values = values.clamp(old_values - clip, old_values + clip)
     plain, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
 
@@ -125,7 +146,9 @@ def returns_loss(returns: Tensor, old_values: Tensor, clip: float) -> OutputLoss
 
     def output_loss(batch: MicroBatch, output: Tensor) -> LossSums:
         slots = batch.slots[batch.slots != NO_TARGET]
-        loss, clipped = value_loss(target_values(batch, output), old_values[slots], returns[slots], clip)
+        loss, clipped = value_loss(
+            target_values(batch, output), old_values[slots], returns[slots], clip
+        )
         known = returns[slots].double()
         errors = known - old_values[slots].double()
         stats = zip(STATS, (clipped, known, known**2, errors, errors**2), strict=True)
@@ -138,7 +161,9 @@ def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Of one update's optimizer steps: means over tokens, and means and sums over steps."""
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     mean = {name: total[name] / max(total["divisor"], 1.0) for name in ("loss", *STATS)}
-    of_returns, of_errors = (mean[f"{name}_squared"] - mean[name] ** 2 for name in ("returns", "errors"))
+    of_returns, of_errors = (
+        mean[f"{name}_squared"] - mean[name] ** 2 for name in ("returns", "errors")
+    )
     return {
         "value_loss": mean["loss"],
         # 1: the values before the step told the returns apart perfectly; 0: no better than their mean

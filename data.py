@@ -49,7 +49,9 @@ class Source(Protocol):
 class Prompts:
     """A cursor over a source and its requeued prompts, equal on all ranks; `groups` stay where they are."""
 
-    def __init__(self, source: Source, answers: int, keeps_groups=False, has_greedy=False, has_images=False):
+    def __init__(
+        self, source: Source, answers: int, keeps_groups=False, has_greedy=False, has_images=False
+    ):
         """answers: of a group, one more with has_greedy. keeps_groups: of requeued prompts."""
         self.source, self.held_out, self._has_images = source, source.held_out, has_images
         self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
@@ -85,7 +87,9 @@ class Prompts:
         prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
         asked = (prompt.tokens, prompt.question, prompt.answer_key)
         shown = (prompt.images(), prompt.turns)
-        return [Sample(prompt_id, i, *asked, *shown, greedy=i == self._answers) for i in range(count)]
+        return [
+            Sample(prompt_id, i, *asked, *shown, greedy=i == self._answers) for i in range(count)
+        ]
 
     def attach_images(self, samples: list[Sample]) -> None:
         """Read the images of samples, which came without: none passes from controller to controller.
@@ -100,7 +104,8 @@ class Prompts:
     def requeue(self, prompt_ids: list[int], groups: list[list[Sample]]) -> None:
         """Prompts that weren't used come first in the next step; `groups` are this controller's of them."""
         self.requeued[:0] = prompt_ids
-        self.owners = {i: self.owners[i] for i in self.requeued if self._keeps_groups and i in self.owners}
+        kept = [i for i in self.requeued if self._keeps_groups and i in self.owners]
+        self.owners = {i: self.owners[i] for i in kept}
         if self._keeps_groups:
             self.groups |= {group[0].prompt_id: group for group in groups}
 
@@ -109,7 +114,9 @@ class Prompts:
         owners = list(self.owners.items())
         return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": owners}
 
-    def load_state(self, state: dict, groups: list[list[Sample]], controllers: int, rank: int) -> None:
+    def load_state(
+        self, state: dict, groups: list[list[Sample]], controllers: int, rank: int
+    ) -> None:
         """groups: of all controllers. rank: this one's data-parallel rank; -1 of one that asks no engine."""
         self.cursor, self.requeued = state["cursor"], list(state["requeued"])
         if self._keeps_groups:
@@ -157,9 +164,14 @@ class PromptFile(Sequence[Prompt]):
     """
 
     def __init__(
-        self, path: Path, tokenizer: Tokenizer, max_tokens: int, skip_long: bool = False,
-        say: Callable[[str], None] = print, reader: ImageReader | None = None,
-    ):  # fmt: skip
+        self,
+        path: Path,
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        skip_long: bool = False,
+        say: Callable[[str], None] = print,
+        reader: ImageReader | None = None,
+    ):
         """max_tokens: room in the context. skip_long: leave out longer ones. reader: of a model that sees.
 
         UserError for what can't be used: file and line.
@@ -197,7 +209,9 @@ class PromptFile(Sequence[Prompt]):
         return PromptRow(where, prompt, row.get("answer"), images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        return self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
+        return (
+            self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
+        )
 
     def _tokens(self, row: PromptRow) -> list[int]:
         images = self._images(row)
@@ -216,7 +230,9 @@ class PromptFile(Sequence[Prompt]):
 
     def _too_long(self, where: str, tokens: int) -> UserError:
         room = f"--max-model-len less --max-new-tokens leaves room for {self._max_tokens}"
-        return UserError(f"{where}: the prompt has {tokens} tokens, but {room}; --skip-long leaves it out")
+        return UserError(
+            f"{where}: the prompt has {tokens} tokens, but {room}; --skip-long leaves it out"
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -290,9 +306,12 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text,
-    images: Sequence[Image] = (), where: str = "--data",
-) -> list[int]:  # fmt: skip
+    tokenizer: Tokenizer,
+    reader: ImageReader | None,
+    prompt: Text,
+    images: Sequence[Image] = (),
+    where: str = "--data",
+) -> list[int]:
     """As `encode`; if the model sees, with its image tokens for each IMAGE. UserError if too few or many."""
     if reader is None:
         return encode(tokenizer, prompt)
@@ -313,11 +332,14 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = I
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
+
     # the template alone makes special tokens, and IMAGE, which Qwen's templates write as is done here
     def plain(text: str) -> str:
         return break_special_tokens(tokenizer, text).replace(IMAGE, image)
 
-    turns = [{name: plain(x) if isinstance(x, str) else x for name, x in turn.items()} for turn in prompt]
+    turns = [
+        {name: plain(x) if isinstance(x, str) else x for name, x in turn.items()} for turn in prompt
+    ]
     settings = {"add_generation_prompt": not is_complete, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(turns, **settings)["input_ids"]

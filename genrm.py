@@ -138,8 +138,12 @@ class Judge:
     """One judge model with its own tokenizer. Number m is served by the genrm engines whose `model` is m."""
 
     def __init__(
-        self, config: Config, number: int, tokenizer: data.Tokenizer, reader: ImageReader | None = None
-    ):  # fmt: skip
+        self,
+        config: Config,
+        number: int,
+        tokenizer: data.Tokenizer,
+        reader: ImageReader | None = None,
+    ):
         model_dir, self.format = config.judge_models[number], formats_of(config)[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop, self.reader = data.stop_tokens(model_dir, tokenizer, reader), reader

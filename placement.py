@@ -88,7 +88,12 @@ def auto(everyone: tuple[int, ...], config: Config) -> list[Plan]:
     return [plan for mode in modes for plan in mode(everyone, config)]
 
 
-PLANS = {"full": full_colocation, "partial": partial_colocation, "fused": inter_stage_fusion, "auto": auto}
+PLANS = {
+    "full": full_colocation,
+    "partial": partial_colocation,
+    "fused": inter_stage_fusion,
+    "auto": auto,
+}
 
 
 def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Plan]:
@@ -120,6 +125,7 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
         mode = "partial" if config.mode in ("fused", "auto") else config.mode
         return [Plan(mode, everyone, (), everyone, config.rollout_tp, tp)]
     plans = PLANS[config.mode](everyone, config)
+
     def served(plan: Plan) -> set[int]:
         return {judge_of(rank, tp, judges) for rank in plan.leads("genrm")}
 
@@ -148,9 +154,13 @@ class Placement:
     """Who holds this rank's device now: the plan, the trainers and the engines of both roles."""
 
     def __init__(
-        self, plans: list[Plan], trainers: list[Trainer], pools: dict[str, Pool], world: World,
+        self,
+        plans: list[Plan],
+        trainers: list[Trainer],
+        pools: dict[str, Pool],
+        world: World,
         timeline: Timeline,
-    ):  # fmt: skip
+    ):
         """trainers: the actor, then the critics. pools: by role."""
         self.plans, self.plan = plans, plans[0]
         self.actor, *self.critics = trainers

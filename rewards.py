@@ -67,7 +67,9 @@ class UserCode(AbstractContextManager):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
         if isinstance(error, Exception):
-            lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == self.file]
+            lines = [
+                frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == self.file
+            ]
             where = f" ({self.file}:{lines[-1]})" if lines else ""
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UserError(f"{self.title}{where}: {what}") from None
@@ -99,7 +101,9 @@ def load(signal: str, spec: str) -> Rule:
             return Rule(signal, partial(function, **match.groupdict()), UserCode(title))
     path, _, name = (spec, "", signal) if spec.endswith(".py") else spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7")
+        raise UserError(
+            f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7"
+        )
     code = UserCode(title, str(Path(path).resolve()))
     found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
@@ -146,7 +150,9 @@ class Rewards:
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
         critiques = [judgement.critique for judgement in judgements]
         if (count := len(self.judges)) > 1:
-            critiques[:count] = [f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])]
+            critiques[:count] = [
+                f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])
+            ]
         sample.critique = "\n".join(filter(None, critiques))
         values = [judgement.value for judgement in judgements]
         if None in values:
@@ -206,10 +212,15 @@ class Rewards:
 
 
 def build(
-    config: Config, tokenizers: list[Tokenizer], decode: Decode, readers: Sequence[ImageReader | None] = ()
+    config: Config,
+    tokenizers: list[Tokenizer],
+    decode: Decode,
+    readers: Sequence[ImageReader | None] = (),
 ) -> Rewards:
     """tokenizers, readers: of the judges; default: none sees. UserError as from `load` and `formats_of`."""
     reads = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *each) for number, each in enumerate(reads)]
-    rules = [load("reward", spec) for spec in config.rule] + [load("cost", spec) for spec in config.cost_rule]
+    rules = [load("reward", spec) for spec in config.rule] + [
+        load("cost", spec) for spec in config.cost_rule
+    ]
     return Rewards(config, judges, rules, decode)

@@ -80,8 +80,11 @@ class Tasks:
 class RolloutStep:
     """One controller's part of a step: the sampler that all controllers share, and this one's groups."""
 
-    def __init__(self, c: Controller, sampler: DynamicSampler, keeps: Callable[[list[Sample]], bool]):
-        self.c, self.sampler, self.keeps = c, sampler, keeps  # keeps: does a judged group teach something?
+    def __init__(
+        self, c: Controller, sampler: DynamicSampler, keeps: Callable[[list[Sample]], bool]
+    ):
+        # keeps: does a judged group teach something?
+        self.c, self.sampler, self.keeps = c, sampler, keeps
         self.groups: dict[int, list[Sample]] = {}  # by prompt_id
         self.unwritten: dict[int, int] = {}  # prompt_id -> answers that aren't finished
         self.tasks, self.batch = Tasks(), RolloutBatch()
@@ -107,10 +110,14 @@ class RolloutStep:
         self.sampler.add(drawn, wave.number)
         mine = [p for p, owner in owners.items() if owner == actor.dp_rank and actor.is_head]
         self.groups |= {prompt_id: c.prompts.group(prompt_id) for prompt_id in mine}
-        self.unwritten |= {p: sum(not sample.is_finished for sample in self.groups[p]) for p in mine}
+        self.unwritten |= {
+            p: sum(not sample.is_finished for sample in self.groups[p]) for p in mine
+        }
         return mine
 
-    def start(self, prompt_ids: list[int], work: Callable[[RolloutStep, list[Sample]], Coroutine]) -> None:
+    def start(
+        self, prompt_ids: list[int], work: Callable[[RolloutStep, list[Sample]], Coroutine]
+    ) -> None:
         for prompt_id in prompt_ids:
             self.tasks.start(prompt_id, work(self, self.groups[prompt_id]))
 
@@ -133,7 +140,8 @@ async def collect(c: Controller) -> RolloutBatch:
         await MODES[c.placement.plan.mode](step)
         await cut_off(c, step.tasks)
     for sample in flat([step.groups.values()]):
-        sample.media = ()  # they stay here: whoever trains on it, or takes it up again, reads them anew
+        # they stay here: whoever trains on it, or takes it up again, reads them anew
+        sample.media = ()
     if c.stopping:
         c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
         return step.batch
@@ -141,10 +149,15 @@ async def collect(c: Controller) -> RolloutBatch:
     partition(step)
     placement, finished = c.placement, [s for s in flat([step.groups.values()]) if s.is_finished]
     step.batch.stats = StepStats(
-        placement.plan.split, placement.rollout.pop_stats(), placement.genrm.pop_stats(), sampler.waves,
-        serve_s=c.timeline.now() - start, swap_s=placement.swap_s, hand_over_s=placement.hand_over_s,
+        placement.plan.split,
+        placement.rollout.pop_stats(),
+        placement.genrm.pop_stats(),
+        sampler.waves,
+        serve_s=c.timeline.now() - start,
+        swap_s=placement.swap_s,
+        hand_over_s=placement.hand_over_s,
         lengths=histogram(len(sample.response) for sample in finished),
-    )  # fmt: skip
+    )
     return step.batch
 
 
@@ -193,7 +206,9 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
 MODES = {"full": generate_then_judge, "partial": judge_as_generated, "fused": judge_beside_the_tail}
 
 
-async def ask(c: Controller, group: list[Sample], tasks: Tasks) -> AsyncIterator[tuple[Sample, Answer]]:
+async def ask(
+    c: Controller, group: list[Sample], tasks: Tasks
+) -> AsyncIterator[tuple[Sample, Answer]]:
     """What engines generate, for the caller to append. What they abort is asked again, unless all ends."""
     while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
         requests = []
@@ -249,7 +264,8 @@ async def generate_and_judge(step: RolloutStep, group: list[Sample]) -> None:
 
 async def judge_one(step: RolloutStep, sample: Sample) -> None:
     if step.tasks.closed:
-        return  # it finished a moment before its group was cut off: a call now would outlive the step
+        # it finished a moment before its group was cut off: a call now would outlive the step
+        return
     c, clock = step.c, asyncio.get_running_loop().time
     start = clock()
     step.judging += 1
@@ -286,7 +302,9 @@ class Meeting(NamedTuple):
     stop: int
 
 
-async def sync_controllers(c: Controller, facts: Any, total: Callable[[list], Any] = sum) -> Meeting:
+async def sync_controllers(
+    c: Controller, facts: Any, total: Callable[[list], Any] = sum
+) -> Meeting:
     """All tell each other their facts, how their engines are, whether to stop (collective); `follow` acts."""
 
     def total_of(parts: list[Meeting]) -> Meeting:
@@ -302,7 +320,10 @@ def follow(c: Controller, meeting: Meeting) -> None:
     """Remember a stop, else route around lost engines, on all alike. UserError if a role has none left."""
     c.stopping = max(c.stopping, meeting.stop)
     if not c.stopping:  # else all is cut off, and saved, whoever is left
-        for pool, status in ((c.placement.rollout, meeting.rollout), (c.placement.genrm, meeting.genrm)):
+        for pool, status in (
+            (c.placement.rollout, meeting.rollout),
+            (c.placement.genrm, meeting.genrm),
+        ):
             for line in pool.apply_status(status):
                 c.report.note(line)
 
@@ -310,7 +331,9 @@ def follow(c: Controller, meeting: Meeting) -> None:
 async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
     """All tell which groups finished (collective). Returns what is left, and tokens owed, by rank."""
     c, sampler, unwritten = step.c, step.sampler, step.unwritten
-    ended = sorted(p for p in unwritten if p not in step.tasks.running and p not in sampler.informative)
+    ended = sorted(
+        p for p in unwritten if p not in step.tasks.running and p not in sampler.informative
+    )
     mine = {p: step.keeps(step.groups[p]) for p in ended if not unwritten[p]}
     left = (sum(unwritten.values()), step.judging, sum(map(len, step.groups.values())))
     facts = (mine, [*unwritten.values()].count(0), c.rewards.counts(), left)
@@ -325,7 +348,9 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
 def total_of_groups(parts: list[tuple]) -> tuple:
     finished, generated, counts, left = zip(*parts, strict=True)
     union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-    sums = ([sum(column) for column in zip(*rows, strict=True)] for rows in zip(*counts, strict=True))
+    sums = (
+        [sum(column) for column in zip(*rows, strict=True)] for rows in zip(*counts, strict=True)
+    )
     return union, sum(generated), tuple(sums), tuple(map(sum, zip(*left, strict=True)))
 
 

@@ -1,12 +1,12 @@
 """nanoYATT: RLHF with parallel controllers, Megatron-Core and SGLang, on a laptop's CPU or on GPUs.
 
-    torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
-    torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
-    torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
-    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
-    python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
-    python run.py check                                               what is installed, what is free
+torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
+torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
+torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
+torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
+torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
+python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
+python run.py check                                               what is installed, what is free
 """
 
 from __future__ import annotations
@@ -74,18 +74,23 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
-    maps, arguments = "--map" in arguments, [each for each in arguments if each != "--map"]  # no setting
+    # no setting
+    maps, arguments = "--map" in arguments, [each for each in arguments if each != "--map"]
     config, ranks = parse_config(arguments, __doc__), int(os.environ.get("WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     if config.dry_run:
         dry_run.dry_run(config, plans, ranks or 2, maps)
         return ""
     if maps:
-        raise UserError("--map belongs to --dry-run: it prints what a search finds, and starts nothing")
+        raise UserError(
+            "--map belongs to --dry-run: it prints what a search finds, and starts nothing"
+        )
     choose_device(config)
     if config.command == "eval":
         if ranks > 1:
-            raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
+            raise UserError(
+                f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ..."
+            )
         work = evaluate.run(config)
     elif not ranks:
         raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
@@ -119,12 +124,18 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
             words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
             launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
             launch = launch if rendezvous.is_local() else "the same command on each machine"
-            saved = f"go on with: {launch}" if c.checkpoints.newest == c.state.step else "nothing was saved"
+            saved = (
+                f"go on with: {launch}"
+                if c.checkpoints.newest == c.state.step
+                else "nothing was saved"
+            )
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
         if config.rollout_only:
-            progress.line(f"to train on what was served: --train-only --replay {config.out}/replay.jsonl")
+            progress.line(
+                f"to train on what was served: --train-only --replay {config.out}/replay.jsonl"
+            )
         return ""
 
 
@@ -145,20 +156,29 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
-        joining = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), rendezvous.join, config)
+        joining = asyncio.get_running_loop().run_in_executor(
+            ThreadPoolExecutor(1), rendezvous.join, config
+        )
         world = await joining
         opened.callback(world.close)
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)
         opened.callback(asyncio.create_task(progress.tick()).cancel)
-        lock = held(Path(config.out), progress.line) if world.rank == 0 else contextlib.nullcontext()
+        lock = (
+            held(Path(config.out), progress.line) if world.rank == 0 else contextlib.nullcontext()
+        )
         await raise_on_all(world, opened.enter_async_context(lock))
         yield world, progress
 
 
 async def build(
-    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: shutdown.Stop
+    config: Config,
+    plans: list[Plan],
+    world: World,
+    progress: Progress,
+    fleet: Fleet,
+    stop: shutdown.Stop,
 ) -> Controller:
     """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
     decode, texts, inputs = await world.run(load_inputs, config, progress.line)
@@ -211,7 +231,10 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
         rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
-    sampling, has_images = Sampling(config.temperature, config.max_new_tokens, stop), reader is not None
+    sampling, has_images = (
+        Sampling(config.temperature, config.max_new_tokens, stop),
+        reader is not None,
+    )
     kept = (config.continues_answers, algorithm.greedy, has_images)
     prompts = data.Prompts(source, config.answers_per_prompt, *kept)
     inputs = {"prompts": prompts, "rewards": rewards.build(config, judges, decode, readers)}
@@ -220,7 +243,9 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
         inputs["learn"] = replay.record
     if config.train_only:
         inputs["collect"] = replay.Replay(Path(config.replay), config.algorithm[0]).collect
-    texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest) if algorithm.ptx_data else []
+    texts = (
+        ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest) if algorithm.ptx_data else []
+    )
     return decode, texts, inputs
 
 

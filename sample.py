@@ -26,22 +26,27 @@ class Sample:
     answer_key: str | None = None
     media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
     turns: list[dict] = field(default_factory=list)  # of a chat of several: all before the answer
-    greedy: bool = False  # generated greedily, as a baseline for the others of its group, and not trained on
+    # generated greedily, as a baseline for the others of its group, and not trained on
+    greedy: bool = False
     # rollout.py
     response: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # one per token, under the weights that wrote it
+    # one per token, under the weights that wrote it
+    logprobs: list[float] = field(default_factory=list)
     finish: str = ""  # stop | length: finished; abort: it may be continued
-    versions: list[int] = field(default_factory=list)  # weight version that wrote each response token
+    # weight version that wrote each response token
+    versions: list[int] = field(default_factory=list)
     # rewards.py, which asks the judges of genrm.py
     critique: str = ""
     verdict: bool | None = None
     reward: float | None = None
     cost: float | None = None
     baseline: float = 0.0  # taken off the reward; by algorithms.py
-    scores: dict[str, float] = field(default_factory=dict)  # of its signals in its group; by algorithms.py
+    # of its signals in its group; by algorithms.py
+    scores: dict[str, float] = field(default_factory=dict)
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
-    policy_logprobs: list[float] | None = None  # the trainer's, under the weights at the start of the step
+    # the trainer's, under the weights at the start of the step
+    policy_logprobs: list[float] | None = None
     values: dict[str, list[float]] = field(default_factory=dict)
     returns: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] | None = None

@@ -126,7 +126,9 @@ def last_ten(runs: list[list[Row]], column: str) -> list[list[float]]:
 def table_row(name: str, runs: list[list[Row]], at: list[int]) -> list[str]:
     """Of an algorithm: accuracy after `at` steps, and how it came there; medians over seeds."""
     curves = [curve(rows, "eval/accuracy") for rows in runs]
-    reached = [min((step for step, value in c.items() if value >= TARGET), default=-1) for c in curves]
+    reached = [
+        min((step for step, value in c.items() if value >= TARGET), default=-1) for c in curves
+    ]
     fooled = last_ten(runs, "genrm/false_positive_frac")
     difference = max(max(curve(rows, "train/engine_logprob_diff_max").values()) for rows in runs)
     explained = last_ten(runs, "critic/explained_variance")
@@ -185,7 +187,9 @@ def draw(panels: dict[str, str], results: Results, path: Path, limits: Row | Non
 
     with picture(path, len(panels), width=5.5) as axes:
         for axis, (title, column) in zip(axes, panels.items(), strict=True):
-            for color, (name, runs) in zip(colormaps["tab10"].colors, results.items(), strict=False):
+            for color, (name, runs) in zip(
+                colormaps["tab10"].colors, results.items(), strict=False
+            ):
                 curves = [curve(rows, column) for rows in runs]
                 shared = [step for step in curves[0] if all(step in c for c in curves)]
                 middle = [median(c[step] for c in curves) for step in shared]
@@ -202,7 +206,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}, with --safe {SAFE_STEPS}")
-    parser.add_argument("--beyond", action="store_true", help="ppo on harder prompts instead of the table")
+    parser.add_argument(
+        "--beyond", action="store_true", help="ppo on harder prompts instead of the table"
+    )
     parser.add_argument("--safe", action="store_true", help="safe_rlhf instead of the table")
     given = parser.parse_args()
     end_with_us()

@@ -48,10 +48,10 @@ from simulation.meetings import Network
 RANKS, QUICK, UNIT, PROMPTS, ANSWERS, GRAIN = (64, 256, 1024, 4096), (64, 128, 256), 8, 8, 4, 32
 H20 = Device(**values(read_constants(ROOT / "wechat_yatt.toml")["h20"]))
 MODELS = dict(rollout=(POLICY, 1), genrm=JUDGES["32B"])  # with the devices of an engine, at least
-METADATA = len(pickle.dumps((10**6, 3, 10**3, 511, bytes(28))))  # of a sample: key, tokens, rank, reference
+# of a sample: key, tokens, rank, reference
+METADATA = len(pickle.dumps((10**6, 3, 10**3, 511, bytes(28))))
 WAYS = ("ours", "coordinator", "central")
 TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wrote it
-
 
 
 # ---------------------------------------------------------------- work alike, and what it comes to
@@ -98,7 +98,9 @@ class Counting(Network):
     def _bytes(self, value: Any) -> int:
         start = time.process_time()
         if isinstance(value, list) and value and isinstance(value[0], Sample):
-            tokens = (5 * len(sample.prompt) + TOKEN_BYTES * len(sample.response) for sample in value)
+            tokens = (
+                5 * len(sample.prompt) + TOKEN_BYTES * len(sample.response) for sample in value
+            )
             size = 200 * len(value) + self.grain * sum(tokens)  # 200: its names and numbers
         else:
             size = 0 if value is None else len(pickle.dumps(value))
@@ -150,7 +152,9 @@ class Counted(Simulation):
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         unit, mine = c.world.rank, {sample.key for sample in batch.kept}
-        self.drawn[unit] = len(batch.kept + batch.dropped) + sum(map(len, batch.filtered + batch.carried))
+        self.drawn[unit] = len(batch.kept + batch.dropped) + sum(
+            map(len, batch.filtered + batch.carried)
+        )
         self.held[unit] = self.drawn[unit] + sum(sample.key not in mine for sample in samples)
         self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
         served = (span.rank for span in c.timeline.spans if span.name in self.engines)
@@ -199,7 +203,11 @@ class Scaled(Counted):
         rest = self.cpu_s - decisions - sum(network.spent.values())
         counts = (self.held, network.sent, network.relayed, network.heard, self.requests)
         own = decisions + network.spent["first"] + rest / len(self.controllers)
-        drawn, requests, (count, dealt) = sum(self.drawn.values()), sum(self.requests.values()), network.dealt
+        drawn, requests, (count, dealt) = (
+            sum(self.drawn.values()),
+            sum(self.requests.values()),
+            network.dealt,
+        )
         dealt += count * self.media
         through, puts = drawn * METADATA, drawn + len(self.controllers)
         ours = Busiest(*(max(count.values()) for count in counts), own)
@@ -224,7 +232,9 @@ def table_of(ways: dict[str, dict[int, Busiest]], step_s: dict[int, float]) -> l
         for n, b in found.items():
             megabytes = " | ".join(f"{size / 1e6:,.3f}" for size in (b.sent, b.relayed, b.heard))
             thinks = f"{b.seconds:.2f} s, {b.seconds / step_s[n]:.2%}"
-            lines += [f"| {way} | {n:,} | {b.samples:,} | {megabytes} | {b.requests:,.0f} | {thinks} |"]
+            lines += [
+                f"| {way} | {n:,} | {b.samples:,} | {megabytes} | {b.requests:,.0f} | {thinks} |"
+            ]
         grows = [f"{name} ranks^{x:.2f}" for name, x in exponents(found).items() if abs(x) >= 0.05]
         lines += [f"| {way} | grows: | " + ", ".join(grows or ["nothing"]) + " | | | | | |"]
     return lines

@@ -63,9 +63,13 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     heads = hidden // 64
-    shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, head_dim=64)
+    shape = dict(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, head_dim=64
+    )
     shape |= dict(num_attention_heads=heads, num_key_value_heads=heads)
-    config = Qwen3Config(**shape, vocab_size=32768, tie_word_embeddings=True, max_position_embeddings=512)
+    config = Qwen3Config(
+        **shape, vocab_size=32768, tie_word_embeddings=True, max_position_embeddings=512
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
@@ -148,7 +152,9 @@ def report(rows: list[dict], folder: Path) -> None:
     (newest,) = (folder / "checkpoints").glob("step_*")
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     print(f"checkpoint of {size / GIB:.2f} GiB")
-    runs = {name: [row for row in rows if row["name"] == name] for name in ("forked", "synchronous")}
+    runs = {
+        name: [row for row in rows if row["name"] == name] for name in ("forked", "synchronous")
+    }
     table = []
     for name, of_name in runs.items():
         table.append([name, *(spread([row[key] for row in of_name]) for key in FIGURES)])
@@ -175,7 +181,9 @@ def main() -> None:
     try:
         make_model(folder / "model", given.layers, given.hidden)
         command = [TORCHRUN, "--nproc-per-node", given.ranks, "--master-port", given.port, __file__]
-        run_to_its_end([*command, "--folder", folder, "--repeats", given.repeats], log=folder / "log")
+        run_to_its_end(
+            [*command, "--folder", folder, "--repeats", given.repeats], log=folder / "log"
+        )
         report(json.loads((folder / "rows.json").read_text()), folder)
     finally:
         shutil.rmtree(folder)

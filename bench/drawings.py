@@ -1,6 +1,6 @@
 """A sheet of held-out pictures of the demo whose numbers are drawn, each above its answer.
 
-    python bench/drawings.py              -> docs/images.png
+python bench/drawings.py              -> docs/images.png
 """
 
 from __future__ import annotations

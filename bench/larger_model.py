@@ -1,6 +1,6 @@
 """An actor for `vs_trl.py --size larger`: the demo's task and warm start, nine times its parameters (3.4 M).
 
-    torchrun --nproc-per-node 2 bench/larger_model.py DIR
+torchrun --nproc-per-node 2 bench/larger_model.py DIR
 """
 
 from __future__ import annotations

@@ -14,7 +14,10 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 
 def run_to_its_end(
-    command: list, log: Path | None = None, limit_s: float | None = None, environment: dict | None = None
+    command: list,
+    log: Path | None = None,
+    limit_s: float | None = None,
+    environment: dict | None = None,
 ) -> None:
     """Run a command from the project's folder, with one thread a process. SystemExit if it fails.
 
@@ -40,7 +43,9 @@ def run_to_its_end(
     if status:
         end = ""
         if log:
-            end = f"; the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            end = f"; the end of {log}:\n" + "\n".join(
+                log.read_text(errors="replace").splitlines()[-15:]
+            )
         sys.exit(f"exit status {status} of {' '.join(map(str, command[:6]))} ...{end}")
 
 

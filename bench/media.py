@@ -47,7 +47,9 @@ FOLDER = launch.ROOT / "runs" / "bench" / "media"
 exchange_in_parallel = controller.exchange
 
 
-async def exchange_through_one(samples: list[Sample], c: controller.Controller) -> controller.MiniBatches:
+async def exchange_through_one(
+    samples: list[Sample], c: controller.Controller
+) -> controller.MiniBatches:
     """In the place of controller.exchange: all samples and their images to rank 0, which deals them."""
     c.prompts.attach_images(samples)
     images = {image for sample in samples for image in sample.media}
@@ -56,7 +58,9 @@ async def exchange_through_one(samples: list[Sample], c: controller.Controller) 
         sample.media = tuple(held[image] for image in sample.media)
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
-    return await exchange_in_parallel([sample for parcel in parcels.values() for sample in parcel], c)
+    return await exchange_in_parallel(
+        [sample for parcel in parcels.values() for sample in parcel], c
+    )
 
 
 def one_rank(side: str, arguments: list[str]) -> None:
@@ -114,13 +118,21 @@ def measure(side: str, ranks: int) -> dict[str, float]:
     """A run; of its busiest rank, in bytes and MB."""
     out = FOLDER / f"{side}-{ranks}"
     rows = FOLDER / ("text.jsonl" if side == "text" else "images.jsonl")
-    settings = dict(model=FOLDER / "model", data=rows, rule=FOLDER / "rule.py", out=out, steps=STEPS, lr=1e-9)
-    settings |= {"prompts-per-step": PROMPTS * ranks, "answers-per-prompt": ANSWERS, "max-new-tokens": 16}
+    settings = dict(
+        model=FOLDER / "model", data=rows, rule=FOLDER / "rule.py", out=out, steps=STEPS, lr=1e-9
+    )
+    settings |= {
+        "prompts-per-step": PROMPTS * ranks,
+        "answers-per-prompt": ANSWERS,
+        "max-new-tokens": 16,
+    }
     settings |= {"max-model-len": 256, "mode": "full", "save-every": 0, "device": "cpu"}
     settings["max-tokens-per-micro-batch"] = 512
     given = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
     script = [Path(__file__), "--rank", side, *given]
-    launch.run_to_its_end([launch.TORCHRUN, "--nproc-per-node", ranks, *script], out.with_suffix(".log"))
+    launch.run_to_its_end(
+        [launch.TORCHRUN, "--nproc-per-node", ranks, *script], out.with_suffix(".log")
+    )
     found = [json.loads(path.read_text()) for path in out.glob("media*.json")]
     return {name: max(facts[name] for facts in found) for name in found[0]}
 
@@ -139,7 +151,10 @@ def main() -> None:
     rows = []
     for (ranks, side), facts in found.items():
         middle = {name: median(each[name] for each in facts) for name in facts[0]}
-        peaks = [each["peak"] - bare["peak"] for each, bare in zip(facts, found[ranks, "text"], strict=True)]
+        peaks = [
+            each["peak"] - bare["peak"]
+            for each, bare in zip(facts, found[ranks, "text"], strict=True)
+        ]
         between, request = middle["between"] / STEPS / 1e6, middle["request"] / 1e6
         shown = f"{median(peaks):.0f} ({min(peaks):.0f} to {max(peaks):.0f})"
         rows.append([str(ranks), side, f"{between:.2f}", f"{request:.3f}", shown])

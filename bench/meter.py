@@ -49,9 +49,14 @@ class Meter:
 
     def write(self) -> None:
         """Call it while every process still lives, after the last step."""
-        memory = {"peak_rss_mb": sum(map(peak_rss_mb, self.pids)), "pss_mb": sum(map(pss_mb, self.pids))}
+        memory = {
+            "peak_rss_mb": sum(map(peak_rss_mb, self.pids)),
+            "pss_mb": sum(map(pss_mb, self.pids)),
+        }
         startup = {"startup_s": self.startup_s, "startup_cpu_s": self.startup_cpu_s}
-        self.path.write_text(json.dumps({"rows": self.rows, "processes": len(self.pids)} | startup | memory))
+        self.path.write_text(
+            json.dumps({"rows": self.rows, "processes": len(self.pids)} | startup | memory)
+        )
 
 
 def cpu_seconds(pid: int) -> float:
@@ -59,7 +64,8 @@ def cpu_seconds(pid: int) -> float:
 
     From its POSIX CPU-time clock: /proc counts in steps of 10 ms.
     """
-    return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3), as Linux numbers these clocks
+    # clock_getcpuclockid(3), as Linux numbers these clocks
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 def peak_rss_mb(pid: int) -> float:

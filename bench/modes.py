@@ -32,9 +32,11 @@ from config import Config
 from scheduling.fusion import TAILS
 
 STEPS = 5  # of a static side, the first not counted
-OWN = [name for name in WORKLOADS if not name.startswith("yatt")]  # those are papers/wechat_yatt.py's
+# those are papers/wechat_yatt.py's
+OWN = [name for name in WORKLOADS if not name.startswith("yatt")]
 FUSED = [f"fused {tail:g}" for tail in (0, *TAILS)]
-MOVING = ("rebalance", "auto", "from 0.05", "from 0.9")  # choose their split; their first half isn't counted
+# choose their split; their first half isn't counted
+MOVING = ("rebalance", "auto", "from 0.05", "from 0.9")
 
 
 # ---------------------------------------------------------------- sides
@@ -66,7 +68,10 @@ def make_sides(given: Namespace, ranks: int) -> list[dict]:
         for workload in given.workloads:
             labels = dict(workload=workload, repeat=repeat, swap_s=given.swap)
             order = static[:: -1 if repeat % 2 else 1]
-            sides += [labels | dict(side=name, splits=options, steps=given.steps) for name, options in order]
+            sides += [
+                labels | dict(side=name, splits=options, steps=given.steps)
+                for name, options in order
+            ]
             if repeat == 0 and given.moving:
                 sides += [labels | dict(side=s, splits=o, steps=given.moving) for s, o in moving]
     return sides
@@ -93,8 +98,26 @@ def run_sides(sides: list[dict], ranks: int, out: Path, pace: str) -> list[dict]
     with tempfile.TemporaryDirectory() as folder:
         plan, measured = Path(folder, "sides.json"), Path(folder, "measured.json")
         plan.write_text(json.dumps(sides))
-        command = [TORCHRUN, "--nproc-per-node", ranks, "--master-port", 29660, "bench/served_load.py"]
-        command += ["--sides", plan, "--measured", measured, "--mode", "auto", "--out", out, "--port", 32000]
+        command = [
+            TORCHRUN,
+            "--nproc-per-node",
+            ranks,
+            "--master-port",
+            29660,
+            "bench/served_load.py",
+        ]
+        command += [
+            "--sides",
+            plan,
+            "--measured",
+            measured,
+            "--mode",
+            "auto",
+            "--out",
+            out,
+            "--port",
+            32000,
+        ]
         run_to_its_end(command, environment={"BENCH_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
 
@@ -111,7 +134,9 @@ def by_side(rows: list[dict], workload: str = "", first_counted: int = 1) -> dic
     for row in rows:
         if row["step"] >= first_counted and row["workload"] == (workload or row["workload"]):
             sides[row["side"]].append(row["metrics"] | {"split": row["split"]})
-    return {name: steps[len(steps) // 2 :] if name in MOVING else steps for name, steps in sides.items()}
+    return {
+        name: steps[len(steps) // 2 :] if name in MOVING else steps for name, steps in sides.items()
+    }
 
 
 def workloads_in(rows: list[dict]) -> list[str]:
@@ -125,23 +150,42 @@ def seconds(steps: list[dict]) -> list[float]:
 
 def print_modes(rows: list[dict], ranks: int) -> None:
     """Seconds of serving and of the whole step, occupancy and swaps of each side of each workload."""
-    columns = [f"{ranks} ranks", "serving, s", "against full", "step, s", "occupancy rollout, genrm"]
+    columns = [
+        f"{ranks} ranks",
+        "serving, s",
+        "against full",
+        "step, s",
+        "occupancy rollout, genrm",
+    ]
     columns += ["swaps", "waves", "CPU-s a step"]
     table = []
     for workload in workloads_in(rows):
         sides = by_side(rows, workload)
         for name, steps in sides.items():
-            gain = median(seconds(steps)) / median(seconds(sides["full"])) - 1 if "full" in sides else None
+            gain = (
+                median(seconds(steps)) / median(seconds(sides["full"])) - 1
+                if "full" in sides
+                else None
+            )
             ends = f" (ends in {steps[-1]['split']})" if name in MOVING else ""
-            busy = [median(step[f"occupancy/{role}"] for step in steps) for role in ("rollout", "genrm")]
-            counts = [median(step[key] for step in steps) for key in ("split/swaps", "rollout/waves")]
+            busy = [
+                median(step[f"occupancy/{role}"] for step in steps) for role in ("rollout", "genrm")
+            ]
+            counts = [
+                median(step[key] for step in steps) for key in ("split/swaps", "rollout/waves")
+            ]
             step_s, cpu_s = ([step[key] for step in steps] for key in ("time/step_s", "time/cpu_s"))
-            table.append([
-                f"{workload}: {name}{ends}", quartile_spread(seconds(steps)),
-                "" if gain is None else f"{100 * gain:+.0f} %", quartile_spread(step_s),
-                ", ".join(f"{part:.2f}" for part in busy), *(f"{count:.0f}" for count in counts),
-                quartile_spread(cpu_s),
-            ])  # fmt: skip
+            table.append(
+                [
+                    f"{workload}: {name}{ends}",
+                    quartile_spread(seconds(steps)),
+                    "" if gain is None else f"{100 * gain:+.0f} %",
+                    quartile_spread(step_s),
+                    ", ".join(f"{part:.2f}" for part in busy),
+                    *(f"{count:.0f}" for count in counts),
+                    quartile_spread(cpu_s),
+                ]
+            )
     print_table(columns, table)
 
 
@@ -159,7 +203,8 @@ def print_tail(rows: list[dict], ranks: int) -> None:
     """What over-dispatch gains, what it costs, and where every token went."""
     columns = [f"tail, {ranks} ranks", "serving, s", "mean length trained on", "tokens generated"]
     columns += ["trained", "filtered", "carried", "cut off", "stale"]
-    every_step = by_side(rows, first_counted=0)  # tokens are counted in all of them: the sum is right
+    # tokens are counted in all of them: the sum is right
+    every_step = by_side(rows, first_counted=0)
     table = []
     for name, steps in by_side(rows).items():
         counted = ("tokens", "tokens_trained", "tokens_filtered")
@@ -168,7 +213,11 @@ def print_tail(rows: list[dict], ranks: int) -> None:
         counts += [sum(step["rollout/aborted"] for step in every_step[name])]
         length = fmean(step["rollout/trained_len_mean"] for step in steps)
         stale = median(step.get("train/stale_token_frac", 0.0) for step in steps)
-        cells = [quartile_spread(seconds(steps)), f"{length:.1f}", *(f"{count:.0f}" for count in counts)]
+        cells = [
+            quartile_spread(seconds(steps)),
+            f"{length:.1f}",
+            *(f"{count:.0f}" for count in counts),
+        ]
         table.append([name, *cells, f"{stale:.2f}"])
     print_table(columns, table)
 
@@ -188,7 +237,10 @@ def draw_bars(rows: list[dict], ranks: int, axes) -> None:
     from matplotlib import colormaps
 
     workloads, names = workloads_in(rows), list(dict.fromkeys(row["side"] for row in rows))
-    splits, colors = splits_of(ranks), {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
+    splits, colors = (
+        splits_of(ranks),
+        {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"},
+    )
     colors |= dict.fromkeys(names, "#8a4fb0") | colors
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))
@@ -199,7 +251,9 @@ def draw_bars(rows: list[dict], ranks: int, axes) -> None:
             low, middle, high = quantiles(seconds(sides[name]), n=4)
             x, label = place + (number - (len(names) - 1) / 2) * width, name if place == 0 else None
             axes.bar(x, middle, width, color=colors[name], label=label)
-            axes.errorbar(x, middle, [[middle - low], [high - middle]], color="black", linewidth=0.8)
+            axes.errorbar(
+                x, middle, [[middle - low], [high - middle]], color="black", linewidth=0.8
+            )
     axes.set(title=f"{ranks} ranks", ylabel="serving, seconds a step")
     axes.set_xticks(range(len(workloads)), workloads)
     axes.legend(fontsize=8, ncols=2)
@@ -212,7 +266,9 @@ def compare_modes(given: Namespace, out: Path) -> None:
     """All modes on all workloads."""
     results = {}
     for ranks in given.ranks:
-        results[ranks] = run_sides(make_sides(given, ranks), ranks, out / f"modes-{ranks}", given.pace)
+        results[ranks] = run_sides(
+            make_sides(given, ranks), ranks, out / f"modes-{ranks}", given.pace
+        )
         (out / f"modes-{ranks}.json").write_text(json.dumps(results[ranks]))
         print_modes(results[ranks], ranks)
         print_moves(results[ranks])
@@ -232,14 +288,18 @@ def compare_shift(given: Namespace, out: Path) -> None:
     """Every static split of two workloads; then from the worst, in mid-run one becomes the other."""
     ranks, workloads = max(given.ranks), ["tail", "judge-heavy"]
     each = [(workload, split) for workload in workloads for split in splits_of(ranks)]
-    static = [dict(workload=w, side=split, splits=[split], steps=STEPS, repeat=0) for w, split in each]
+    static = [
+        dict(workload=w, side=split, splits=[split], steps=STEPS, repeat=0) for w, split in each
+    ]
     rows = run_sides(static, ranks, out / "shift-static", given.pace)
     sides = by_side(rows, workloads[0])
     worst = max(sides, key=lambda split: median(seconds(sides[split])))
     moved = run_sides(shift_sides(ranks, worst, workloads), ranks, out / "shift", given.pace)
     (out / "shift.json").write_text(json.dumps(rows + moved))
     for workload in workloads:
-        shown = [f"{name} {quartile_spread(seconds(s))} s" for name, s in by_side(rows, workload).items()]
+        shown = [
+            f"{name} {quartile_spread(seconds(s))} s" for name, s in by_side(rows, workload).items()
+        ]
         print(f"{workload}: {', '.join(shown)}")
     print_moves(moved)
 
@@ -248,7 +308,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", default=OWN, choices=WORKLOADS)
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="full, 1|3, auto, ...: these alone")
+    parser.add_argument(
+        "--sides", nargs="+", metavar="SIDE", help="full, 1|3, auto, ...: these alone"
+    )
     tails = "of fused mode, each a side; of several also --rebalance from both ends"
     parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], help=tails)
     parser.add_argument("--repeats", type=int, default=3)
@@ -270,7 +332,13 @@ def main() -> None:
     end_with_us()
     out = ROOT / "runs" / "bench"
     out.mkdir(parents=True, exist_ok=True)
-    command = compare_shift if given.bench_shift else compare_tail if given.over_dispatch else compare_modes
+    command = (
+        compare_shift
+        if given.bench_shift
+        else compare_tail
+        if given.over_dispatch
+        else compare_modes
+    )
     command(given, out)
 
 

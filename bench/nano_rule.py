@@ -68,7 +68,9 @@ def train_measured(meter: Meter):
         c.prompts.held_out = []  # no evaluation
         algorithm = dataclasses.replace(c.algorithm, filters=False)  # TRL trains on every group
         report = MeasuredReport(c.report, meter)
-        stopped_by = await train(dataclasses.replace(c, algorithm=algorithm, report=report, collect=collect))
+        stopped_by = await train(
+            dataclasses.replace(c, algorithm=algorithm, report=report, collect=collect)
+        )
         meter.write()
         return stopped_by
 
@@ -82,7 +84,16 @@ def main() -> None:
     parser.add_argument("--launched", type=float, default=time.monotonic(), help=launched)
     ours, theirs = parser.parse_known_args()
     controller.train = train_measured(Meter(ours.measure, int(os.environ["RANK"]), ours.launched))
-    settings = ["--rule", "right", "--preset", "tiny", "--max-refill-waves", "0", "--save-every", "0"]
+    settings = [
+        "--rule",
+        "right",
+        "--preset",
+        "tiny",
+        "--max-refill-waves",
+        "0",
+        "--save-every",
+        "0",
+    ]
     run.main([*settings, "--lr-decay-to", "1", *theirs])
 
 

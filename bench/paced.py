@@ -59,14 +59,18 @@ class SetUp(NamedTuple):
 def simulate(name: str, side: str, at: SetUp, steps: int) -> list[StepFacts]:
     """A workload on a measured set-up. side: as bench/modes.py names it."""
     work, half_s = WORKLOADS[name], (at.swap_s + at.more_s) / 2
-    moved = dict(moves=dict.fromkeys(at.decode, Moves(half_s, half_s)), meeting_s=MEETING_INTERVAL_S)
+    moved = dict(
+        moves=dict.fromkeys(at.decode, Moves(half_s, half_s)), meeting_s=MEETING_INTERVAL_S
+    )
     kinds = zip(at.most, (length_of, critique_of), strict=True)
     lengths = (GivenLengths(0, 0, most, name, given) for most, given in kinds)
     mode, _, tail = side.partition(" ")
     mode, choice = MOVING.get(side, (mode, dict(tail=float(tail)) if tail else {}))
     if "|" in side:
         mode, choice = "partial", dict(rollout_ranks=int(side.partition("|")[0]))
-    sizes = dict(prompts_per_step=work.prompts, answers_per_prompt=8, judgements=work.judgements, steps=steps)
+    sizes = dict(
+        prompts_per_step=work.prompts, answers_per_prompt=8, judgements=work.judgements, steps=steps
+    )
     cluster = Cluster(at.decode, Passes(0.0), **moved)
     given = Given(at.prompt, *lengths, work.keep, name=name)
     return Simulation(mode, RANKS, given, cluster, **sizes, **choice).run()
@@ -89,7 +93,9 @@ def command_of(at: SetUp, tokens: dict[str, float], *options: object) -> list[st
     return [sys.executable, *map(str, ["bench/modes.py", *fixed, *options])]
 
 
-def measure(commands: list[list[str]], path: Path, names: Callable[[int, str, str], tuple[str, str]]) -> None:
+def measure(
+    commands: list[list[str]], path: Path, names: Callable[[int, str, str], tuple[str, str]]
+) -> None:
     """Keep the medians of what these commands measure; other points of the file stay as they are.
 
     Of a side that moves, the last half counts. names: figure and setting of a command's number, a workload
@@ -107,7 +113,11 @@ def measure(commands: list[list[str]], path: Path, names: Callable[[int, str, st
             low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
             what = (figure, "nanoYATT", setting, str(RANKS), "serving", "s", f"{middle:.3f}")
             made = f"papers/{path.stem.rpartition('_')[0]}.py --real"
-            point = Point(*what, f"{(high - low) / middle:.3f}", "RUN", made, "-", f"{len(each)} steps")
+            point = Point(
+                *what, f"{(high - low) / middle:.3f}", "RUN", made, "-", f"{len(each)} steps"
+            )
             points[point.name] = point
         with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([COLUMNS.split(","), *(point[:-1] for point in points.values())])
+            csv.writer(file).writerows(
+                [COLUMNS.split(","), *(point[:-1] for point in points.values())]
+            )

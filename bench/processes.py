@@ -1,6 +1,6 @@
 """The picture of the processes: what two ranks start, and what passes between them.
 
-    python bench/processes.py              -> docs/processes.png
+python bench/processes.py              -> docs/processes.png
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ def box(axes: Axes, x: float, y: float, name: str, what: str, color: str) -> Non
     shape.set(facecolor=color, edgecolor="none")
     axes.add_patch(shape)
     center = x + BOX_WIDTH / 2
-    axes.text(center, y + 0.55, name, color="white", fontsize=10.5, weight="bold", ha="center", va="center")
+    axes.text(
+        center,
+        y + 0.55,
+        name,
+        color="white",
+        fontsize=10.5,
+        weight="bold",
+        ha="center",
+        va="center",
+    )
     axes.text(center, y + 0.25, what, color="white", fontsize=8, ha="center", va="center")
 
 
@@ -45,12 +54,24 @@ def frame(axes: Axes, x: float, y: float, width: float, height: float) -> None:
 
 
 def arrow(axes: Axes, start: tuple, end: tuple, color: str = INK, style: str = "<->") -> None:
-    axes.annotate("", xy=end, xytext=start, arrowprops=dict(arrowstyle=style, color=color, linewidth=1.3))
+    axes.annotate(
+        "", xy=end, xytext=start, arrowprops=dict(arrowstyle=style, color=color, linewidth=1.3)
+    )
 
 
 def note(axes: Axes, x: float, y: float, text: str, color: str = INK) -> None:
     ground = dict(facecolor="white", edgecolor="none", pad=1.5)
-    axes.text(x, y, text, color=color, fontsize=8.5, ha="center", va="center", linespacing=1.35, bbox=ground)
+    axes.text(
+        x,
+        y,
+        text,
+        color=color,
+        fontsize=8.5,
+        ha="center",
+        va="center",
+        linespacing=1.35,
+        bbox=ground,
+    )
 
 
 def draw_rank(axes: Axes, x: float, rank: int) -> None:

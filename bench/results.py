@@ -71,7 +71,9 @@ def save_values(printed: str, seconds: float) -> Values:
     """How long a run waits for a save by forked processes, and for one without: median, smallest, largest."""
     size = float(re.search(r"checkpoint of ([\d.]+) GiB", printed)[1])
     rows = re.findall(r"\| (forked|synchronous) \| ([\d.]+) \(([\d.]+)-([\d.]+)\)", printed)
-    return {"size": [size]} | {kind: [float(number) for number in numbers] for kind, *numbers in rows}
+    return {"size": [size]} | {
+        kind: [float(number) for number in numbers] for kind, *numbers in rows
+    }
 
 
 def trl_values(printed: str, seconds: float) -> Values:
@@ -89,45 +91,62 @@ class Row:
     kind: str  # measured, simulated, fitted or predicted
     page: str
     command: str
-    values: Callable[[str, float], Values]  # of what the command printed, and the seconds that it took
+    # of what the command printed, and the seconds that it took
+    values: Callable[[str, float], Values]
 
 
 ROWS = {
     "demo": Row(
         "The demo answers {before:.3f} of the held-out sums right at its start, and {after:.3f} after 40 "
         "steps and {minutes:.1f} minutes",
-        "measured", "docs/algorithms.md",
-        "torchrun --nproc-per-node 2 run.py --out runs/results/demo", demo_values,
+        "measured",
+        "docs/algorithms.md",
+        "torchrun --nproc-per-node 2 run.py --out runs/results/demo",
+        demo_values,
     ),
     "modes": Row(
         "Where half of the groups are drawn again, partial colocation on 4 ranks serves a step in "
         "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) of full colocation's time; the engines' pace is "
         "set, so this tests scheduling, not hardware",
-        "measured", "docs/modes.md",
+        "measured",
+        "docs/modes.md",
         'python bench/modes.py --ranks 4 --workloads resample --sides full "2|2" --repeats 3 --moving 0 '
-        "--pace 20,0.1 --figure runs/results/modes.png", modes_values,
+        "--pace 20,0.1 --figure runs/results/modes.png",
+        modes_values,
     ),
     "central": Row(
         "From 64 to 4,096 ranks a controller holds {ours_low:,.0f} to {ours_high:,.0f} samples at once; a "
         "central one would hold {central_low:,.0f} to {central_high:,.0f}",
-        "simulated", "docs/papers/scale.md", "python bench/central.py", central_values,
+        "simulated",
+        "docs/papers/scale.md",
+        "python bench/central.py",
+        central_values,
     ),
     "images": Row(
         "Of the 34 MB of images in a step of 2 ranks none passes between controllers, only {images:.2f} MB "
         "of tokens; with a central one it is {central:.1f} MB",
-        "measured", "docs/images.md", "python bench/media.py --ranks 2 --repeats 1", images_values,
+        "measured",
+        "docs/images.md",
+        "python bench/media.py --ranks 2 --repeats 1",
+        images_values,
     ),
     "save": Row(
         "A run waits {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}) for a save of {size:.2f} GiB, "
         "which is written beside the next step; {synchronous:.1f} s if it isn't",
-        "measured", "docs/faults.md", "python bench/checkpoint.py", save_values,
+        "measured",
+        "docs/faults.md",
+        "python bench/checkpoint.py",
+        save_values,
     ),
     "trl": Row(
         "At 0.37 M parameters on a CPU a whole step makes {ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) "
         "of TRL's tokens a second",
-        "measured", "docs/trl.md", "python bench/vs_trl.py --repeats 3 --steps 8", trl_values,
+        "measured",
+        "docs/trl.md",
+        "python bench/vs_trl.py --repeats 3 --steps 8",
+        trl_values,
     ),
-}  # fmt: skip
+}
 
 
 def measure(name: str, commit: str) -> dict:
@@ -139,13 +158,30 @@ def measure(name: str, commit: str) -> dict:
     found = {}
     for value, numbers in row.values(log.read_text(), time.monotonic() - start).items():
         found[value] = {"value": median(numbers), "spread": [min(numbers), max(numbers)]}
-    return {"values": found, "kind": row.kind, "command": row.command, "commit": commit, "load": load}
+    return {
+        "values": found,
+        "kind": row.kind,
+        "command": row.command,
+        "commit": commit,
+        "load": load,
+    }
 
 
 def current_commit() -> str:
     """The commit of the working tree. SystemExit if a file that may change a number isn't committed."""
-    changed = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md"]
-    if names := subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True).stdout:
+    changed = [
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!docs",
+        ":!README.md",
+    ]
+    if names := subprocess.run(
+        changed, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout:
         sys.exit(f"error: commit these first, the results name the commit they are of:\n{names}")
     head = ["git", "rev-parse", "--short=10", "HEAD"]
     return subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -176,7 +212,9 @@ def render(results: dict[str, dict], papers: list[str]) -> str:
     """The table in Markdown. ValueError if its rows are of several commits."""
     commits = sorted({row["commit"] for row in results.values()})
     if len(commits) > 1:
-        raise ValueError(f"rows of several commits ({', '.join(commits)}): measure all of them again")
+        raise ValueError(
+            f"rows of several commits ({', '.join(commits)}): measure all of them again"
+        )
     lines = ["| result | how | command, page |", "|---|---|---|"]
     for name, row in ROWS.items():
         if name not in results:
@@ -186,12 +224,17 @@ def render(results: dict[str, dict], papers: list[str]) -> str:
             low, high = found["spread"]
             numbers |= {value: found["value"], f"{value}_low": low, f"{value}_high": high}
         command = row.command.replace("|", r"\|")
-        lines.append(f"| {row.text.format(**numbers)} | {row.kind} | `{command}`: [page]({row.page}) |")
+        lines.append(
+            f"| {row.text.format(**numbers)} | {row.kind} | `{command}`: [page]({row.page}) |"
+        )
     lines += papers
     if commits:
         loads = [row["load"] for row in results.values()]
         load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
-        lines += ["", f"Rows with a command of their own: commit {commits[0]}, one machine, 2 cores,"]
+        lines += [
+            "",
+            f"Rows with a command of their own: commit {commits[0]}, one machine, 2 cores,",
+        ]
         lines += [f"{load}, the row before still in it."]
     return "\n".join(lines) + "\n"
 

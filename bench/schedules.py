@@ -78,11 +78,15 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
     trainers = [Critic(config, f"{folder}/model"), Actor(config, f"{folder}/model")]
     executor.forward_step, executor.backward_step = (
         at_pace(run_pass, pace)
-        for run_pass, pace in zip((executor.forward_step, executor.backward_step), given.pace, strict=True)
+        for run_pass, pace in zip(
+            (executor.forward_step, executor.backward_step), given.pace, strict=True
+        )
     )
     for count in given.micro_batches:
         pipes = [work.pipe(trainers[0].durations[0]) for work in works_of(trainers, count)]
-        planned = {name: evaluate(pipes, SCHEDULES[name].table(pipes)).latency for name in (SERIAL, FUSED)}
+        planned = {
+            name: evaluate(pipes, SCHEDULES[name].table(pipes)).latency for name in (SERIAL, FUSED)
+        }
         runs = {name: [] for name in planned}
         for _ in range(given.repeats + 1):
             for name, rows in runs.items():
@@ -104,7 +108,9 @@ def report(count: int, planned: dict[str, float], runs: dict[str, list], pipes: 
     print_table([f"{count} micro-batches", "seconds", "the table's", "bubble", "the table's"], rows)
     measured = median(s for s, _ in runs[FUSED]) / median(s for s, _ in runs[SERIAL])
     expected = planned[FUSED] / planned[SERIAL]
-    print(f"fused / serial: {measured:.3f}, by the tables {expected:.3f}: {measured / expected - 1:+.1%}")
+    print(
+        f"fused / serial: {measured:.3f}, by the tables {expected:.3f}: {measured / expected - 1:+.1%}"
+    )
 
 
 def print_instances(path: str) -> None:
@@ -117,7 +123,9 @@ def print_instances(path: str) -> None:
         serial, least = evaluate(pipes, SCHEDULES[SERIAL].table(pipes)).latency, bound(pipes)
         numbers = [f"{number:g}" for number in (least, serial, latency)]
         rows.append([name, *numbers, f"{memory / base_memory(pipes):.2f}", f"{seconds:.1f}"])
-    print_table(["instance", "bound", "1F1B in turn", "fused", "memory over 1F1B's", "seconds"], rows)
+    print_table(
+        ["instance", "bound", "1F1B in turn", "fused", "memory over 1F1B's", "seconds"], rows
+    )
 
 
 def draw_passes(records: timeline.Records, step: int, path: Path) -> None:
@@ -129,9 +137,13 @@ def draw_passes(records: timeline.Records, step: int, path: Path) -> None:
     with picture(path, 1, 13) as (axes,):
         for done in passes:
             row, left, width = ranks.index(done.rank), done.start - begin, done.end - done.start
-            style = dict(color=PASSES[done.model], edgecolor="white", alpha=1.0 if done.backward else 0.5)
+            style = dict(
+                color=PASSES[done.model], edgecolor="white", alpha=1.0 if done.backward else 0.5
+            )
             axes.barh(row, width, left=left, height=0.8, **style)
-            axes.text(left + width / 2, row, f"{done.micro_batch}", fontsize=7, ha="center", va="center")
+            axes.text(
+                left + width / 2, row, f"{done.micro_batch}", fontsize=7, ha="center", va="center"
+            )
         axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
         axes.invert_yaxis()
         axes.set_xlabel(f"seconds since the first pass of step {step}; forward pale, backward full")
@@ -145,7 +157,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help="ms: forward, backward")
+    parser.add_argument(
+        "--pace", type=float, nargs=2, default=[40, 80], help="ms: forward, backward"
+    )
     parser.add_argument("--instances", metavar="FILE")
     parser.add_argument("--passes", nargs=2, metavar=("RUN", "STEP"))
     given = parser.parse_args()

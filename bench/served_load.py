@@ -86,7 +86,8 @@ class PlayedEngine(Engine):
     @classmethod
     def launch(cls, role: str, *arguments: Any, **more: Any) -> PlayedEngine:
         paces = os.environ.get("BENCH_PACE_MS", "").split(";")
-        os.environ["BENCH_PACE_MS"] = paces[-1 if role == "genrm" else 0]  # a server has a copy of ours
+        # a server has a copy of ours
+        os.environ["BENCH_PACE_MS"] = paces[-1 if role == "genrm" else 0]
         engine = super().launch(role, *arguments, **more)
         os.environ["BENCH_PACE_MS"] = ";".join(paces)
         return engine
@@ -219,7 +220,9 @@ def measure(sides: list[dict], out: Path) -> Callable:
         plans = {str(plan.split): plan for plan in c.placement.plans}
         c.report = Collector(c, out)
         for side in sides:
-            if stopped_by := await measure_side(c, side, [plans[split] for split in side["splits"]]):
+            if stopped_by := await measure_side(
+                c, side, [plans[split] for split in side["splits"]]
+            ):
                 return stopped_by
         return 0
 
@@ -230,7 +233,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     sides = "JSON: a list of workload, side, repeat, splits, steps, settings, swap_s"
     parser.add_argument("--sides", type=Path, required=True, help=sides)
-    parser.add_argument("--measured", type=Path, required=True, help="where to write each step's metrics")
+    parser.add_argument(
+        "--measured", type=Path, required=True, help="where to write each step's metrics"
+    )
     ours, theirs = parser.parse_known_args()
     controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
     genrm.MAX_JUDGE_FAILURES = 10**9
@@ -239,7 +244,9 @@ def main() -> None:
     fleet.Engine = PlayedEngine
     # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side.
     # --tail adds a plan to those of auto
-    run.main(["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", "--tail", "0", *theirs])
+    run.main(
+        ["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", "--tail", "0", *theirs]
+    )
 
 
 if __name__ == "__main__":

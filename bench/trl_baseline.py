@@ -70,7 +70,9 @@ def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=folder,
         max_steps=settings.steps,
-        per_device_train_batch_size=settings.prompts * settings.answers // int(os.environ["WORLD_SIZE"]),
+        per_device_train_batch_size=settings.prompts
+        * settings.answers
+        // int(os.environ["WORLD_SIZE"]),
         num_generations=settings.answers,
         max_completion_length=settings.max_new_tokens,
         temperature=1.0,
@@ -100,7 +102,10 @@ def rule(meter: Meter, eos: int) -> Callable:
 
     def reward(completions, completion_ids, answer, **columns) -> list[float]:
         rows = zip(completions, completion_ids, answer, strict=True)
-        right = [ids[-1] == eos and ">" in text and text.rsplit(">")[-1] == key for text, ids, key in rows]
+        right = [
+            ids[-1] == eos and ">" in text and text.rsplit(">")[-1] == key
+            for text, ids, key in rows
+        ]
         meter.rows[-1]["reward"] = float(sum(right))
         return [float(r) for r in right]
 

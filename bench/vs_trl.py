@@ -74,7 +74,8 @@ def make_trl_environment() -> None:
     print(f"installing {', '.join(TRL_PACKAGES)} into {TRL_VENV.name}", flush=True)
     pip = [TRL_VENV / "bin" / "python", "-m", "pip", "install", "--quiet"]
     run_to_its_end([sys.executable, "-m", "venv", TRL_VENV], limit_s=RUN_LIMIT_S)
-    run_to_its_end([*pip, "torch==2.13.0"], limit_s=RUN_LIMIT_S)  # first and alone, else it is resolved anew
+    # first and alone, else it is resolved anew
+    run_to_its_end([*pip, "torch==2.13.0"], limit_s=RUN_LIMIT_S)
     run_to_its_end([*pip, *TRL_PACKAGES], limit_s=RUN_LIMIT_S)
     done.write_text(str(TRL_PACKAGES))
 
@@ -119,8 +120,20 @@ def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
     folder.mkdir(parents=True)
     if side == "nanoYATT":
         command = [TORCHRUN, *LAUNCH, "bench/nano_rule.py"]
-        command += ["--prompts-per-step", settings.prompts, "--answers-per-prompt", settings.answers]
-        command += ["--lr-warmup-steps", 0, "--port", free_ports(2 * RANKS), "--out", folder / "run"]
+        command += [
+            "--prompts-per-step",
+            settings.prompts,
+            "--answers-per-prompt",
+            settings.answers,
+        ]
+        command += [
+            "--lr-warmup-steps",
+            0,
+            "--port",
+            free_ports(2 * RANKS),
+            "--out",
+            folder / "run",
+        ]
         command += ["--no-deterministic"] * settings.no_deterministic
     else:
         command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py"]
@@ -163,7 +176,9 @@ def alternate(settings: Namespace) -> dict[str, list[dict]]:
             print(f"repeat {repeat + 1}, {side}: {', '.join(figures)}", flush=True)
     ours, theirs = ([run["rows"] for run in results[side]] for side in SIDES)
     for our, their in zip(chain(*ours), chain(*theirs), strict=True):
-        assert our["prompt_tokens"] == their["prompt_tokens"], "the sides were not given the same problems"
+        assert our["prompt_tokens"] == their["prompt_tokens"], (
+            "the sides were not given the same problems"
+        )
     return results
 
 
@@ -198,7 +213,9 @@ def print_figures(summaries: dict[str, list[dict]]) -> None:
     for label, digits in FIGURES.items():
         ours, theirs = ([summary[label] for summary in summaries[side]] for side in SIDES)
         ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
-        table.append([label, spread(ours, digits), spread(theirs, digits), spread(ratios) if ratios else ""])
+        table.append(
+            [label, spread(ours, digits), spread(theirs, digits), spread(ratios) if ratios else ""]
+        )
     print_table(["median (smallest-largest)", *SIDES, "nanoYATT / TRL"], table)
 
 
@@ -223,7 +240,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     settings.model, settings.problems = make_model(settings), write_problems(settings)
     results = alternate(settings)
-    summaries = {side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()}
+    summaries = {
+        side: [summarize(run, settings.warmup) for run in runs] for side, runs in results.items()
+    }
     print_figures(summaries)
     print(f"\nload average before the first run: {load:.1f} on {os.cpu_count()} cores")
     found = {"figures": summaries, "runs": results}

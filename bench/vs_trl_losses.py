@@ -100,7 +100,9 @@ def their_losses() -> Figures:
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     torch.set_num_threads(1)
-    common = dict(output_dir=str(OUT / "trl"), per_device_eval_batch_size=ROWS, use_cpu=True, bf16=False)
+    common = dict(
+        output_dir=str(OUT / "trl"), per_device_eval_batch_size=ROWS, use_cpu=True, bf16=False
+    )
     common |= dict(report_to=[], gradient_checkpointing=False, dataloader_pin_memory=False)
     common |= dict(disable_tqdm=True, max_length=None)
 
@@ -111,7 +113,10 @@ def their_losses() -> Figures:
         rows, tokenizer = rows_of(command), AutoTokenizer.from_pretrained(OUT / "policy")
         return dict(train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
 
-    scorer_class, of_scorer = AutoModelForSequenceClassification, dict(num_labels=1, dtype=torch.float32)
+    scorer_class, of_scorer = (
+        AutoModelForSequenceClassification,
+        dict(num_labels=1, dtype=torch.float32),
+    )
     scorer = scorer_class.from_pretrained(OUT / "scorer", **of_scorer)
     sft, dpo = SFTConfig(**common, completion_only_loss=True), DPOConfig(**common, beta=BETA)
     trainers = {
@@ -124,7 +129,9 @@ def their_losses() -> Figures:
     found = {}
     for command, trainer in trainers.items():
         figures = trainer.evaluate()
-        named = {ours: figures[theirs] for ours, theirs in names[command].items() if theirs in figures}
+        named = {
+            ours: figures[theirs] for ours, theirs in names[command].items() if theirs in figures
+        }
         found[command] = {"loss": figures["eval_loss"]} | named
     return found
 
@@ -135,7 +142,9 @@ def rows_of(command: str) -> Dataset:
 
     rows = [json.loads(line) for line in (OUT / f"{command}.jsonl").read_text().splitlines()]
     names = {"response": "completion"}
-    return Dataset.from_list([{names.get(name, name): text for name, text in row.items()} for row in rows])
+    return Dataset.from_list(
+        [{names.get(name, name): text for name, text in row.items()} for row in rows]
+    )
 
 
 # ---------------------------------------------------------------- side by side
@@ -153,7 +162,9 @@ def compare() -> None:
     ours, command = our_losses(), [TRL_VENV / "bin" / "python", "bench/vs_trl_losses.py"]
     run_to_its_end([*command, "--trl", OUT / "trl.json"], OUT / "trl.log", LIMIT_S)
     theirs: Figures = json.loads((OUT / "trl.json").read_text())
-    (OUT / "results.json").write_text(json.dumps({"nanoYATT": ours, "TRL": theirs}, indent=1) + "\n")
+    (OUT / "results.json").write_text(
+        json.dumps({"nanoYATT": ours, "TRL": theirs}, indent=1) + "\n"
+    )
     table, largest = [], 0.0
     for name, figures in theirs.items():
         for figure, value in figures.items():

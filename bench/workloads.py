@@ -14,7 +14,8 @@ YATT_TOKENS = 20  # of papers/wechat_yatt.py's texts, that one of `yatt ...` sta
 class Workload:
     """Lengths in tokens."""
 
-    length: Callable[[random.Random, random.Random], int]  # of one answer; the first generator is its group's
+    # of one answer; the first generator is its group's
+    length: Callable[[random.Random, random.Random], int]
     judgements: int = 1
     keep: float = 1.0  # part of the groups whose rewards differ
     prompts: int = 16  # of a step
@@ -65,7 +66,10 @@ for part in (1.0, 0.7, 0.5):
 
 def length_of(name: str, prompt_id: int, index: int) -> int:
     """Tokens of an answer, the same in every run."""
-    group, answer = random.Random(f"{name} {prompt_id}"), random.Random(f"{name} {(prompt_id, index)}")
+    group, answer = (
+        random.Random(f"{name} {prompt_id}"),
+        random.Random(f"{name} {(prompt_id, index)}"),
+    )
     return WORKLOADS[name].length(group, answer)
 
 

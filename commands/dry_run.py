@@ -73,8 +73,12 @@ def placements(config: Config, ranks: int, hf: dict) -> list[str]:
     found = mapping.search(models_by_role(config, hf), ranks, task, speeds)
     what = f"{ranks} devices of {memory / 1e9:.0f} GB, as fast as an A100's data sheet says (an assumption)"
     lines = [f"  HybridFlow's mapping by closed forms, for {what}:"]
-    lines += [f"    a step has {count} sequences of {prompt} + {answer} tokens; judges only read them"]
-    lines += ["    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices"]
+    lines += [
+        f"    a step has {count} sequences of {prompt} + {answer} tokens; judges only read them"
+    ]
+    lines += [
+        "    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices"
+    ]
     indents = dict(initial_indent=4 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
     for each in found:
         lines += textwrap.wrap(mapping.as_text(each), 106, **indents)
@@ -164,7 +168,8 @@ def packages() -> list[tuple[str, str, bool]]:
     if "torch" in found:
         from torch import cuda
 
-        count = cuda.device_count() if cuda.is_available() else 0  # it counts what torch can't use, too
+        # it counts what torch can't use, too
+        count = cuda.device_count() if cuda.is_available() else 0
         names = [cuda.get_device_name(number) for number in range(count)]
         rows.append(("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores", True))
     return rows

@@ -36,7 +36,9 @@ def read_problems(
 ) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
     if not config.data:
-        return Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader).held_out
+        return Addition(
+            config.seed, partial(data.encode_prompt, tokenizer, reader), reader
+        ).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
     rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
@@ -44,7 +46,9 @@ def read_problems(
     return problems
 
 
-async def generate(config: Config, prompts: list[data.Prompt], sampling: Sampling) -> list[list[Answer]]:
+async def generate(
+    config: Config, prompts: list[data.Prompt], sampling: Sampling
+) -> list[list[Answer]]:
     """For each prompt `samples` sampled answers and a greedy one, the last, by an engine started for it."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     world = rendezvous.join(config)
@@ -107,9 +111,12 @@ async def evaluate(config: Config) -> None:
     answers = await generate(config, problems, sampling)
     for problem, row in zip(problems, answers, strict=True):
         texts = [data.decode(tokenizer, answer.tokens) for answer in row]
-        right = [answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)]
+        right = [
+            answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)
+        ]
         asked = {"question": problem.question, "answer": problem.answer_key}
-        ends = {"right": right, "finish": [answer.finish for answer in row]}  # the greedy one's is last
+        # the greedy one's is last
+        ends = {"right": right, "finish": [answer.finish for answer in row]}
         rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1]} | ends)
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
     for k in (2**n for n in range(config.samples.bit_length())):
@@ -118,6 +125,12 @@ async def evaluate(config: Config) -> None:
     facts = figures | {"prompts": len(problems), "config": dataclasses.asdict(config)}
     (out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
     (out / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items())
-    print(printable(f"{config.model}: {shown}  ({len(problems)} prompts, {config.samples} samples each)"))
+    shown = "  ".join(
+        f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()
+    )
+    print(
+        printable(
+            f"{config.model}: {shown}  ({len(problems)} prompts, {config.samples} samples each)"
+        )
+    )
     print(f"wrote {out}/", flush=True)

@@ -73,7 +73,9 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     if "messages" in row:
         answers = [([], row["messages"])]
     if len(answers) != 1:
-        raise UserError(f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`")
+        raise UserError(
+            f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`"
+        )
     encode = partial(data.encode_pair, where=where)
     prompt, response = encode_answer(*answers[0], tokenizer, where, encode)
     return [Sample(0, 0, prompt, response=response)]
@@ -98,12 +100,16 @@ def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
 
 
-def read_examples(path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config) -> list[Example]:
+def read_examples(
+    path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config
+) -> list[Example]:
     """UserError with file and line for a row that can't be used, or is longer than a micro-batch."""
     rows, budget = [], config.max_tokens_per_micro_batch
     for line, row in read_rows(path):
         if row.get("images"):
-            raise UserError(f"{path}:{line}: it has images, and run.py {config.command} learns from texts")
+            raise UserError(
+                f"{path}:{line}: it has images, and run.py {config.command} learns from texts"
+            )
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
@@ -128,7 +134,8 @@ def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.dev
 
     def loss(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         slots = batch.slots[batch.slots != NO_TARGET]
-        values = read(batch, output) - reference[slots]  # before they are summed: equal weights give 0
+        # before they are summed: equal weights give 0
+        values = read(batch, output) - reference[slots]
         both = torch.stack([values, torch.ones_like(values)], -1)
         sums = values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)
         sums, targets = over_context_parallel(sums).unbind(-1)  # [answers]
@@ -177,7 +184,11 @@ class Learner:
         lr = learning_rate(self.trainer.version, self.config)
         stats = self.trainer.optimizer_step(*self._prepare(examples), self.task.stats, lr)
         self.trainer.version += 1
-        return self._means(stats) | {name: stats[name] for name in ("grad_norm", "skipped")} | {"lr": lr}
+        return (
+            self._means(stats)
+            | {name: stats[name] for name in ("grad_norm", "skipped")}
+            | {"lr": lr}
+        )
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
         """The metrics of examples, without learning (collective)."""
@@ -185,10 +196,15 @@ class Learner:
 
     def _prepare(self, examples: list[Example]) -> tuple[list, OutputLoss]:
         """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
-        rooms = {(number, 0): room(example, self.config.cp) + 1 for number, example in enumerate(examples)}
+        rooms = {
+            (number, 0): room(example, self.config.cp) + 1
+            for number, example in enumerate(examples)
+        }
         plans = plan_batch(rooms, self.trainer.cost, self.config, self.trainer.dp_size)
         (plan,) = plans[self.trainer.dp_rank]
-        micro_batches = [[sample for number, _ in keys for sample in examples[number]] for keys in plan]
+        micro_batches = [
+            [sample for number, _ in keys for sample in examples[number]] for keys in plan
+        ]
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
@@ -199,14 +215,18 @@ class Learner:
         return as_sequences(micro_batches), loss
 
     def _means(self, stats: dict[str, float]) -> dict[str, float]:
-        return {name: stats[name] / max(stats["divisor"], 1.0) for name in ("loss", *self.task.stats)}
+        return {
+            name: stats[name] / max(stats["divisor"], 1.0) for name in ("loss", *self.task.stats)
+        }
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
     """Rank 0 clears the folder for what `train` leaves behind; without --data the demo's examples in it."""
     check_models(config)
     if config.command == "rm" and sees(config.model):
-        raise UserError("run.py rm: a scalar reward model reads text alone, and --model sees images")
+        raise UserError(
+            "run.py rm: a scalar reward model reads text alone, and --model sees images"
+        )
     if rank:
         return
     out = Path(config.out)
@@ -227,7 +247,9 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
     held_out = [examples[number] for number in sorted(order.held_out)]
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
-    progress.line(f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}")
+    progress.line(
+        f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}"
+    )
     learner, skips = Learner(config), 0
     writer = MetricsWriter(out, progress.line) if rank == 0 else None
     learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)

@@ -21,7 +21,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 KEPT = {"float32": (40, 12, 20), "bfloat16": (28, 6, 10)}
 # of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
 RESIDENT = 2_500_000_000
-CONTEXT = 500_000_000  # of a further rank of an engine on its lead's device, where it reads what is pushed
+# of a further rank of an engine on its lead's device, where it reads what is pushed
+CONTEXT = 500_000_000
 PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
 SERVER = 4_000_000_000  # the same of a server with CUDA, whose children load all anew; an estimate
 SIZES = (24e9, 48e9, 80e9, 141e9)  # what is asked about where there is no GPU
@@ -85,7 +86,9 @@ def activations(shapes: Shapes, config: Config) -> int:
     inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
     rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
-    kinds = (next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj"))
+    kinds = (
+        next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj")
+    )
     widths = (embedding(shapes)[1], *kinds)
     whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
     cuts = (whole, config.tp, config.tp)
@@ -105,7 +108,10 @@ def embedding(shapes: Shapes) -> list[int]:
 
 def engines_of(config: Config) -> Models:
     """What an awake engine needs at least on each of its ranks. With CUDA its KV cache takes more."""
-    rows, models = {}, [("rollout", config.model), *(("genrm", path) for path in config.judge_models)]
+    rows, models = (
+        {},
+        [("rollout", config.model), *(("genrm", path) for path in config.judge_models)],
+    )
     for role, path in [] if config.train_only else models:
         tp = vars(config)[f"{role}_tp"]
         rows[f"{role} {path}"] = engine_parts(*read_model(path, config), config, tp)
@@ -181,7 +187,9 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
     if peaks[name] > size:
         needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
         hint = HINTS[name.split()[0]]
-        raise UserError(f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway")
+        raise UserError(
+            f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway"
+        )
 
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:

@@ -57,7 +57,9 @@ class Replay:
         groups = [list(group) for _, group in by_prompt]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
         seconds = dict(serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
-        stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), waves=0, **seconds)
+        stats = StepStats(
+            c.placement.plan.split, RequestStats(), RequestStats(), waves=0, **seconds
+        )
         return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 
@@ -69,7 +71,9 @@ def read_replay(path: Path, name: str) -> list[list[Sample]]:
             needed = "expected the fields of a Sample, its step and algorithm, as of --rollout-only"
             raise UserError(f"--replay {path}:{number}: {needed}")
         if (served := row.pop("algorithm")) != name:  # ReMax would miss its greedy answers
-            raise UserError(f"--replay {path}:{number}: served for --algorithm {served}, not {name}")
+            raise UserError(
+                f"--replay {path}:{number}: served for --algorithm {served}, not {name}"
+            )
         by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

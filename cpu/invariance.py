@@ -17,7 +17,8 @@ def at_least_four_rows(multiply):
 
     def padded(x, *args, **kwargs):
         rows = x.shape[0]
-        if rows >= LEAST_ROWS or x.ndim > 2:  # [1, patches, width] of an image, which has four at least
+        # [1, patches, width] of an image, which has four at least
+        if rows >= LEAST_ROWS or x.ndim > 2:
             return multiply(x, *args, **kwargs)
         padded = torch.nn.functional.pad(x, (0, 0, 0, LEAST_ROWS - rows))
         return multiply(padded, *args, **kwargs)[:rows]
@@ -53,7 +54,8 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
-        members_of.setdefault((LEAST_ROWS if new == 1 else round_up(new), padded_keys(length)), []).append(i)
+        rows = LEAST_ROWS if new == 1 else round_up(new)
+        members_of.setdefault((rows, padded_keys(length)), []).append(i)
     first_row = new_lens.cumsum(0) - new_lens
     rows, groups = [], []
     for (q, k), members in members_of.items():
@@ -61,7 +63,8 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         new = new_lens[members, None]
         position = torch.arange(q).minimum(new - 1)  # [b, q]: padding repeats the last query
         slots = req_to_token[req_pool_indices[members], :k]
-        slots = torch.nn.functional.pad(slots, (0, k - slots.shape[1]))  # the table is as wide as the context
+        # the table is as wide as the context
+        slots = torch.nn.functional.pad(slots, (0, k - slots.shape[1]))
         hidden = torch.arange(k) > (seq_lens[members, None] - new + position)[:, None, :, None]
         groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
         rows.append((first_row[members, None] + position).flatten())
@@ -92,7 +95,9 @@ def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
         found = torch.nn.functional.embedding(slots, cache.flatten(1))
         return found.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
-    queries = query.index_select(0, order).split([mask.shape[0] * mask.shape[2] for _, mask in groups])
+    queries = query.index_select(0, order).split(
+        [mask.shape[0] * mask.shape[2] for _, mask in groups]
+    )
     outputs = []
     for q, (slots, mask) in zip(queries, groups, strict=True):
         q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
@@ -118,8 +123,12 @@ def batched_attention():
             self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
 
         def forward(self, q, k, v, layer, batch, save_kv_cache=True):
-            assert layer.attn_type == AttentionType.DECODER, "only decoder models can run without a GPU"
-            assert layer.sliding_window_size == -1, "sliding-window attention cannot run without a GPU"
+            assert layer.attn_type == AttentionType.DECODER, (
+                "only decoder models can run without a GPU"
+            )
+            assert layer.sliding_window_size == -1, (
+                "sliding-window attention cannot run without a GPU"
+            )
             pool = self.token_to_kv_pool
             if save_kv_cache:
                 pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
@@ -165,8 +174,11 @@ def install():
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.attention import attention_registry
 
-    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None  # these are triton kernels
-    torch.nn.functional.linear = at_least_four_rows(at_least_four_columns(torch.nn.functional.linear))
+    # these are triton kernels
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+    torch.nn.functional.linear = at_least_four_rows(
+        at_least_four_columns(torch.nn.functional.linear)
+    )
     processor = logits_processor.LogitsProcessor
     head = processor._compute_lm_head
     processor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(

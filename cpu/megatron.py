@@ -52,7 +52,8 @@ class CpuDevice:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname):  # overridden whole, so that rewritten code is never written to a .pyc
+    # overridden whole, so that rewritten code is never written to a .pyc
+    def get_code(self, fullname):
         path = self.get_filename(fullname)
         source = self.get_data(path).decode()
         for pattern, new in REWRITES.items():
@@ -82,7 +83,9 @@ def install() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if not torch.cuda.is_available() and not is_there:
-        assert "megatron.core" not in sys.modules, "install() must run before megatron.core is imported"
+        assert "megatron.core" not in sys.modules, (
+            "install() must run before megatron.core is imported"
+        )
         sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())
     from megatron.core.optimizer import distrib_optimizer
@@ -109,7 +112,10 @@ def state_dict(self):
         for param in group["params"]:
             if not self.optimizer.state[param]:  # what AdamW itself would make
                 zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[param] = {"step": torch.zeros((), device=param.device), **zeros}
+                self.optimizer.state[param] = {
+                    "step": torch.zeros((), device=param.device),
+                    **zeros,
+                }
     return original["state_dict"](self)
 
 
@@ -117,7 +123,8 @@ def load_state_dict(self, state):
     """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam."""
     original["load_state_dict"](self, state)
     for param, adam_state in self.optimizer.state.items():
-        adam_state["step"] = adam_state["step"].to(param.device, copy=True)  # where a fused AdamW wants it
+        # where a fused AdamW wants it
+        adam_state["step"] = adam_state["step"].to(param.device, copy=True)
 
 
 @torch.no_grad()  # an fp32 shard is a view of a leaf parameter, which the original writes in place

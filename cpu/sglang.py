@@ -91,16 +91,21 @@ def replace_torchvision():
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import import_utils
 
-    assert not import_utils.is_torchvision_available()  # cached: transformers must not see the stand-in
+    # cached: transformers must not see the stand-in
+    assert not import_utils.is_torchvision_available()
     # by `from ... import` transformers would give a dummy of it
     videos = importlib.import_module("transformers.models.auto.video_processing_auto")
     videos.AutoVideoProcessor.from_pretrained = lambda *args, **kwargs: None
-    check = ProcessorMixin.check_argument_for_proper_class  # a processor may be without one for videos
-    ProcessorMixin.check_argument_for_proper_class = lambda self, name, part: part and check(self, name, part)
+    # a processor may be without one for videos
+    check = ProcessorMixin.check_argument_for_proper_class
+    ProcessorMixin.check_argument_for_proper_class = lambda self, name, part: (
+        part and check(self, name, part)
+    )
     sys.meta_path.append(StandInFinder("torchvision"))
 
 
-CHATTY = (  # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
+# a line for each batch, sleep or bucket of a push; the first one all settings, with the key
+CHATTY = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler_components.metrics_reporter",
     "sglang.srt.managers.scheduler",
@@ -141,7 +146,9 @@ def unavailable_kernel(name):
         raise AttributeError(name)
 
     def refuse(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name}: this model or feature cannot run without a GPU")
+        raise NotImplementedError(
+            f"sgl_kernel.{name}: this model or feature cannot run without a GPU"
+        )
 
     return refuse
 
@@ -153,7 +160,8 @@ def murmur_hash32(seed, positions, columns):
     def rotate(x, bits):
         return ((x << bits) | (x >> (32 - bits))) & low32
 
-    def multiply(x, constant):  # the product may not fit int64: it wraps around; its low 32 bits stay right
+    # the product may not fit int64: it wraps around; its low 32 bits stay right
+    def multiply(x, constant):
         return (x * constant) & low32
 
     def mix(state, block):
@@ -171,7 +179,9 @@ def murmur_hash32(seed, positions, columns):
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
-def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None):
+def decoder_forward(
+    self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None
+):
     """Qwen3Model.forward in 0.7 x the time, with less Python: ids, positions [tokens] -> [tokens, hidden]."""
     linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
@@ -194,14 +204,18 @@ def decoder_forward(self, input_ids, positions, forward_batch, input_embeds=None
         heads = torch.addcmul(heads * cos, heads.roll(a.head_dim // 2, -1), sin)
         q, k = heads.flatten(1).split((a.q_size, a.kv_size), -1)
         x = x + linear(a.attn(q, k, v, forward_batch), a.o_proj.weight)
-        gate, up = linear(norm(x, layer.post_attention_layernorm), m.gate_up_proj.weight).chunk(2, -1)
+        gate, up = linear(norm(x, layer.post_attention_layernorm), m.gate_up_proj.weight).chunk(
+            2, -1
+        )
         x = x + linear(torch.nn.functional.silu(gate) * up, m.down_proj.weight)
     return norm(x, self.norm)
 
 
 def install():
     """Make `import sglang` work without CUDA. Once per process, before anything of sglang is imported."""
-    os.environ.update(SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="all", TORCHDYNAMO_DISABLE="1")
+    os.environ.update(
+        SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="all", TORCHDYNAMO_DISABLE="1"
+    )
     os.environ["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"  # not no_grad: 0.9 x the CPU time
     replace_triton()
     replace_torchvision()
@@ -237,7 +251,9 @@ def drop_websockets(app):
     """SGLang asks only HTTP requests for the key: with a websocket library, anybody could open a socket."""
     from starlette.routing import WebSocketRoute
 
-    app.router.routes[:] = [route for route in app.router.routes if not isinstance(route, WebSocketRoute)]
+    app.router.routes[:] = [
+        route for route in app.router.routes if not isinstance(route, WebSocketRoute)
+    ]
 
 
 def main():
@@ -249,7 +265,8 @@ def main():
     from sglang.srt.utils import kill_process_tree
 
     drop_websockets(http_server.app)
-    base_processor.BaseMultimodalProcessor.gpu_image_decode = False  # a GPU reads other pixels from a JPEG
+    # a GPU reads other pixels from a JPEG
+    base_processor.BaseMultimodalProcessor.gpu_image_decode = False
     if not torch.cuda.is_available():
         fork_children()
         server_args.add_deterministic_attention_backend_choices(["torch_native"])

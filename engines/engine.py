@@ -37,7 +37,8 @@ class Sampling:
 
     temperature: float  # 0 is greedy
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own EOS; the stop token is part of the answer
+    # besides the model's own EOS; the stop token is part of the answer
+    stop_token_ids: tuple[int, ...] = ()
     top_p: float = 1.0
     ignore_eos: bool = False  # write max_new_tokens whatever comes: for measurements
 
@@ -78,7 +79,9 @@ class Answer:
     rank: int = 0  # of the engine that wrote its end
 
     def extended(self, part: Answer) -> Answer:
-        lists = {name: vars(self)[name] + vars(part)[name] for name in ("tokens", "logprobs", "versions")}
+        lists = {
+            name: vars(self)[name] + vars(part)[name] for name in ("tokens", "logprobs", "versions")
+        }
         return replace(self, **lists, finish=part.finish, end=part.end, rank=part.rank)
 
 
@@ -98,13 +101,22 @@ class Engine:
         self._process: server.ServerProcess | None = None
         self._shapes: dict[str, list[int]] = {}
         self._tp, self._session = 1, None
-        self._silence_s, self._move_s = 40.0, 120.0  # a hang, and the deadlines of short and of long calls
+        # a hang, and the deadlines of short and of long calls
+        self._silence_s, self._move_s = 40.0, 120.0
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
     @classmethod
     def launch(
-        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str, model=0
+        cls,
+        role: str,
+        rank: int,
+        port: int,
+        model_dir: str,
+        config: Config,
+        log: Path,
+        key: str,
+        model=0,
     ) -> Self:
         """Starts a server, which dies with this thread. Then `await ready()`. UserError: port taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
@@ -126,10 +138,14 @@ class Engine:
             if self.exit_status():
                 raise UserError(f"the {self.name} stopped while starting; {self.log_tail()}")
             if clock() > deadline:
-                raise UserError(f"the {self.name} wasn't ready within {deadline_s:g} s; {self.log_tail()}")
+                raise UserError(
+                    f"the {self.name} wasn't ready within {deadline_s:g} s; {self.log_tail()}"
+                )
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
-            raise UserError(f"the {self.name} found another server at {self.url}: choose another --port")
+            raise UserError(
+                f"the {self.name} found another server at {self.url}: choose another --port"
+            )
         info = await self._call("GET", "/server_info")
         full_length = max(1, info["max_total_num_tokens"] // info["context_length"])
         self.capacity = min(info["max_running_requests"], full_length)
@@ -140,14 +156,17 @@ class Engine:
             if isinstance(error, EngineLost):
                 failed = f"{error} while starting"
             raise UserError(f"the {self.name} {failed}; {self.log_tail()}") from None
-        await self._call("POST", "/freeze_gc")  # else each sleep collects over all of SGLang's imports: 0.7 s
+        # else each sleep collects over all of SGLang's imports: 0.7 s
+        await self._call("POST", "/freeze_gc")
 
     async def _warm_up(self) -> None:
         """A greedy answer beside a sampled one: with CUDA kernels for both are compiled now, for minutes.
 
         Later such a silence would count as a hang.
         """
-        kinds = [Sampling(temperature, WARM_UP_TOKENS, ignore_eos=True) for temperature in (0.0, 1.0)]
+        kinds = [
+            Sampling(temperature, WARM_UP_TOKENS, ignore_eos=True) for temperature in (0.0, 1.0)
+        ]
         requests = [Request([0] * 4, sampling, WARM_UP_TOKENS, seed=0) for sampling in kinds]
         async for _ in self.generate(requests):
             pass
@@ -205,9 +224,11 @@ class Engine:
     async def sleep(self, deadline_s: float | None = None) -> None:
         """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""
         if self._has_aborted:
-            await asyncio.sleep(0.1)  # until an aborted request is out, or pausing would take a second
+            # until an aborted request is out, or pausing would take a second
+            await asyncio.sleep(0.1)
         self._has_aborted = False
-        await self._call("POST", "/pause_generation", mode="abort")  # in other modes the idle scheduler spins
+        # in other modes the idle scheduler spins
+        await self._call("POST", "/pause_generation", mode="abort")
         await self._call("POST", "/flush_cache?timeout=30")
         await self._move("/release_memory_occupation", deadline_s, tags=["kv_cache", "weights"])
 
@@ -227,14 +248,18 @@ class Engine:
         if missing := missing - {"lm_head.weight"}:  # tied to the embedding
             raise UserError(f"the {self.name} was pushed no {sorted(missing)}")
         served = (await self._call("GET", "/model_info"))["weight_version"]
-        assert served == str(version), f"the {self.name} serves weights {served} after a push of {version}"
+        assert served == str(version), (
+            f"the {self.name} serves weights {served} after a push of {version}"
+        )
 
     def _checked(self, named_weights: Iterable, missing: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Passes tensors on, crossing them off: SGLang skips an unknown name and dies of a wrong shape."""
         for name, tensor in named_weights:
             shape, own = list(tensor.shape), self._shapes.get(name)
             if shape != own:
-                raise UserError(f"the {self.name} cannot load {name} of shape {shape}: its model has {own}")
+                raise UserError(
+                    f"the {self.name} cannot load {name} of shape {shape}: its model has {own}"
+                )
             missing.discard(name)
             yield name, tensor
 
@@ -257,7 +282,10 @@ class Engine:
         """
         clock = asyncio.get_running_loop().time
         sent, written, first_tokens, finished = clock(), Counter(), {}, 0
-        params = [asdict(r.sampling) | {"max_new_tokens": r.limit, "sampling_seed": r.seed} for r in requests]
+        params = [
+            asdict(r.sampling) | {"max_new_tokens": r.limit, "sampling_seed": r.seed}
+            for r in requests
+        ]
         how = {"sampling_params": params, "return_logprob": True, "stream": True}
         async with self._open("POST", "/generate", prompts_of(requests) | how) as response:
             async for event in server.server_sent_events(response):
@@ -291,7 +319,9 @@ class Engine:
         try:
             async with self._session.request(method, path, **how) as response:
                 if response.status not in (200, also):  # why not is in the text
-                    raise UserError(f"the {self.name} refused {path}: {(await response.text())[:500]}")
+                    raise UserError(
+                        f"the {self.name} refused {path}: {(await response.text())[:500]}"
+                    )
                 yield response
         except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
@@ -309,13 +339,16 @@ class Engine:
             return await response.json() if response.content_type == "application/json" else None
 
     async def _move(self, path: str, deadline_s: float | None = None, **body: Any) -> None:
-        async with self._open("POST", path, body, deadline_s or self._move_s):  # of a large model: a while
+        # of a large model: a while
+        async with self._open("POST", path, body, deadline_s or self._move_s):
             pass
 
 
 def prompts_of(requests: list[Request]) -> dict[str, Any]:
     """What a server reads: one token for each image, and the images. One that all share is sent once."""
-    body: dict[str, Any] = {"input_ids": [collapse(request.prompt, request.images) for request in requests]}
+    body: dict[str, Any] = {
+        "input_ids": [collapse(request.prompt, request.images) for request in requests]
+    }
     if any(request.images for request in requests):
         each = [list(request.images) or [None] for request in requests]
         one = len(each[0]) == 1 and all(found == each[0] for found in each)
@@ -326,13 +359,19 @@ def prompts_of(requests: list[Request]) -> dict[str, Any]:
 def read_part(event: dict, written: int) -> Answer:
     """The new tokens in an event of the stream of an answer of which `written` tokens have come."""
     info, total = event["meta_info"], event["meta_info"]["completion_tokens"]
-    rows = info["output_token_logprobs"]  # (logprob, token, None); if it was aborted in the queue, all so far
+    # (logprob, token, None); if it was aborted in the queue, all so far
+    rows = info["output_token_logprobs"]
     rows = rows[len(rows) - (total - written) :]
     # which weights wrote what is said at the end; until then it was the present ones, for they change asleep
-    spans = info.get("weight_versions") or [{"version": info["weight_version"], "start": 0, "end": total}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])][written:]
+    spans = info.get("weight_versions") or [
+        {"version": info["weight_version"], "start": 0, "end": total}
+    ]
+    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])][
+        written:
+    ]
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""
-    if finish == "abort":  # SGLang didn't look at the last token: it may be the answer's end, and comes again
+    # SGLang didn't look at the last token: it may be the answer's end, and comes again
+    if finish == "abort":
         rows, versions = rows[:-1], versions[:-1]
     tokens, logprobs = [token for _, token, _ in rows], [logprob for logprob, _, _ in rows]
     return Answer(event["index"], tokens, logprobs, finish, versions, info.get("cached_tokens", 0))

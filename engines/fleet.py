@@ -50,7 +50,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         With CUDA one role after the other, each asleep before the next and before a trainer is built: an
         engine takes its part of the memory that it finds. On a CPU all at once, and nothing is waited for.
         """
-        key = await self._world.broadcast(secrets.token_hex(32))  # rank 0's: what all servers want to see
+        # rank 0's: what all servers want to see
+        key = await self._world.broadcast(secrets.token_hex(32))
         by_role = [[spec for spec in specs if spec.role == role] for role in ROLES]
         for wave in by_role if self._config.device == "cuda" else [specs]:
             await raise_on_all(self._world, self._start(wave, key))
@@ -61,7 +62,9 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         for spec in specs:
             log = Path(self._config.out, "logs", f"{spec.role}-{self._world.rank}.log")
             kind, where = ScoringEngine if spec.scores else Engine, (self._world.rank, spec.port)
-            engine = kind.launch(spec.role, *where, spec.model_dir, self._config, log, key, spec.model)
+            engine = kind.launch(
+                spec.role, *where, spec.model_dir, self._config, log, key, spec.model
+            )
             self._engines.append(engine)
             self._starting.append(engine)
 
@@ -78,7 +81,9 @@ class Fleet(contextlib.AbstractAsyncContextManager):
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """By role, a handle on every engine of the run (collective)."""
-        facts = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
+        facts = [
+            (type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines
+        ]
         for rank, there in enumerate(await self._world.gather(facts)):
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]

@@ -58,7 +58,8 @@ class Pool:
         self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked
         self.woke_at = 0.0  # when the first of them did, by the event loop's clock
         self._outstanding: Counter[int] = Counter()  # rank -> tokens that this controller awaits
-        self._owed, self._mine = Counter(), Counter()  # the same of all when they last met; its part
+        # the same of all when they last met; its part
+        self._owed, self._mine = Counter(), Counter()
         self._wrote: dict[int, object] = {}  # rank -> another one whenever parts came
         self._told = EngineStatus(Counter(), Counter(), {})  # in the newest meeting
         self._new_parts: Counter[int] = Counter()  # came here since
@@ -71,7 +72,8 @@ class Pool:
         self._watch: asyncio.Task | None = None
         self._finished: list[tuple] = []  # since `pop_stats`: rank, then as RequestStats.of
         self._wakes = self._stalls = self._aborts = 0
-        self._askable: dict[int, tuple[tuple, list[Engine]]] = {}  # model -> by what, who may be asked
+        # model -> by what, who may be asked
+        self._askable: dict[int, tuple[tuple, list[Engine]]] = {}
         counts = Counter(engine.model for engine in engines)
         most = QUEUED * config.max_running_requests  # of each engine
         self._turns = {model: asyncio.Semaphore(most * count) for model, count in counts.items()}
@@ -131,7 +133,9 @@ class Pool:
         self._deprioritized |= {engine.rank}
         self._stalls += 1
         if stalls + 1 == MAX_STALLS:
-            failure = f"the {engine.name} {error}, the third failure in a row to go on with an answer"
+            failure = (
+                f"the {engine.name} {error}, the third failure in a row to go on with an answer"
+            )
             hint = f"--timeout-s {self.config.timeout_s:g} may be too short for it"
             raise UserError(f"{failure}: {hint}") from None
         return stalls + 1
@@ -152,15 +156,21 @@ class Pool:
         known, engines = self._askable.get(model, ((), []))
         if known != state:
             awake = {*self.awake}
-            up = [e for e in self.engines if e.model == model and e.rank in awake and self._is_up(e)]
+            up = [
+                e for e in self.engines if e.model == model and e.rank in awake and self._is_up(e)
+            ]
             engines = [e for e in up if e.rank not in self._deprioritized] or up
             self._askable[model] = state, engines
         # the least loaded of all would be the same for all controllers until they meet
         pair, own = self._random.sample(engines, min(2, len(engines))), self._outstanding
-        return min(pair, key=lambda e: own[e.rank] + self._owed[e.rank] - self._mine[e.rank], default=None)
+        return min(
+            pair, key=lambda e: own[e.rank] + self._owed[e.rank] - self._mine[e.rank], default=None
+        )
 
     def _is_up(self, engine: Engine) -> bool:
-        return engine.rank not in self._lost and not (self._trouble and engine.rank == self.world.rank)
+        return engine.rank not in self._lost and not (
+            self._trouble and engine.rank == self.world.rank
+        )
 
     async def _ask(self, engine: Engine, requests: list[Request]) -> AsyncIterator[Answer]:
         """What one engine writes, as it comes. EngineLost if it breaks off, TimeoutError if it stalls."""
@@ -183,7 +193,8 @@ class Pool:
         TimeoutError if the engine wrote for nobody in stalled_s and isn't healthy, or MAX_SILENCES times.
         """
         coming = asyncio.ensure_future(anext(parts, None))
-        coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # else asyncio complains
+        # else asyncio complains
+        coming.add_done_callback(lambda task: task.cancelled() or task.exception())
         silences = 0
         wait_s = self.config.engine_silence_s  # for a word on its health
         try:
@@ -212,7 +223,9 @@ class Pool:
         """What this controller's requests came to since the last call. The timeline is told of them, too."""
         for rank, sent, end, *_ in self._finished:
             self.timeline.request(self.role, rank, sent, end)
-        stats = RequestStats.of((request[1:] for request in self._finished), self._wakes, self._stalls)
+        stats = RequestStats.of(
+            (request[1:] for request in self._finished), self._wakes, self._stalls
+        )
         self._finished, self._wakes, self._stalls = [], 0, 0
         return stats
 
@@ -221,7 +234,9 @@ class Pool:
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
         trouble = {self.world.rank: f"{self._trouble}\n{self._log_tail}"} if self._trouble else {}
-        self._told = EngineStatus(+self._outstanding, self._new_parts, trouble, tuple(self._deprioritized))
+        self._told = EngineStatus(
+            +self._outstanding, self._new_parts, trouble, tuple(self._deprioritized)
+        )
         self._new_parts = Counter()
         return self._told
 
@@ -235,7 +250,9 @@ class Pool:
         if not status.trouble:
             return []
         down = [engine for engine in self.engines if engine.rank in status.trouble]
-        self._lost = {engine.rank: f"the {engine.name} {status.trouble[engine.rank]}" for engine in down}
+        self._lost = {
+            engine.rank: f"the {engine.name} {status.trouble[engine.rank]}" for engine in down
+        }
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
             raise UserError("\n".join((f"no {self.role} engine is left to ask:", *dead)))
@@ -357,7 +374,8 @@ class Pool:
         """Push the actor's weights into this rank's engine (collective: the iterator gathers them)."""
         with self.timeline.span("sync"):
             await self._on_own(lambda engine: engine.load_weights(named_weights, version))
-            await self.world.run(deque, named_weights, 0)  # to its end: others need this rank's shards
+            # to its end: others need this rank's shards
+            await self.world.run(deque, named_weights, 0)
             await self.world.barrier()
 
     async def abort(self) -> None:
@@ -366,7 +384,9 @@ class Pool:
         if self.world.rank in self.awake:
             await self._on_own(lambda engine: engine.abort())
 
-    async def _each(self, call: Callable[[Engine], Awaitable[None]], ranks: set[int] | None = None) -> None:
+    async def _each(
+        self, call: Callable[[Engine], Awaitable[None]], ranks: set[int] | None = None
+    ) -> None:
         """`call` of each engine of the plan, or of these ranks."""
         with self.timeline.span("switch"):
             if ranks is None or self.world.rank in ranks:

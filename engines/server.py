@@ -39,44 +39,73 @@ LOG_START = "---- a server starts"  # a line of its log begins so
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
     """The server's command line. An engine of several ranks takes the devices from this rank's on."""
-    context, tp = context_length(model_dir, config), vars(config)[f"{role}_tp"]
+    context = context_length(model_dir, config)
     flags = {
-        "model-path": Path(model_dir).resolve(), "weight-version": 0, "host": config.host, "port": port,
+        "model-path": Path(model_dir).resolve(),
+        "weight-version": 0,
+        "host": config.host,
+        "port": port,
         "load-format": "safetensors",  # by default it would take a .bin, too, which is a pickle
         "served-model-name": os.getpid(),  # by which `ready` knows that the server is ours
-        "dtype": config.dtype, "random-seed": config.seed + rank,
-        "context-length": context, "max-running-requests": config.max_running_requests,
+        "dtype": config.dtype,
+        "random-seed": config.seed + rank,
+        "context-length": context,
+        "max-running-requests": config.max_running_requests,
         "skip-tokenizer-init": None,  # tokens in, tokens out
-        "stream-interval": STREAM_INTERVAL, "incremental-streaming-output": None,
+        "stream-interval": STREAM_INTERVAL,
+        "incremental-streaming-output": None,
         # answers come to the judge one by one, and each prefill holds up all decoding: take them in together
-        "prefill-decode-interval": 8, "prefill-decode-interval-min-bs": 16,
-        "skip-server-warmup": None, "sleep-on-idle": None, "log-level": "error",
-    }  # fmt: skip
+        "prefill-decode-interval": 8,
+        "prefill-decode-interval-min-bs": 16,
+        "skip-server-warmup": None,
+        "sleep-on-idle": None,
+        "log-level": "error",
+    }
     if config.deterministic:
         flags["enable-deterministic-inference"] = None
-    if tp > 1:  # written for CUDA, not yet run
-        flags["tp-size"] = tp
-    if config.device == "cuda":
-        flags["base-gpu-id"] = os.environ["LOCAL_RANK"]
-        flags |= {"mem-fraction-static": config.mem_fraction, "enable-memory-saver": None}
-        # prefill graphs give wrong values (sgl-project/sglang#37606); a pass may compile kernels for long
-        flags |= {"disable-prefill-cuda-graph": None, "watchdog-timeout": config.timeout_s}
-        # which attention, how large a KV cache, how long CUDA graphs took (cpu/sglang.py keeps the rest out)
-        flags |= {"log-level": "info", "log-level-http": "error"}
-        if role == "genrm" or config.mode != "partial" or config.command == "eval":
-            # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
-            flags["enable-weights-cpu-backup"] = None
-    elif tp > 1:
-        raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
-    else:  # torch_native is cpu/invariance.py's attention; deterministic mode would look for a GPU's
-        flags |= {"device": "cpu", "attention-backend": "torch_native"}
-        flags |= {"disable-overlap-schedule": None, "max-total-tokens": max(KV_TOKENS, context)}
+    flags |= (
+        cuda_flags(role, config) if config.device == "cuda" else cpu_flags(role, context, config)
+    )
     if sees(model_dir):
         # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
         # and tokens of that, and fails where a text spells out the image token; with it, it takes them as is
         flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
     texts = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
     return [text for text in texts if text != "None"]
+
+
+def cuda_flags(role: str, config: Config) -> dict[str, Any]:
+    """Those of an engine on GPUs, from this rank's on."""
+    flags = {
+        "base-gpu-id": os.environ["LOCAL_RANK"],
+        "mem-fraction-static": config.mem_fraction,
+        "enable-memory-saver": None,
+        # prefill graphs give wrong values (sgl-project/sglang#37606)
+        "disable-prefill-cuda-graph": None,
+        "watchdog-timeout": config.timeout_s,  # of a pass, which may compile kernels
+        # which attention, how large a KV cache, how long CUDA graphs took; cpu/sglang.py drops the rest
+        "log-level": "info",
+        "log-level-http": "error",
+    }
+    if (tp := vars(config)[f"{role}_tp"]) > 1:
+        flags["tp-size"] = tp
+    if role == "genrm" or config.mode != "partial" or config.command == "eval":
+        # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
+        flags["enable-weights-cpu-backup"] = None
+    return flags
+
+
+def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
+    """Those of an engine without CUDA. UserError if it is to span several ranks."""
+    if (tp := vars(config)[f"{role}_tp"]) > 1:
+        raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
+    return {
+        "device": "cpu",
+        # cpu/invariance.py's attention; deterministic mode would look for a GPU's
+        "attention-backend": "torch_native",
+        "disable-overlap-schedule": None,
+        "max-total-tokens": max(KV_TOKENS, context),
+    }
 
 
 def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
@@ -91,7 +120,9 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     its sockets and the file by which its processes meet (by default, on a port open on every interface).
     """
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(torchrun)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(torchrun)
+    }
     environment |= {"NANOYATT_PARENT": str(os.getpid()), "NANOYATT_API_KEY": key}
     environment |= {"PYTHONWARNINGS": "ignore", "TMPDIR": private}
     environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{private}/store"
@@ -107,7 +138,9 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
         environment["LD_LIBRARY_PATH"] = ":".join(folders)
     else:
         # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
-        environment |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
+        environment |= dict.fromkeys(
+            ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30)
+        )
         # MKL's products have other last bits for few rows on some processors, if not told to be strict
         environment |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
     return environment
@@ -120,7 +153,9 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     found = read_model_config(model_dir)
     found = found.get("text_config", found)  # of a model that sees
     if "max_position_embeddings" not in found:
-        raise UserError(f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len")
+        raise UserError(
+            f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len"
+        )
     return found["max_position_embeddings"]
 
 
@@ -161,7 +196,9 @@ def check_port(host: str, port: int, name: str) -> None:
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a private folder."""
 
-    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]):
+    def __init__(
+        self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]
+    ):
         self._command, self._key, self._log = command, key, log
         self._device, self._environment = device, environment
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
@@ -172,7 +209,9 @@ class ServerProcess:
         """What earlier servers said stays in the log, also over a resume: it may say why they ended."""
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
-        environment = server_environment(self._key, self.folder.name, self._device) | self._environment
+        environment = (
+            server_environment(self._key, self.folder.name, self._device) | self._environment
+        )
         how = {"cwd": Path(__file__).parents[1], "env": environment, "start_new_session": True}
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
@@ -183,17 +222,21 @@ class ServerProcess:
         if self._process is None:
             return "killed"
         status = self._process.poll()
-        return "" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        return (
+            "" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        )
 
     async def kill(self) -> None:
         """End the group, and return when it is gone."""
         if self._process is None:
             return
         process, self._process = self._process, None
-        process.kill()  # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
+        # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
+        process.kill()
         process.wait()
         try:
-            await asyncio.sleep(0.5)  # multiprocessing's tracker, the last of them, removes the semaphores
+            # multiprocessing's tracker, the last of them, removes the semaphores
+            await asyncio.sleep(0.5)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -220,7 +263,8 @@ async def in_pieces(body: dict) -> AsyncIterator[bytes]:
     for part in re.split(f"({'|'.join(images)})", text) if images else [text]:
         data, encode = part, str.encode
         if part in images:
-            yield b"data:;base64,"  # without it, SGLang takes a JPEG's for a path: it begins with a slash
+            # without it, SGLang takes a JPEG's for a path: it begins with a slash
+            yield b"data:;base64,"
             data, encode = images[part].read(), base64.b64encode
         for start in range(0, len(data), PIECE_BYTES):
             yield encode(data[start : start + PIECE_BYTES])
@@ -229,7 +273,8 @@ async def in_pieces(body: dict) -> AsyncIterator[bytes]:
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
     """The JSON objects of a stream of `data: ...` events."""
     unread = b""
-    async for chunk in response.content.iter_any():  # not by line: aiohttp refuses lines over 128 KB
+    # not by line: aiohttp refuses lines over 128 KB
+    async for chunk in response.content.iter_any():
         *events, unread = (unread + chunk).split(b"\n\n")
         for event in events:
             if event != b"data: [DONE]":
@@ -264,7 +309,8 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         offset += tensor.nbytes
     flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
-    payloads = [io.BytesIO() for _ in range(readers)]  # CUDA takes the memory back once all were read
+    # CUDA takes the memory back once all were read
+    payloads = [io.BytesIO() for _ in range(readers)]
     for payload in payloads:
         ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
     return [base64.b64encode(payload.getvalue()).decode() for payload in payloads]

@@ -36,18 +36,25 @@ class ImageReader:
 
     def __init__(self, model_dir: str):
         """UserError if the directory has no processor for images."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
 
         config = read_model_config(model_dir)
         self.image_token: int = config["image_token_id"]
         # an answer ends at one of these: behind it, engine and trainer would look for an image
         named = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         self.stop_tokens = tuple(config[name] for name in named)
-        self.placeholder = [config[name] for name in (named[2], named[0], named[3])]  # of an image in a text
+        # of an image in a text
+        self.placeholder = [config[name] for name in (named[2], named[0], named[3])]
         try:  # Pillow's, which engines take, too: torchvision's makes other pixels
-            self._processor = Qwen2VLImageProcessorPil.from_pretrained(model_dir, local_files_only=True)
+            self._processor = Qwen2VLImageProcessorPil.from_pretrained(
+                model_dir, local_files_only=True
+            )
         except (OSError, ValueError) as error:
-            raise UserError(f"{model_dir}: no image processor: {str(error).splitlines()[0]}") from None
+            raise UserError(
+                f"{model_dir}: no image processor: {str(error).splitlines()[0]}"
+            ) from None
         self._side = self._processor.patch_size * self._processor.merge_size  # pixels; of a feature
 
     @property
@@ -84,8 +91,12 @@ class ImageReader:
         import torch
 
         # one by one: decoded, and as floats, an image is many times its file
-        found = [self._processor([decoded(x.read(), "an image")], return_tensors="pt") for x in images]
-        pixels, grids = (torch.cat([x[name] for x in found]) for name in ("pixel_values", "image_grid_thw"))
+        found = [
+            self._processor([decoded(x.read(), "an image")], return_tensors="pt") for x in images
+        ]
+        pixels, grids = (
+            torch.cat([x[name] for x in found]) for name in ("pixel_values", "image_grid_thw")
+        )
         return pixels, grids
 
 
@@ -155,4 +166,6 @@ def image_file(item: Any, folder: Path, where: str) -> bytes | Path:
 def check_places(places: int, images: Sequence, where: str) -> None:
     """UserError unless the texts have as many places as there are images."""
     if places != len(images):
-        raise UserError(f"{where}: {len(images)} images for {places} places, {IMAGE} or an image part")
+        raise UserError(
+            f"{where}: {len(images)} images for {places} places, {IMAGE} or an image part"
+        )

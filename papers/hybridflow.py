@@ -72,13 +72,20 @@ def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, fl
     cluster = Cluster(
         decode,
         coarse(mapping.passes(models["actor"], sizes, speeds), more),
-        as_dealt(coarse(mapping.passes(models["critic"], critic, speeds), more), sizes.dp / critic.dp),
+        as_dealt(
+            coarse(mapping.passes(models["critic"], critic, speeds), more), sizes.dp / critic.dp
+        ),
         dict(rollout=Moves(push_s=push_s)),
-        group=sizes.pp * sizes.tp, scores=True, grain=GRAIN, meeting_s=MEETING_S,
-    )  # fmt: skip
+        group=sizes.pp * sizes.tp,
+        scores=True,
+        grain=GRAIN,
+        meeting_s=MEETING_S,
+    )
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
     settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=sizes.parts, judge=scorers)
-    settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1, updates_per_step=task.updates)
+    settings |= dict(
+        prompts_per_step=task.sequences, answers_per_prompt=1, updates_per_step=task.updates
+    )
     settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
     step = Simulation("full", gpus, work, cluster, steps=1, **settings).run()[0]
     return step.seconds["serve"], step.ended_s - push_s  # it begins with a push, and ends with one
@@ -87,7 +94,9 @@ def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, fl
 def as_dealt(critic: Passes, copies: float) -> Passes:
     """Where samples are dealt to the actor's copies, so many for one of the critic's."""
     stages = 1 + (critic.stages - 1) / copies
-    return replace(critic, token=critic.token * copies, square=critic.square * copies, stages=stages)
+    return replace(
+        critic, token=critic.token * copies, square=critic.square * copies, stages=stages
+    )
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
@@ -138,7 +147,9 @@ def placements(paper: Paper, figure: str) -> list[Row]:
     rows, compared = [], {}
     for point in asked(paper, figure, PLACEMENTS):
         at, placement = setting_of(paper, point), PLACEMENTS[point.system]
-        found = mapping.best_of(placement, *at) if placement else next(iter(mapping.search(*at)), None)
+        found = (
+            mapping.best_of(placement, *at) if placement else next(iter(mapping.search(*at)), None)
+        )
         tokens = at.task.sequences * at.task.trained
         rows.append(row_of(paper, point, found and tokens / found.seconds, "form"))
         if placement and found:
@@ -173,8 +184,12 @@ def generation(paper: Paper) -> list[Row]:
         held = speeds.reserve
         for role in reversed(PPO):  # the actor comes last
             every = mapping.choices_of(role, models[role], gpus, held, task, speeds)
-            held = next((choice.held for choice in every if choice.sizes[role][:2] == (1, 8)), math.inf)
-        own = Setting(models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds)
+            held = next(
+                (choice.held for choice in every if choice.sizes[role][:2] == (1, 8)), math.inf
+            )
+        own = Setting(
+            models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds
+        )
         choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
         fits = held < speeds.device.memory and own.task.sequences
         rows.append(row_of(paper, point, step_of(own, choice, scores=False)[0] if fits else None))
@@ -194,7 +209,11 @@ def table_2(paper: Paper) -> list[Row]:
 def number_in(point: Point, name: str) -> int:
     """Behind a name in its setting, as in `t_g=2`. UserError without one."""
     for word in point.setting.split():
-        if word.startswith(name) and word.removeprefix(name).isdecimal() and int(word.removeprefix(name)):
+        if (
+            word.startswith(name)
+            and word.removeprefix(name).isdecimal()
+            and int(word.removeprefix(name))
+        ):
             return int(word.removeprefix(name))
     raise UserError(f"{point.where}: its setting has no {name}NUMBER")
 

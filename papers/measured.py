@@ -21,7 +21,10 @@ from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
 from scheduling.costs import Decode
 
 MEASURED = ROOT / "published" / "measured_modes.csv"
-NAMES, SIDES = ("short", "tail", "resample", "judge-heavy"), ("full", "1|3", "2|2", "3|1", "fused 0.2")
+NAMES, SIDES = (
+    ("short", "tail", "resample", "judge-heavy"),
+    ("full", "1|3", "2|2", "3|1", "fused 0.2"),
+)
 PAIR = 0.05  # two sides that differ by less are as good as each other
 
 

@@ -33,8 +33,14 @@ INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
 QUICK, QUICK_TAILS = ("1024 33/65", "33B/13B 8/4 16/8"), (0.2, 0.3)  # what is left with --quick
 ANSWERS = 2  # of a prompt: fewer the product doesn't take
 ORDERS = 4  # of the answers, where a point names its tail: else the search would take minutes
-OTHER, NO_SIZE = "another program: no times of its stages are published", "nor size nor lengths are published"
-NOT_MODELLED = {"2": {"an internal model": NO_SIZE}, "7": {"DeepSpeed-Chat": OTHER, "ReaLHF": OTHER}}
+OTHER, NO_SIZE = (
+    "another program: no times of its stages are published",
+    "nor size nor lengths are published",
+)
+NOT_MODELLED = {
+    "2": {"an internal model": NO_SIZE},
+    "7": {"DeepSpeed-Chat": OTHER, "ReaLHF": OTHER},
+}
 
 
 class Setting(NamedTuple):
@@ -42,14 +48,17 @@ class Setting(NamedTuple):
     actor: str  # billions of parameters
     critic: str
     tail: float | None = None
-    orders: int = 1  # of the answers, that seconds are the mean of: who writes the longest is chance
+    # of the answers, that seconds are the mean of: who writes the longest is chance
+    orders: int = 1
 
 
 def setting_of(point: Point) -> Setting:
     """UserError for another form."""
     pattern = r"(\d+) (?=13/33|33/13|33/65|65/33)(\d\d)/(\d\d)(?: tail (0(?:\.\d+)?))?"
     if not (match := re.fullmatch(pattern, point.setting)):
-        raise UserError(f"{point.where}: `{point.setting}` isn't as `1024 33/65` or `1024 33/65 tail 0.2`")
+        raise UserError(
+            f"{point.where}: `{point.setting}` isn't as `1024 33/65` or `1024 33/65 tail 0.2`"
+        )
     most, actor, critic, tail = match.groups()
     return Setting(int(most), actor, critic, tail and float(tail), ORDERS if tail else 1)
 
@@ -63,7 +72,9 @@ class Quantiles(Lengths):
     def of(self, *text: int) -> int:
         """Of (seed, prompt, index). An odd factor makes an order of any even count."""
         place = (197 + 66 * text[0]) * (ANSWERS * text[1] + text[2]) % self.count
-        tokens = self.median * math.exp(self.sigma * NormalDist().inv_cdf((place + 0.5) / self.count))
+        tokens = self.median * math.exp(
+            self.sigma * NormalDist().inv_cdf((place + 0.5) / self.count)
+        )
         return max(1, min(self.most, round(tokens)))
 
 
@@ -87,7 +98,8 @@ def gain(name: str) -> tuple[float, float]:
     if not (pipes := pipeline.read_instances(str(INSTANCES)).get(name)):
         raise UserError(f"`{name}` is no instance of {INSTANCES}")
     latency, memory, _ = pipeline.evaluate(pipes, pipeline.fused(pipes))
-    serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])  # others are copies, at the same time
+    # others are copies, at the same time
+    serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])
     return serial / latency, memory / pipeline.base_memory(pipes)
 
 
@@ -95,20 +107,30 @@ def speed_up(constants: Constants, setting: Setting) -> float:
     """Of fused training: micro-batches of one sample, as many copies of a model as there are devices for."""
     system, stages = constants["system"], constants["stages"]
     models = sorted((setting.actor, setting.critic), reverse=True)
-    counts = [system["mini_batch"] * system["tp"] * stages[model] // system["gpus"] for model in models]
-    return gain("{}B/{}B {}/{} {}/{}".format(*models, *(stages[model] for model in models), *counts))[0]
+    counts = [
+        system["mini_batch"] * system["tp"] * stages[model] // system["gpus"] for model in models
+    ]
+    return gain(
+        "{}B/{}B {}/{} {}/{}".format(*models, *(stages[model] for model in models), *counts)
+    )[0]
 
 
 def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     """What serves and trains; a rank is the devices of one engine. KV caches move with their answers."""
-    system, fitted, model = constants["system"], constants["decode"], constants["models"][setting.actor]
+    system, fitted, model = (
+        constants["system"],
+        constants["decode"],
+        constants["models"][setting.actor],
+    )
     device = Device(**values(constants["device"]))
     how = dict(weights=fitted["weights"], layer_s=fitted["layer_s"], prefill=math.inf)
     rollout = decode_of(Model(**model), device, system["tp"], **how)
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]
     updates, grain = system["batch"] / system["mini_batch"], max(1, setting.most // 256)
     longest = system["prompt"] + setting.most + 8 * grain  # tokens, and some that `config_of` adds
-    seconds = [training_s(constants, model, setting.most) for model in (setting.actor, setting.critic)]
+    seconds = [
+        training_s(constants, model, setting.most) for model in (setting.actor, setting.critic)
+    ]
     rollout = replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest)
     engines = dict(rollout=rollout, genrm=Decode(0.0, judgement_s / grain))
     passes = (Passes(0.0, update=each_s / updates) for each_s in seconds)
@@ -118,13 +140,25 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
 
 def simulate(constants: Constants, setting: Setting) -> dict[str, float]:
     """Seconds of the stages of a step of the real controllers, which take turns if the tail is 0."""
-    system, fitted, cluster = constants["system"], constants["fusion"], cluster_of(constants, setting)
-    lengths = Quantiles(fitted["median"], constants["lengths"]["sigma"], setting.most, system["batch"])
-    how = dict(tail=setting.tail, schedule="fused" if setting.tail else "1f1b", algorithm=("ppo",), steps=1)
-    how |= dict(updates_per_step=system["batch"] // system["mini_batch"], answers_per_prompt=ANSWERS)
+    system, fitted, cluster = (
+        constants["system"],
+        constants["fusion"],
+        cluster_of(constants, setting),
+    )
+    lengths = Quantiles(
+        fitted["median"], constants["lengths"]["sigma"], setting.most, system["batch"]
+    )
+    how = dict(
+        tail=setting.tail, schedule="fused" if setting.tail else "1f1b", algorithm=("ppo",), steps=1
+    )
+    how |= dict(
+        updates_per_step=system["batch"] // system["mini_batch"], answers_per_prompt=ANSWERS
+    )
     ranks, prompts, runs = system["gpus"] // system["tp"], system["batch"] // ANSWERS, []
     for seed in range(setting.orders):
-        work = Workload(system["prompt"], lengths, Lengths(cluster.grain, 0.0, cluster.grain), seed=seed)
+        work = Workload(
+            system["prompt"], lengths, Lengths(cluster.grain, 0.0, cluster.grain), seed=seed
+        )
         run = Simulation("fused", ranks, work, cluster, prompts_per_step=prompts, **how)
         (facts,) = run.run()
         written = max(engine.batch.busy_s for engine in run.engines["rollout"])
@@ -166,7 +200,10 @@ def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
 def table_3(paper: Paper) -> list[Row]:
     """By the product's own search for a schedule, which bounds the memory and doesn't minimise it."""
     metrics = ("speed-up", "memory")
-    return [paper.row(p, gain(p.setting)[metrics.index(p.metric)], "form") for p in chosen(paper, "table 3")]
+    return [
+        paper.row(p, gain(p.setting)[metrics.index(p.metric)], "form")
+        for p in chosen(paper, "table 3")
+    ]
 
 
 def chosen(paper: Paper, figure: str) -> list[Point]:
@@ -175,7 +212,9 @@ def chosen(paper: Paper, figure: str) -> list[Point]:
 
 def figures() -> dict[str, Callable[[Paper], list[Row]]]:
     steps = {}  # that were simulated: several figures look at them
-    return {name: partial(rows_of, name, steps) for name in ("2", "7", "8", "9")} | {"table 3": table_3}
+    return {name: partial(rows_of, name, steps) for name in ("2", "7", "8", "9")} | {
+        "table 3": table_3
+    }
 
 
 if __name__ == "__main__":

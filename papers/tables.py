@@ -73,7 +73,11 @@ class Paper(NamedTuple):
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
     """Its constants alone."""
-    return {name: value for name, value in table.items() if name not in ("source", "fitted_on", "follows")}
+    return {
+        name: value
+        for name, value in table.items()
+        if name not in ("source", "fitted_on", "follows")
+    }
 
 
 def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
@@ -94,9 +98,13 @@ def read_points(path: Path) -> list[Point]:
                     raise UserError(f"{len(cells)} cells, not {len(Point._fields) - 1}")
                 points.append(point := Point(*cells, f"{path}:{lines.line_num}"))
                 if not (point.label in LABELS and point.source and point.page):
-                    raise UserError(f"a number needs a source, a page and a label of {', '.join(LABELS)}")
+                    raise UserError(
+                        f"a number needs a source, a page and a label of {', '.join(LABELS)}"
+                    )
                 if not (0 < float(point.value) < float("inf") and 0 <= float(point.precision) < 1):
-                    raise UserError(f"{point.value}, precision {point.precision}: no number above 0")
+                    raise UserError(
+                        f"{point.value}, precision {point.precision}: no number above 0"
+                    )
         except (ValueError, csv.Error) as error:
             raise UserError(f"{path}:{lines.line_num}: {error}") from None
     return points
@@ -128,7 +136,9 @@ def sections_of(rows: list[Row]) -> list[str]:
         lines += [f"{len(exact)} closed forms agree to the last digit.", ""] if exact else []
         left_out = [row for row in own if row.kind == "not modelled"]
         for why in dict.fromkeys(row.note for row in left_out):
-            names = [f"{r.setting} {number(r.theirs, r.unit)}".strip() for r in left_out if r.note == why]
+            names = [
+                f"{r.setting} {number(r.theirs, r.unit)}".strip() for r in left_out if r.note == why
+            ]
             lines += [f"Not modelled: {'; '.join(names)} ({why})", ""]
     return lines
 
@@ -137,8 +147,12 @@ def table_of(rows: list[Row]) -> list[str]:
     """Of a figure. What rows share is said once, above it; a row names its kind and unit if they differ."""
     parts = [[*row.setting.split(", "), row.note] for row in rows]
     told = [own for own, row in zip(parts, rows, strict=True) if row.theirs is not None] or parts
-    shared = [part for part in told[0] if part and len(rows) > 1 and all(part in own for own in told)]
-    kind, unit = (statistics.mode(column) for column in ([r.kind for r in rows], [r.unit for r in rows]))
+    shared = [
+        part for part in told[0] if part and len(rows) > 1 and all(part in own for own in told)
+    ]
+    kind, unit = (
+        statistics.mode(column) for column in ([r.kind for r in rows], [r.unit for r in rows])
+    )
     columns = {
         "setting": [", ".join(part for part in own[:-1] if part not in shared) for own in parts],
         "theirs": [number(row.theirs, row.unit, unit) for row in rows],
@@ -148,7 +162,9 @@ def table_of(rows: list[Row]) -> list[str]:
         "note": ["" if row.note in shared else row.note for row in rows],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    above = ", ".join([kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit])
+    above = ", ".join(
+        [kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit]
+    )
     table = [[*columns], ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table]
     return [f"{above}. {errors(rows)}".strip(), "", *(line.rstrip(" |") for line in lines), ""]
@@ -190,16 +206,23 @@ def picture_of(rows: list[Row], path: Path) -> None:
 
 
 def command(
-    name: str, doc: str, figures: dict[str, Callable[[Paper], list[Row]]], arguments: list[str],
+    name: str,
+    doc: str,
+    figures: dict[str, Callable[[Paper], list[Row]]],
+    arguments: list[str],
     measure: Callable[[bool], None] | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
     figures: what makes a figure's rows, or raises UserError for a point. measure: what --real does first.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
-    parser.add_argument("--published", type=Path, nargs="+", help="CSVs of the same form, instead of ours")
+    parser.add_argument(
+        "--published", type=Path, nargs="+", help="CSVs of the same form, instead of ours"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
     parser.add_argument("--write", action="store_true", help="docs/papers/NAME.md and .png, too")
     if measure:
@@ -221,5 +244,7 @@ def command(
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
         picture_of(rows, DOCS / f"{name}.png")
-        (DOCS / f"{name}.md").write_text("\n".join([f"# {doc}", *lines, f"![Errors]({name}.png)", ""]))
+        (DOCS / f"{name}.md").write_text(
+            "\n".join([f"# {doc}", *lines, f"![Errors]({name}.png)", ""])
+        )
     return 0

@@ -39,26 +39,35 @@ from simulation.meetings import SimulatedWorld
 RANKS, GRAIN, MEETING_S = 64, 16, 0.25
 POLICY = Model(7.6e9, 28, 3584, 512)
 JUDGES = {  # model, ranks of an engine
-    "7B": (POLICY, 1), "32B": (Model(32.5e9, 64, 5120, 1024), 4), "72B": (Model(72.7e9, 80, 8192, 1024), 8),
-}  # fmt: skip
+    "7B": (POLICY, 1),
+    "32B": (Model(32.5e9, 64, 5120, 1024), 4),
+    "72B": (Model(72.7e9, 80, 8192, 1024), 8),
+}
 MODELS = {"1.5B": Model(1.54e9, 28, 1536, 256), "32B": JUDGES["32B"][0]}
 MODELS |= {"30B-A3B": Model(30.5e9, 48, 2048, 512, active=3.3e9)}
 CONTEXTS = {"fastest": 100, "slowest": 2048}  # tokens: at an answer's begin, at its end
 KEEPS, SWAPS_S, SPLITS = (1.0, 0.7, 0.5), (1, 20), (8, 16, 24, 32, 40)
 PUBLISHED = (-0.241, -0.162)  # partial against full
-DISPATCHES = 5  # of a sample's media: generation, judging, reference, old log-probabilities, training
+# of a sample's media: generation, judging, reference, old log-probabilities, training
+DISPATCHES = 5
 FASTER, REAL_STEPS, REAL_SIDES = 5, 3, ("full", "1|3", "2|2")
 REAL = ROOT / "published" / "wechat_yatt_real.csv"
-REAL_CELLS = (  # judge, swap (our engines take 2 s), keep rates, steps of sides that move; --quick: the first
-    ("32B", 2, (1.0, 0.5), 0), ("32B", 20, (1.0,), 0), ("7B", 2, (1.0,), 16), ("72B", 2, (1.0,), 0),
-)  # fmt: skip
+# judge, swap (our engines take 2 s), keep rates, steps of sides that move; --quick: the first
+REAL_CELLS = (
+    ("32B", 2, (1.0, 0.5), 0),
+    ("32B", 20, (1.0,), 0),
+    ("7B", 2, (1.0,), 16),
+    ("72B", 2, (1.0,), 0),
+)
 
 
 def engine_of(constants: Constants, model: Model, tp: int):
     assumed, fitted = constants["assumed"], constants["engine"]
     rates = {name: fitted[name] for name in ("kv", "layer_s", "sequence_s")}
     device = Device(**values(constants["h20"]))
-    return decode_of(model, device, tp, weights=assumed["weights"], prefill=assumed["prefill"], **rates)
+    return decode_of(
+        model, device, tp, weights=assumed["weights"], prefill=assumed["prefill"], **rates
+    )
 
 
 def simulate(
@@ -78,7 +87,9 @@ def simulate(
 
 def partial_s(constants: Constants, judge: str, swap_s: float, keep: float, split: int) -> float:
     """Seconds of serving."""
-    return simulate(constants, judge, "partial", swap_s, keep, rollout_ranks=split)[0].seconds["serve"]
+    return simulate(constants, judge, "partial", swap_s, keep, rollout_ranks=split)[0].seconds[
+        "serve"
+    ]
 
 
 def regime_of(change: float) -> str:
@@ -99,10 +110,14 @@ def partial(paper: Paper) -> list[Row]:
             full_s = simulate(paper.constants, judge, "full", swap_s, keep)[0].seconds["serve"]
             for split in dict.fromkeys((best, RANKS // 2)):
                 again = swap_s != SWAPS_S[0]
-                own = partial_s(paper.constants, judge, swap_s, keep, split) if again else took[split]
+                own = (
+                    partial_s(paper.constants, judge, swap_s, keep, split) if again else took[split]
+                )
                 cell = f"{judge} judge, keep {keep:g}, swap {swap_s} s, {split}|{RANKS - split}"
                 ratio = own / full_s
-                rows.append(Row("partial", cell, None, ratio, "x full", "predicted", regime_of(ratio - 1)))
+                rows.append(
+                    Row("partial", cell, None, ratio, "x full", "predicted", regime_of(ratio - 1))
+                )
                 if split == best:
                     cells[judge, keep, swap_s] = ratio
     return rows + decisive(cells, max(spreads))
@@ -110,14 +125,32 @@ def partial(paper: Paper) -> list[Row]:
 
 def decisive(cells: dict[tuple, float], spread: float) -> list[Row]:
     """What decides: how far cells that differ in one thing alone are apart, at most. cells: best splits."""
-    rows = [Row("partial", "what decides: the split", None, spread, "x", "predicted", "seconds of partial")]
+    rows = [
+        Row(
+            "partial",
+            "what decides: the split",
+            None,
+            spread,
+            "x",
+            "predicted",
+            "seconds of partial",
+        )
+    ]
     for place, name in enumerate(("the judge", "the keep rate", "the swap")):
         alike = [
-            max(b / a, a / b) for (x, a), (y, b) in itertools.combinations(cells.items(), 2)
-            if all((i == j) == (number != place) for number, (i, j) in enumerate(zip(x, y, strict=True)))
-        ]  # fmt: skip
+            max(b / a, a / b)
+            for (x, a), (y, b) in itertools.combinations(cells.items(), 2)
+            if all(
+                (i == j) == (number != place)
+                for number, (i, j) in enumerate(zip(x, y, strict=True))
+            )
+        ]
         if alike:
-            rows.append(Row("partial", f"what decides: {name}", None, max(alike), "x", "predicted", "x full"))
+            rows.append(
+                Row(
+                    "partial", f"what decides: {name}", None, max(alike), "x", "predicted", "x full"
+                )
+            )
     return rows
 
 
@@ -128,12 +161,17 @@ def moving(paper: Paper) -> list[Row]:
     rows, how = [], (paper.constants, "32B")
     best = min(partial_s(*how, 5, 1.0, split) for split in SPLITS)
     best = min(best, simulate(*how, "full", 5)[0].seconds["serve"])
-    for name, mode, settings in (("rebalance", "partial", dict(rebalance=True)), ("auto", "auto", {})):
+    for name, mode, settings in (
+        ("rebalance", "partial", dict(rebalance=True)),
+        ("auto", "auto", {}),
+    ):
         steps = simulate(*how, mode, 5, steps=20, **settings)
         last = [step.seconds["serve"] for step in steps[-5:]]
         note = f"ends in {steps[-1].stats.split}; the best static one takes {best:.1f} s"
         ours = fmean(last) / best
-        rows.append(Row("moving", f"{name}, steps 16 to 20", None, ours, "x best", "predicted", note))
+        rows.append(
+            Row("moving", f"{name}, steps 16 to 20", None, ours, "x best", "predicted", note)
+        )
     return rows
 
 
@@ -149,7 +187,9 @@ class Link:
         await asyncio.sleep(self._free - now)
 
 
-def step_s(constants: Constants, carried: Callable[[float], Any], media: float, dispatches: int) -> float:
+def step_s(
+    constants: Constants, carried: Callable[[float], Any], media: float, dispatches: int
+) -> float:
     """A step in full colocation whose samples' media are `carried` at each of so many dispatches."""
     generate, exchange = SimulatedEngine.generate, SimulatedWorld.exchange
 
@@ -160,7 +200,9 @@ def step_s(constants: Constants, carried: Callable[[float], Any], media: float, 
             yield answer
 
     async def carry_and_exchange(self, outgoing, senders):
-        moved = sum(len(parcel) for rank, parcel in outgoing.items() if dispatches > 1 or rank != self.rank)
+        moved = sum(
+            len(parcel) for rank, parcel in outgoing.items() if dispatches > 1 or rank != self.rank
+        )
         await carried(max(1, dispatches - 2) * moved * media)
         return await exchange(self, outgoing, senders)
 
@@ -192,12 +234,17 @@ def h20(paper: Paper) -> list[Row]:
         model, size = known(point, name, MODELS), int(batch)
         decode = engine_of(paper.constants, model, int(tp.removeprefix("TP")))
         context = CONTEXTS[point.metric]
-        rows.append(paper.row(point, size / decode.seconds(1, size, context * size), note=point.note))
+        rows.append(
+            paper.row(point, size / decode.seconds(1, size, context * size), note=point.note)
+        )
     return rows
 
 
 def claims(paper: Paper) -> list[Row]:
-    return [paper.row(p, None, "not modelled", "set-up unknown: lines on maps") for p in paper.of("claims")]
+    return [
+        paper.row(p, None, "not modelled", "set-up unknown: lines on maps")
+        for p in paper.of("claims")
+    ]
 
 
 def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:
@@ -209,16 +256,25 @@ def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:
         engine, slower = engine_of(constants, model, tp), YATT_TOKENS / FASTER
         fixed = slower * engine.fixed
         each = slower * tp * (engine.each + contexts[role] * engine.context)
-        read = dict(prefill=slower * tp * engine.prefill, read=fixed + each, apart=own["set_up"]["apart"])
+        read = dict(
+            prefill=slower * tp * engine.prefill, read=fixed + each, apart=own["set_up"]["apart"]
+        )
         decode[role] = Decode(fixed, each, **read)
-    most, least_s = (answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS), own["engine"]["swap_s"]
+    most, least_s = (
+        (answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS),
+        own["engine"]["swap_s"],
+    )
     return SetUp(decode, prompt // YATT_TOKENS, most, least_s, max(0.0, swap_s / FASTER - least_s))
 
 
-def command_for(constants: Constants, judge: str, swap_s: float, keeps: Sequence, moving: int) -> list[str]:
+def command_for(
+    constants: Constants, judge: str, swap_s: float, keeps: Sequence, moving: int
+) -> list[str]:
     """That measures a judge. A prompt that is read takes what one of middling length does."""
     at = set_up_of(constants, judge, swap_s)
-    answers = fmean(length_of("yatt 1", prompt, index) for prompt in range(100) for index in range(8))
+    answers = fmean(
+        length_of("yatt 1", prompt, index) for prompt in range(100) for index in range(8)
+    )
     tokens = dict(rollout=at.prompt / 8, genrm=at.prompt + answers)  # a group's prompt is read once
     sides = ["--steps", REAL_STEPS, "--moving", moving, "--sides", *REAL_SIDES, *MOVING]
     return command_of(at, tokens, *sides, "--workloads", *(f"yatt {keep:g}" for keep in keeps))
@@ -229,9 +285,13 @@ def measure_all(quick: bool) -> None:
     judge, swap_s, keeps, moving = REAL_CELLS[0]
     cells = [(judge, swap_s, keeps[:1], moving)] if quick else REAL_CELLS
     constants = read_constants(ROOT / "wechat_yatt.toml")
-    names = [f"{judge} judge, keep {{}}, swap {swap_s} s, {{}}".format for judge, swap_s, *_ in cells]
+    names = [
+        f"{judge} judge, keep {{}}, swap {swap_s} s, {{}}".format for judge, swap_s, *_ in cells
+    ]
     commands = [command_for(constants, *cell) for cell in cells]
-    measure(commands, REAL, lambda number, load, side: ("real", names[number](load.split()[1], side)))
+    measure(
+        commands, REAL, lambda number, load, side: ("real", names[number](load.split()[1], side))
+    )
 
 
 def real(paper: Paper) -> list[Row]:
@@ -241,7 +301,9 @@ def real(paper: Paper) -> list[Row]:
         cell, _, side = point.setting.rpartition(", ")
         form = re.fullmatch(r"(7B|32B|72B) judge, keep (1|0\.7|0\.5), swap (\d+) s", cell)
         if not form or (side != "full" and cell not in full):
-            raise UserError(f"{point.where}: `{point.setting}` isn't as `32B judge, keep 1, swap 2 s, full`")
+            raise UserError(
+                f"{point.where}: `{point.setting}` isn't as `32B judge, keep 1, swap 2 s, full`"
+            )
         judge, keep, swap_s = form.groups()
         at = set_up_of(paper.constants, judge, float(swap_s))
         steps = (moving, moving // 2) if side in MOVING else (REAL_STEPS, 1)

@@ -30,7 +30,8 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
         f"  {config.steps} steps of {samples} samples: {config.answers_per_prompt} answers to each of "
         f"{config.prompts_per_step} prompts\n"
         f"  settings other than the defaults: {' '.join(changed)}"
-        + f"\n  {NOT_DETERMINISTIC}" * varies
+        + f"\n  {NOT_DETERMINISTIC}"
+        * varies
     )
 
 
@@ -39,7 +40,9 @@ def run_metadata(config: Config) -> dict:
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {
-        "algorithm_settings": {field.name: algorithm[field.name] for field in dataclasses.fields(Settings)},
+        "algorithm_settings": {
+            field.name: algorithm[field.name] for field in dataclasses.fields(Settings)
+        },
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),

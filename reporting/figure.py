@@ -86,7 +86,9 @@ def rows_of(samples: list[SampleSpan]) -> list[tuple[int, SampleSpan]]:
     for s in sorted(samples, key=lambda s: (s.step, s.end)):
         answers[s.step, s.prompt_id, s.index].append(s)
     steps = groupby(answers.values(), key=lambda answer: answer[0].step)
-    return [(row, s) for _, in_order in steps for row, answer in enumerate(in_order) for s in answer]
+    return [
+        (row, s) for _, in_order in steps for row, answer in enumerate(in_order) for s in answer
+    ]
 
 
 def make_figure(picture: Picture) -> Figure:
@@ -158,7 +160,9 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
-    parser.add_argument("--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last"
+    )
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:

@@ -100,9 +100,14 @@ class Report:
     """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
     def __init__(
-        self, config: Config, world: World, out: Path, progress: Progress,
-        decode: Callable[[list[int]], str], found: ResumePoint | None = None,
-    ):  # fmt: skip
+        self,
+        config: Config,
+        world: World,
+        out: Path,
+        progress: Progress,
+        decode: Callable[[list[int]], str],
+        found: ResumePoint | None = None,
+    ):
         """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
         self.config = config
         self.world = world
@@ -125,9 +130,13 @@ class Report:
         self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
     async def step(
-        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample],
+        self,
+        c: Controller,
+        step: int,
+        batch: RolloutBatch,
+        samples: list[Sample],
         stats: dict[str, float | str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write a step's metrics (collective). samples: what this rank trained on; stats: further metrics."""
         facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
         gathered = await self.world.gather_on_0(facts)
@@ -200,7 +209,9 @@ class Facts(NamedTuple):
     problem: str = ""  # why its records could not be written
 
 
-def local_facts(c: Controller, batch: RolloutBatch, samples: list[Sample], records: tl.Records) -> Facts:
+def local_facts(
+    c: Controller, batch: RolloutBatch, samples: list[Sample], records: tl.Records
+) -> Facts:
     """What this controller saw: `batch` is what it had written, `samples` are those it trained on."""
     filtered = [sample for group in batch.filtered for sample in group]
     # a carried group's are counted when it comes again: how many are finished by now is up to timing

@@ -9,7 +9,9 @@ from tqdm import tqdm
 from config import printable
 
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-PHASES = dict(serve="serving", train="training", sync="pushing weights", save="saving", evaluate="evaluating")
+PHASES = dict(
+    serve="serving", train="training", sync="pushing weights", save="saving", evaluate="evaluating"
+)
 
 
 class Progress:
@@ -18,7 +20,9 @@ class Progress:
     def __init__(self, steps: int, is_main: bool):
         self._steps, self._is_main = steps, is_main
         disable = None if is_main else True  # None: no bar in a log file, only the lines
-        self._bar = tqdm(total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False)
+        self._bar = tqdm(
+            total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False
+        )
 
     async def tick(self) -> None:
         """Keep the clock in the bar going while nothing happens."""
@@ -45,7 +49,9 @@ class Progress:
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
         length, waves = metrics["rollout/response_len_mean"], metrics["rollout/waves"]
-        step_s, serve_s, train_s = (metrics[f"time/{name}_s"] for name in ("step", "serve", "train"))
+        step_s, serve_s, train_s = (
+            metrics[f"time/{name}_s"] for name in ("step", "serve", "train")
+        )
         self.line(
             f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {loss}"
             f"length {length:.0f}  waves {waves:.0f}  {metrics['perf/tokens_per_s']:.0f} tokens/s  "

@@ -101,9 +101,12 @@ class Timeline:
     """What one controller sees: its own work, the requests that it sent, and how its answers fared."""
 
     def __init__(
-        self, rank: int, clock: Callable[[], float], folder: Path | None = None,
+        self,
+        rank: int,
+        clock: Callable[[], float],
+        folder: Path | None = None,
         on_open: Callable[[str, int], None] = lambda name, step: None,
-    ):  # fmt: skip
+    ):
         """clock: the event loop's; folder: of the rank's files; on_open(name, step): as a span opens."""
         self.rank, self._clock, self._zero, self._on_open = rank, clock, clock(), on_open
         self.spans, self.samples, self.marks, self.passes, self.step = [], [], [], [], 0
@@ -129,7 +132,9 @@ class Timeline:
         """One request to the engine of `role` on `rank`; times of the event loop's clock."""
         self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
 
-    def sample(self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float) -> None:
+    def sample(
+        self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float
+    ) -> None:
         """One stretch in the life of an answer, on the engine of `rank`; times of the event loop's clock."""
         times = (start - self._zero, end - self._zero)
         self.samples.append(SampleSpan(state, prompt_id, index, rank, *times, self.step))

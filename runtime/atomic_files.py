@@ -39,12 +39,18 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> str:
     try:
         path = folder / CHECKSUMS
         lines = path.read_bytes().decode(errors="replace").split("\n") if path.is_file() else []
-        checksums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines if line)}
+        checksums = {
+            name: checksum for checksum, _, name in (line.partition("  ") for line in lines if line)
+        }
         missing = [name for name in checksums if not (folder / name).is_file()]
         if missing or not checksums:
             return f"{min(missing, default=CHECKSUMS)} is missing or was changed"
-        largest_first = sorted(checksums, key=lambda name: (folder / name).stat().st_size, reverse=True)
-        changed = (name for name in largest_first[rank::size] if sha256(folder / name) != checksums[name])
+        largest_first = sorted(
+            checksums, key=lambda name: (folder / name).stat().st_size, reverse=True
+        )
+        changed = (
+            name for name in largest_first[rank::size] if sha256(folder / name) != checksums[name]
+        )
         return next((f"{name} is missing or was changed" for name in changed), "")
     except OSError as error:
         return f"it can't be read: {error}"

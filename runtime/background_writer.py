@@ -63,7 +63,8 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    gc.freeze()  # what the rank left is its own: freed here, what had threads, which were not forked, crashes
+    # what the rank left is its own: freed here, what had threads, which were not forked, crashes
+    gc.freeze()
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the rank died a moment ago

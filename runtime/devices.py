@@ -17,7 +17,8 @@ from config import Config, UserError, why_unusable
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is torch's older name
+# the second one is torch's older name
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 
@@ -31,7 +32,8 @@ def choose_device(config: Config) -> None:
     if config.asks_engines and "expandable_segments:True" in "".join(settings):
         raise UserError(f"{' or '.join(ALLOCATOR)}: with expandable_segments engines can't sleep")
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process; by default one a core
+    # of each process; by default one a core
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     from torch import cuda
 
     if not cuda.is_available():
@@ -40,11 +42,17 @@ def choose_device(config: Config) -> None:
     if ranks > devices:
         needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
-    if missing := [f"{name} ({install})" for name, install, is_there in tools(config) if not is_there]:
-        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}")
+    if missing := [
+        f"{name} ({install})" for name, install, is_there in tools(config) if not is_there
+    ]:
+        raise UserError(
+            f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}"
+        )
     if config.asks_engines and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
-        raise UserError(f"--device cuda: trainer and engines share a GPU, which is exclusive now; {hint}")
+        raise UserError(
+            f"--device cuda: trainer and engines share a GPU, which is exclusive now; {hint}"
+        )
 
 
 def tools(config: Config) -> list[tuple[str, str, bool]]:

@@ -41,13 +41,17 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
-                say(f"--out {out} is on a disk without locks: who is suspended there is taken for gone")
+                say(
+                    f"--out {out} is on a disk without locks: who is suspended there is taken for gone"
+                )
             await locks.enter_async_context(lease)
         except Timeout:
             who = f"a run, unless {path}.lease is left of a crash,"  # empty: it is kept for ever
             if owner := lease.owner:
                 who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
-            raise UserError(f"--out {out}: {who} is at work there: stop it, or choose another") from None
+            raise UserError(
+                f"--out {out}: {who} is at work there: stop it, or choose another"
+            ) from None
         except OSError as error:
             raise UserError(f"--out {out} can't be used: {error}") from None
         yield
@@ -66,9 +70,11 @@ def archive(out: Path, say: Callable[[str], None]) -> None:
     """What an earlier run left is moved, not overwritten. UserError where it can't be."""
     left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
     if any(any(out.glob(name)) for name in left):
-        there = out.resolve()  # behind a link, which stays: the new run has to write to the same disk
+        # behind a link, which stays: the new run has to write to the same disk
+        there = out.resolve()
         try:
-            if Path.cwd().is_relative_to(there):  # relative paths would lead to the folder that was moved
+            # relative paths would lead to the folder that was moved
+            if Path.cwd().is_relative_to(there):
                 raise OSError(errno.EBUSY, "it is the working directory")
             target = there.rename(next_free(there))
             there.mkdir(exist_ok=True)  # who waits for the lock may have made it

@@ -27,7 +27,8 @@ def join(config: Config) -> World:
     torch.manual_seed(config.seed)
     cuda = torch.cuda.is_available()
     if not cuda:
-        torch.set_num_threads(1)  # ranks and engines share the cores: more threads spin on each other's
+        # ranks and engines share the cores: more threads spin on each other's
+        torch.set_num_threads(1)
     backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, timeout=timeout, **init_method(config))
     if dist.get_rank() == 0 and not ipaddress.ip_address(config.host).is_loopback:
@@ -48,7 +49,8 @@ def init_method(config: Config) -> dict:
     interface = interface_of(config.host)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # its buffers stay on the device; SGLang does without, too
+    # its buffers stay on the device; SGLang does without, too
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_local():
         store = dist.FileStore(str(private_folder() / "store"), size)
@@ -61,11 +63,15 @@ def store_of_machines(config: Config, rank: int, size: int) -> dict:
     """What a TCPStore of several machines needs, on rank 0's --host and the port below --port."""
     host, port, first = config.host, config.port - 1, os.environ["MASTER_ADDR"]
     if ipaddress.ip_address(host).is_loopback:
-        raise UserError(f"--host {host}: ranks of several machines can't meet there, name one of each")
+        raise UserError(
+            f"--host {host}: ranks of several machines can't meet there, name one of each"
+        )
     listener = {}
     if rank == 0:
         if first != host:
-            raise UserError(f"--host {host}: torchrun says {first} of rank 0: give it --local-addr {host}")
+            raise UserError(
+                f"--host {host}: torchrun says {first} of rank 0: give it --local-addr {host}"
+            )
         try:  # left to itself, a store would listen on every interface
             listener["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
@@ -80,7 +86,9 @@ def is_local() -> bool:
 
 def interface_of(host: str) -> str:
     """The network interface that has this address. Raises UserError if none of this machine has."""
-    names = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    names = {
+        entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries
+    }
     if host not in names:
         known = ", ".join(sorted(names))
         raise UserError(f"--host {host} is not an address of this machine; it has {known}")
@@ -93,7 +101,9 @@ def private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise UserError(f"{folder} is open to others, and the ranks of this run would meet there: remove it")
+        raise UserError(
+            f"{folder} is open to others, and the ranks of this run would meet there: remove it"
+        )
     hold(folder)
     return folder
 
@@ -110,12 +120,14 @@ def hold(folder: Path) -> int:
 def launcher_folder() -> Path:
     """The same for all ranks that one launcher started, another one after a restart."""
     launcher, attempt = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]  # ticks since the boot
+    # ticks since the boot
+    born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}-{attempt}")
 
 
 def close() -> None:
     """Remove the run's own folder, if this rank is the last: the others still read there who was late."""
-    with contextlib.suppress(BlockingIOError, FileNotFoundError):  # who asks in vain has lost the lock, too
+    # who asks in vain has lost the lock, too
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(hold(launcher_folder()), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(launcher_folder(), ignore_errors=True)

@@ -50,7 +50,8 @@ def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
 
 
 def _json_rows(path: Path) -> list[tuple[int, dict]]:
-    rows = []  # read line by line: the errors of datasets.load_dataset don't say which line is at fault
+    # read line by line: the errors of datasets.load_dataset don't say which line is at fault
+    rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
             try:
@@ -101,7 +102,9 @@ def with_text(turn: Any, where: str) -> Any:
 def is_chat(turns: Any) -> bool:
     """Whether it is a list of {"role": one of ROLES, "content": text}."""
     return isinstance(turns, list) and all(
-        isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
+        isinstance(turn, dict)
+        and turn.get("role") in ROLES
+        and isinstance(turn.get("content"), str)
         for turn in turns
     )
 

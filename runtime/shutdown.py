@@ -40,7 +40,8 @@ class Stop:
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
-    neighbours: dict[int, int] = field(default_factory=dict)  # this machine's ranks that train: process id
+    # this machine's ranks that train: process id
+    neighbours: dict[int, int] = field(default_factory=dict)
     reason: str = "interrupted"  # what the process says if it leaves before it is done
 
     async def until_all_are_ready(self, world: World) -> None:
@@ -64,7 +65,8 @@ def prepare() -> None:
     # TensorBoard's thread raises where a disk is full; so does its flush, where that is caught
     threading.excepthook = lambda args: args.exc_type is OSError or threading.__excepthook__(args)
     warnings.filterwarnings("ignore")
-    for name in ("megatron", "torch.utils.cpp_extension"):  # a build for CUDA says that there is no device
+    # a build for CUDA says that there is no device
+    for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -103,7 +103,9 @@ class World:
         received = await self.run(self._meet, self._send_and_receive, payloads, others)
         return received | {rank: value for rank, value in outgoing.items() if rank == self.rank}
 
-    def _send_and_receive(self, payloads: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
+    def _send_and_receive(
+        self, payloads: dict[int, bytearray], senders: set[int]
+    ) -> dict[int, Any]:
         torch = self._torch
         sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
         own_sizes = {rank: torch.tensor([len(payload)]) for rank, payload in payloads.items()}
@@ -112,11 +114,15 @@ class World:
         buffers = {sender: torch.empty(int(size), dtype=byte) for sender, size in sizes.items()}
         outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in payloads.items()}
         self._transfer(outgoing, buffers)
-        return {sender: pickle.loads(buffer.numpy().tobytes()) for sender, buffer in buffers.items()}
+        return {
+            sender: pickle.loads(buffer.numpy().tobytes()) for sender, buffer in buffers.items()
+        }
 
     def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         dist, group = self._dist, self._group
-        requests = [dist.irecv(tensor, src=sender, group=group) for sender, tensor in incoming.items()]
+        requests = [
+            dist.irecv(tensor, src=sender, group=group) for sender, tensor in incoming.items()
+        ]
         requests += [dist.isend(tensor, dst=rank, group=group) for rank, tensor in outgoing.items()]
         for request in requests:
             request.wait()
@@ -156,7 +162,9 @@ class World:
             notes = [(rank, *self._read_note(rank)) for rank in others]
         except (OSError, RuntimeError):
             return ["the ranks' notes are gone, so who didn't come is unknown"]
-        late = [(rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals]
+        late = [
+            (rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals
+        ]
         gone = [each for each in late if self._notes and not is_alive(each[1])]
         sentence = "rank {} didn't come, last seen in phase: {}"
         return [sentence.format(rank, phase) for rank, _, phase in gone or late]

@@ -10,9 +10,12 @@ from sample import Key
 
 
 def plan_batch(
-    tokens: dict[Key, int], cost: Callable[[int], int], config: Config, dp_size: int,
+    tokens: dict[Key, int],
+    cost: Callable[[int], int],
+    config: Config,
+    dp_size: int,
     image_costs: dict[int, int] | None = None,
-) -> list[list[list[list[Key]]]]:  # fmt: skip
+) -> list[list[list[list[Key]]]]:
     """What every data-parallel rank trains on: [rank][mini-batch][micro-batch][sample], the samples' keys.
 
     tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by prompt_id:
@@ -35,7 +38,9 @@ def plan_batch(
     return plan
 
 
-def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> list[list[int]]:
+def pack_evenly(
+    lengths: list[int], costs: list[int], budget: int, multiple: int
+) -> list[list[int]]:
     """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost.
 
     Their number is a multiple of `multiple`, less than twice the fewest possible plus `multiple`, and near
@@ -78,7 +83,8 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
     sample a share are merged, the two most uneven first, one's dearest share with the other's cheapest.
     """
     by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
-    deals = []  # heap of (cheapest less dearest share, against ties, [(cost, samples)], dearest first)
+    # heap of (cheapest less dearest share, against ties, [(cost, samples)], dearest first)
+    deals = []
     for start in range(0, max(len(costs), 1), shares):
         each = [(costs[sample], [sample]) for sample in by_cost[start : start + shares]]
         each += [(0, [])] * (shares - len(each))

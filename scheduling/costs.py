@@ -82,7 +82,8 @@ class Decode:
         The k-th of n steps reads (k - 1) * b tokens more than the first, all of them n * (n - 1) / 2 * b.
         """
         slope = self.context * batch
-        return self.fixed + self.each * batch + self.context * context - slope / (2 * self.steps), slope / 2
+        first = self.fixed + self.each * batch + self.context * context
+        return first - slope / (2 * self.steps), slope / 2
 
     def seconds(self, tokens: float, batch: int, context: float) -> float:
         """Until each sequence of a batch with that many tokens in all has so many more."""
@@ -96,10 +97,20 @@ class Decode:
 
 
 def decode_of(
-    model: Model, device: Device, tp: int, most: int = 256, *, memory: float = 0.75, weights: float = 1.0,
-    kv: float = 1.0, flops: float = 1.0, prefill: float = 1.0, layer_s: float = 0.0, reduce_s: float = 0.0,
+    model: Model,
+    device: Device,
+    tp: int,
+    most: int = 256,
+    *,
+    memory: float = 0.75,
+    weights: float = 1.0,
+    kv: float = 1.0,
+    flops: float = 1.0,
+    prefill: float = 1.0,
+    layer_s: float = 0.0,
+    reduce_s: float = 0.0,
     sequence_s: float = 0.0,
-) -> Decode:  # fmt: skip
+) -> Decode:
     """An engine of tp devices. UserError if the model doesn't fit into `memory`, a part of theirs.
 
     weights, kv: parts of the bandwidth at which they are read; flops, prefill: of the FLOPs, decoding and
@@ -142,7 +153,9 @@ class Passes:
 
     def forward_s(self, micro_batches: Iterable[list[int]]) -> float:
         """Of lengths [micro-batch][sequence]. Filling and draining the pipeline takes as one each."""
-        each = [self.micro_batch + sum(map(self.cost, lengths)) for lengths in micro_batches if lengths]
+        each = [
+            self.micro_batch + sum(map(self.cost, lengths)) for lengths in micro_batches if lengths
+        ]
         return sum(each) * (1 + (self.stages - 1) / max(1, len(each)))
 
     def update_s(self, micro_batches: Iterable[list[int]]) -> float:

@@ -153,7 +153,9 @@ class OrderedSampler(DynamicSampler):
         """
         kept = [self.informative.get(prompt_id, False) for prompt_id in self.wave_of]
         ends = [self.first_size]
-        while len(ends) <= self.max_refills and (missing := self.target - sum(kept[: ends[-1]])) > 0:
+        while (
+            len(ends) <= self.max_refills and (missing := self.target - sum(kept[: ends[-1]])) > 0
+        ):
             ends.append(ends[-1] + self.refill_size(missing))
         return ends
 

@@ -38,9 +38,15 @@ class Left(NamedTuple):
 
 
 def ranks_of_tail(
-    tail: float, units: list[Ranks], held: Ranks, left: Left, keep: int, owed: Counter[int],
-    writers: dict[int, int], judges: dict[int, int],
-) -> Ranks:  # fmt: skip
+    tail: float,
+    units: list[Ranks],
+    held: Ranks,
+    left: Left,
+    keep: int,
+    owed: Counter[int],
+    writers: dict[int, int],
+    judges: dict[int, int],
+) -> Ranks:
     """The ranks that rollout holds next, while genrm has the others.
 
     All, until no more than `tail` of the answers begun are unwritten; then `keep` ranks, of those that owe
@@ -88,7 +94,9 @@ class FluidModel(NamedTuple):
     capacity: int
     swap_s: float  # for ranks to change hands
 
-    def seconds(self, tail: float, lengths: tuple[float, ...], critiques: float, tokens: float) -> float:
+    def seconds(
+        self, tail: float, lengths: tuple[float, ...], critiques: float, tokens: float
+    ) -> float:
         """lengths: `histogram` of the answers, which that many critiques of so many tokens judge."""
         written, cut, kept = self._written(lengths, tail * sum(lengths))
         each = critiques / sum(lengths)

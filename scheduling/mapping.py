@@ -82,7 +82,9 @@ def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
     pp, tp, dp, _ = sizes
     sent = (4 + BF16_BYTES) * model.params / (pp * tp) * (dp - 1) / dp
     update = speeds.update_s + sent / speeds.band(pp * tp * dp)
-    return passes_of(model, speeds.device, pp * tp, speeds.mfu_of(model), tp, stages=pp, update=update)
+    return passes_of(
+        model, speeds.device, pp * tp, speeds.mfu_of(model), tp, stages=pp, update=update
+    )
 
 
 def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[float, float]:
@@ -134,7 +136,9 @@ def choices_of(
             with suppress(UserError):  # no room
                 decode = engine(model, parts, own, speeds)
                 serving = generate_s(decode, math.ceil(task.sequences / engines), task)
-                yield Choice(own, (serving + reshard_s(model, sizes, speeds), 0.0, learning), {role: sizes})
+                yield Choice(
+                    own, (serving + reshard_s(model, sizes, speeds), 0.0, learning), {role: sizes}
+                )
 
 
 @cache
@@ -148,7 +152,9 @@ def choice_of_set(models: tuple[tuple[str, Model], ...], devices: int, task: Tas
         held, stages, sizes = speeds.reserve, (0.0,) * len(STAGES), {}
         for role, model in sorted(models, key=lambda item: item[0] == "actor"):
             every = choices_of(role, model, devices, held, task, speeds)
-            cut = [c for c in every if role == "actor" or c.sizes[role].pp * c.sizes[role].tp >= least]
+            cut = [
+                c for c in every if role == "actor" or c.sizes[role].pp * c.sizes[role].tp >= least
+            ]
             if cut:
                 held, more, size = min(cut, key=lambda choice: sum(choice.stages))
                 stages, sizes = tuple(map(sum, zip(stages, more, strict=True))), sizes | size
@@ -164,7 +170,9 @@ def placements(roles: tuple[str, ...]) -> Iterator[Placement]:
             yield (*smaller[:number], (roles[0], *group), *smaller[number + 1 :])
 
 
-def best_of(placement: Placement, models: dict[str, Model], devices: int, task: Task, speeds: Speeds):
+def best_of(
+    placement: Placement, models: dict[str, Model], devices: int, task: Task, speeds: Speeds
+):
     """The fastest Mapping of one placement, None if it doesn't fit. Algorithm 1, the inner loops."""
     sets, found = [tuple((role, models[role]) for role in roles) for roles in placement], []
     unit = 1 << max(0, (devices // FINEST).bit_length() - 1)
@@ -188,7 +196,9 @@ def as_text(mapping: Mapping) -> str:
     """Sizes as pp-tp-dp, the actor's with t_g; a bar parts sets."""
     stages = " + ".join(f"{name} {s:.3g}" for name, s in zip(STAGES, mapping.stages, strict=True))
     cuts = [
-        ", ".join(f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items())
+        ", ".join(
+            f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items()
+        )
         for choice in mapping.choices
     ]
     return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(cuts)}"

@@ -102,11 +102,17 @@ def empty_table(pipes: Sequence[Pipe]) -> Table:
 
 def bound(pipes: Sequence[Pipe]) -> float:
     """No table is faster (RLHFuse's bound): a pipe's last stage waits for fill and drain, so does a rank."""
-    most = max((pipe.micro_batches + len(pipe.ranks) - 1) * (pipe.forward + pipe.backward) for pipe in pipes)
+    most = max(
+        (pipe.micro_batches + len(pipe.ranks) - 1) * (pipe.forward + pipe.backward)
+        for pipe in pipes
+    )
     for rank in {rank for pipe in pipes for rank in pipe.ranks}:
         here = [(pipe, s) for pipe in pipes for s, other in enumerate(pipe.ranks) if other == rank]
         work = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe, _ in here)
-        fill, drain = min(s * pipe.forward for pipe, s in here), min(s * pipe.backward for pipe, s in here)
+        fill, drain = (
+            min(s * pipe.forward for pipe, s in here),
+            min(s * pipe.backward for pipe, s in here),
+        )
         most = max(most, fill + work + drain)
     return most
 
@@ -198,7 +204,9 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
         # not gauss: logarithms may differ in the last digit between machines, and then their tables would
         shifts = [rng.uniform(-reach, reach) for _ in pipes]
         seen_from_end = zip(mirrored, reversed(now.ends), strict=True)
-        urgency = [[shifts[lane.pipe] - end for end in reversed(ends)] for lane, ends in seen_from_end]
+        urgency = [
+            [shifts[lane.pipe] - end for end in reversed(ends)] for lane, ends in seen_from_end
+        ]
         tried = list_schedule(mirrored, urgency, rng.random(), most_memory)
         stuck = 0 if tried and tried.latency < now.latency else stuck + 1
         if tried and tried.latency <= now.latency:
@@ -214,7 +222,9 @@ def lanes_of(pipes: tuple[Pipe, ...]) -> tuple[list[Lane], list[Lane]]:
     for number, pipe in enumerate(pipes):
         stages = list(enumerate(pipe.ranks))
         lanes += [Lane(number, s, False, rank, pipe.forward, pipe.memory) for s, rank in stages]
-        lanes += [Lane(number, s, True, rank, pipe.backward, -pipe.memory) for s, rank in reversed(stages)]
+        lanes += [
+            Lane(number, s, True, rank, pipe.backward, -pipe.memory) for s, rank in reversed(stages)
+        ]
     return lanes, [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
 
 

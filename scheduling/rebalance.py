@@ -38,7 +38,8 @@ Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens
 class Split(NamedTuple):
     """How many ranks serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
 
-    mode: str  # full: the roles take turns; partial: side by side; fused: first the one, then the other
+    # full: the roles take turns; partial: side by side; fused: first the one, then the other
+    mode: str
     rollout: int
     genrm: int
     tail: float = 0.0  # fused: part of the answers that are written beside the judging
@@ -118,7 +119,11 @@ class Decision(NamedTuple):
 
 
 def choose_split(
-    history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int], steps_left: int
+    history: list[StepStats],
+    splits: list[Split],
+    capacity: int,
+    tp: dict[str, int],
+    steps_left: int,
 ) -> Decision:
     """The next step's split (pure). history: newest last; capacity, tp: requests and ranks of an engine.
 
@@ -127,7 +132,9 @@ def choose_split(
     keep a run in the first good place. Ranks move one engine at a time; each mode has its turn.
     """
     now, (seconds, errors) = history[-1].split, predictions(history, splits, capacity, tp)
-    measured = next((age for age, step in enumerate(reversed(history)) if step.split != now), len(history))
+    measured = next(
+        (age for age, step in enumerate(reversed(history)) if step.split != now), len(history)
+    )
     if len(splits) == 1:
         return Decision(now, f"{now}: the only plan", seconds[now])
     if measured < COOL_DOWN:
@@ -139,21 +146,37 @@ def choose_split(
         split = of_mode[0] if is_new else min(of_mode, key=seconds.__getitem__)
         reason = f"{now} -> {split}: to measure {mode} colocation for {COOL_DOWN} steps"
         return Decision(split, reason, seconds[split])
-    share = judges_share(mean_work(history))
-    alike = [step for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD]
-    known = [now, *(step.split for step in alike)]
-    # of tails the model is as good as a trial
-    tried = {split for split in splits for other in known if split._replace(tail=other.tail) == other}
-    hoped = {split: took if split in tried else (1 - OPTIMISM) * took for split, took in seconds.items()}
+    hoped, tried = hopes(seconds, history, splits)
     best = min(splits, key=hoped.__getitem__)
     gain, cost = seconds[now] - hoped[best], history[-1].hand_over_s
     may = "should" if best in tried else "may"
     what = f"serving {may} take {hoped[best]:.2f} s instead of {seconds[now]:.2f} s with {best}"
-    if gain < max(LEAST_GAIN * seconds[now], hypot(errors[now], errors[best])) or gain * steps_left < cost:
+    if (
+        gain < max(LEAST_GAIN * seconds[now], hypot(errors[now], errors[best]))
+        or gain * steps_left < cost
+    ):
         why = "it is the best plan" if best == now else f"too little to gain, {what}"
         return Decision(now, f"{now} stays: {why}", seconds[now])
     split = one_engine_towards(now, best, splits)
     return Decision(split, f"{now} -> {split}: {what}", seconds[split])
+
+
+def hopes(
+    seconds: dict[Split, float], history: list[StepStats], splits: list[Split]
+) -> tuple[dict[Split, float], set[Split]]:
+    """The seconds of a step by split, fewer where nothing alike was tried; and what was tried (pure)."""
+    share = judges_share(mean_work(history))
+    alike = [step for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD]
+    known = [history[-1].split, *(step.split for step in alike)]
+    tried = set()
+    for split in splits:
+        # of tails the model is as good as a trial
+        if any(split._replace(tail=other.tail) == other for other in known):
+            tried.add(split)
+    hoped = {}
+    for split, took in seconds.items():
+        hoped[split] = took if split in tried else (1 - OPTIMISM) * took
+    return hoped, tried
 
 
 def mode_to_measure(history: list[StepStats], splits: list[Split]) -> str | None:
@@ -224,7 +247,9 @@ def predictions(
     seconds, errors, work = {}, {}, mean_work(history)
     for split in splits:
         tried = [other for other in ratios if other.mode == split.mode] or list(ratios)
-        nearest = ratios[min(tried, key=lambda o: (abs(o.rollout - split.rollout), abs(o.tail - split.tail)))]
+        nearest = ratios[
+            min(tried, key=lambda o: (abs(o.rollout - split.rollout), abs(o.tail - split.tail)))
+        ]
         scatter = stdev(nearest) if len(nearest) > 1 else 0.0
         modelled = models[split.mode].seconds(split, work)
         seconds[split] = modelled * median(nearest)
@@ -236,8 +261,13 @@ def mean_work(history: list[StepStats]) -> StepStats:
     """The work that lies ahead: the mean of the newest steps."""
     recent, means = history[-RECENT:], {}
     for role in ("rollout", "genrm"):
-        parts, names = [vars(vars(step)[role]) for step in recent], ("tokens", "longest", "requests")
-        means[role] = RequestStats(**{name: round(fmean(part[name] for part in parts)) for name in names})
+        parts, names = (
+            [vars(vars(step)[role]) for step in recent],
+            ("tokens", "longest", "requests"),
+        )
+        means[role] = RequestStats(
+            **{name: round(fmean(part[name] for part in parts)) for name in names}
+        )
     waves = max(1, round(fmean(step.waves for step in recent)))
     counts = [*map(fmean, zip_longest(*(step.lengths for step in recent), fillvalue=0))]
     longest = round(fmean(len(step.lengths) for step in recent))  # not the longest of all steps

@@ -116,7 +116,9 @@ class Author:
         """Which answer of its group a seed stands for; the last may be greedy."""
         if prompt_id not in self._indices:
             indices = range(self._config.answers_per_prompt + 1)
-            self._indices[prompt_id] = {seed_of(self._config.seed, prompt_id, i): i for i in indices}
+            self._indices[prompt_id] = {
+                seed_of(self._config.seed, prompt_id, i): i for i in indices
+            }
         return self._indices[prompt_id][seed]
 
     def answer(self, request: Request) -> Reply:
@@ -127,7 +129,9 @@ class Author:
 
     def critique(self, request: Request) -> Reply:
         which, work = request.prompt[:2], self.workload
-        return Reply([work.is_right(*which)] * self._coarse(work.critique.of("critique", work.seed, *which)))
+        return Reply(
+            [work.is_right(*which)] * self._coarse(work.critique.of("critique", work.seed, *which))
+        )
 
     def rate(self, request: Request) -> Reply:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
@@ -165,20 +169,36 @@ class Simulation:
     """
 
     def __init__(
-        self, mode: str, ranks: int, workload: Workload, cluster: Cluster, network: Network | None = None,
-        longest_s: float = LONGEST_RUN_S, **settings: Any,
-    ):  # fmt: skip
-        self.cluster, self.network, self.clock = cluster, network or Network(), VirtualClock(longest_s)
+        self,
+        mode: str,
+        ranks: int,
+        workload: Workload,
+        cluster: Cluster,
+        network: Network | None = None,
+        longest_s: float = LONGEST_RUN_S,
+        **settings: Any,
+    ):
+        self.cluster, self.network, self.clock = (
+            cluster,
+            network or Network(),
+            VirtualClock(longest_s),
+        )
         self.config = config_of(mode, workload, cluster, settings)
         self.plans = placement.make_plans(self.config, ranks)
         self.steps, self.cpu_s, self.thinking_s = [], 0.0, Counter()
         self._author = Author(workload, self.config, cluster.grain)
-        leads = {r: sorted({rank for plan in self.plans for rank in plan.leads(r)}) for r in cluster.decode}
-        self.engines = {role: [self._engine(role, rank) for rank in ranks] for role, ranks in leads.items()}
+        leads = {
+            r: sorted({rank for plan in self.plans for rank in plan.leads(r)})
+            for r in cluster.decode
+        }
+        self.engines = {
+            role: [self._engine(role, rank) for rank in ranks] for role, ranks in leads.items()
+        }
         meetings, of_trainers = {}, {}
         self.controllers = [
             self._controller(
-                SimulatedWorld(rank, ranks, meetings, self.network), SimulatedWorld(rank, ranks, of_trainers)
+                SimulatedWorld(rank, ranks, meetings, self.network),
+                SimulatedWorld(rank, ranks, of_trainers),
             )
             for rank in range(ranks)
         ]
@@ -197,22 +217,37 @@ class Simulation:
         """Of one rank, as run.py builds it."""
         config, cluster, author = self.config, self.cluster, self._author
         timeline, algorithm = tl.Timeline(world.rank, self.clock.time), algorithm_of(config)
-        pools = {role: pool.Pool(each, world, timeline, config) for role, each in self.engines.items()}
-        passes = {"actor": cluster.actor} | dict.fromkeys(algorithm.critics, cluster.critic or cluster.actor)
+        pools = {
+            role: pool.Pool(each, world, timeline, config) for role, each in self.engines.items()
+        }
+        passes = {"actor": cluster.actor} | dict.fromkeys(
+            algorithm.critics, cluster.critic or cluster.actor
+        )
         how = cluster.moves.get("train", Moves()), cluster.group, cluster.speed_up
         trainers = [
             SimulatedTrainer(name, of_trainers, coarse(each, cluster.grain), *how)
             for name, each in passes.items()
         ]
-        prompts = Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy)
+        prompts = Prompts(
+            author, config.answers_per_prompt, config.continues_answers, algorithm.greedy
+        )
         sampling = Sampling(1.0, config.max_new_tokens)
         c = Controller(
-            config, algorithm, world, placement.Placement(self.plans, trainers, pools, world, timeline),
-            rewards.build(config, [author] * len(config.judge_models), author.text_of), prompts, sampling,
-            sampling, timeline, report=self, checkpoints=self,
+            config,
+            algorithm,
+            world,
+            placement.Placement(self.plans, trainers, pools, world, timeline),
+            rewards.build(config, [author] * len(config.judge_models), author.text_of),
+            prompts,
+            sampling,
+            sampling,
+            timeline,
+            report=self,
+            checkpoints=self,
             references=trainers[:1] if algorithm.kl_coef else [],
-        )  # fmt: skip
-        c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)  # as a run has learnt after some steps
+        )
+        # as a run has learnt after some steps
+        c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
     def run(self, share: bool = True) -> list[StepFacts]:
@@ -226,7 +261,9 @@ class Simulation:
             gc.disable()  # it would look through the objects of all ranks
             stack.callback(gc.enable)
             stack.callback(end_all, self.clock)
-            stack.enter_context(mock.patch.object(rollout, "MEETING_INTERVAL_S", self.cluster.meeting_s))
+            stack.enter_context(
+                mock.patch.object(rollout, "MEETING_INTERVAL_S", self.cluster.meeting_s)
+            )
             stack.enter_context(mock.patch.object(pool, "WAIT_S", self.cluster.meeting_s))
             self.thinking_s = stack.enter_context(sharing() if share else nullcontext(Counter()))
             self.clock.run_until_complete(all_ranks())
@@ -241,7 +278,9 @@ class Simulation:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         if step == len(self.steps):
-            self.steps.append(StepFacts(batch.waves, batch.missing_groups, c.state.history[-1], stats))
+            self.steps.append(
+                StepFacts(batch.waves, batch.missing_groups, c.state.history[-1], stats)
+            )
         facts, spans = self.steps[step], c.timeline.drain().spans
         facts.seconds |= {name: tl.seconds(spans, name) for name in PHASES}
         facts.ended_s = c.timeline.now()
@@ -254,9 +293,13 @@ class Simulation:
 
 def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -> Config:
     """Of a run whose answers all end by themselves: the most that they may have is never reached."""
-    most, judge_most = (lengths.most // cluster.grain + 2 for lengths in (workload.answer, workload.critique))
+    most, judge_most = (
+        lengths.most // cluster.grain + 2 for lengths in (workload.answer, workload.critique)
+    )
     context = workload.prompt // cluster.grain + most + judge_most + 2
-    how = dict(mode=mode, model="MODEL", judge=("JUDGE",), eval_every=10**9, save_every=0, timeout_s=1e6)
+    how = dict(
+        mode=mode, model="MODEL", judge=("JUDGE",), eval_every=10**9, save_every=0, timeout_s=1e6
+    )
     how |= dict(judge_format=("simulated scores" if cluster.scores else "simulated",))
     how |= dict(max_new_tokens=most, judge_max_new_tokens=judge_most, max_model_len=context)
     how |= dict(max_running_requests=cluster.decode["rollout"].most)
@@ -269,4 +312,6 @@ def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
     if isinstance(costs, Passes):
         return replace(costs, token=costs.token * grain, square=costs.square * grain**2)
     scaled = {name: vars(costs)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
-    return replace(costs, **scaled, context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain)
+    return replace(
+        costs, **scaled, context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain
+    )

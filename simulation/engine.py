@@ -69,7 +69,8 @@ class Batch:
 
     def __init__(self, costs: Decode, clock: VirtualClock):
         self.costs, self._clock = costs, clock
-        self.live: list[tuple[float, int, Sequence]] = []  # heap of (tokens gained at its end, against ties)
+        # heap of (tokens gained at its end, against ties)
+        self.live: list[tuple[float, int, Sequence]] = []
         self.waiting: deque[Sequence] = deque()
         self.gained = self.context = self.unread_s = 0.0  # unread: of prompts that have joined
         self.read_at = -math.inf  # tokens that the batch had gained when it read prompts last
@@ -80,7 +81,9 @@ class Batch:
         """UserError for one that the engine has no room for."""
         longest = max(sequence.room for sequence in sequences)
         if longest > self.costs.kv_tokens:
-            raise UserError(f"{longest} tokens don't fit an engine with room for {self.costs.kv_tokens:.0f}")
+            raise UserError(
+                f"{longest} tokens don't fit an engine with room for {self.costs.kv_tokens:.0f}"
+            )
         self._advance()
         self.waiting.extend(sequences)
         self._go_on()
@@ -183,9 +186,16 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, role: str, rank: int, model: int, costs: Decode, moves: Moves, capacity: int,
-        write: Callable[[Request], Reply], clock: VirtualClock,
-    ):  # fmt: skip
+        self,
+        role: str,
+        rank: int,
+        model: int,
+        costs: Decode,
+        moves: Moves,
+        capacity: int,
+        write: Callable[[Request], Reply],
+        clock: VirtualClock,
+    ):
         self.role, self.rank, self.model, self.capacity = role, rank, model, capacity
         self.name = f"{role} engine of rank {rank}"
         self.batch, self.awake, self.version = Batch(costs, clock), False, None
@@ -200,15 +210,26 @@ class SimulatedEngine:
         cached = [0] + [min(lengths)] * (left - 1)  # behind it stands what was begun elsewhere
         sizes = zip(lengths, cached, replies, strict=True)
         self.batch.submit(
-            [Sequence(i, n, n - c, len(reply.tokens), ended) for i, (n, c, reply) in enumerate(sizes)]
+            [
+                Sequence(i, n, n - c, len(reply.tokens), ended)
+                for i, (n, c, reply) in enumerate(sizes)
+            ]
         )
         try:
             while left:
                 sequence, written, finish = await ended.get()
                 left, index, end = left - 1, sequence.index, self._clock.now
                 tokens, score = replies[index]
-                what = (tokens[:written], [LOGPROB] * written, finish, [version] * written, cached[index])
-                yield Answer(index, *what, sent, min(sequence.first_token, end), end, score, self.rank)
+                what = (
+                    tokens[:written],
+                    [LOGPROB] * written,
+                    finish,
+                    [version] * written,
+                    cached[index],
+                )
+                yield Answer(
+                    index, *what, sent, min(sequence.first_token, end), end, score, self.rank
+                )
         finally:
             if left:
                 self.batch.cut_off(lambda sequence: sequence.ended is ended)
@@ -218,7 +239,9 @@ class SimulatedEngine:
         self.batch.cut_off(lambda sequence: True)
 
     async def sleep(self) -> None:
-        assert not self.batch.live and not self.batch.waiting, "put to sleep while answers were in flight"
+        assert not self.batch.live and not self.batch.waiting, (
+            "put to sleep while answers were in flight"
+        )
         await asyncio.sleep(self._moves.sleep_s)
         self.awake = False
 

@@ -59,7 +59,9 @@ class SimulatedWorld:
     would hold the facts of every one.
     """
 
-    def __init__(self, rank: int, size: int, meetings: dict[int, Meeting], network: Network | None = None):
+    def __init__(
+        self, rank: int, size: int, meetings: dict[int, Meeting], network: Network | None = None
+    ):
         self.rank, self.size, self._meetings, self._calls = rank, size, meetings, 0
         self._network = network or Network()
 
@@ -67,7 +69,9 @@ class SimulatedWorld:
         result = function(*args)
         return await result if inspect.isawaitable(result) else result
 
-    async def _meet(self, value: Any, result_of: Callable[[list], Any], seconds_of: Callable | None = None):
+    async def _meet(
+        self, value: Any, result_of: Callable[[list], Any], seconds_of: Callable | None = None
+    ):
         """What every rank gets: `result_of` all ranks' values, by rank, which the last to come works out.
 
         seconds_of: the values, until all have it; by default those of a gather.
@@ -97,7 +101,9 @@ class SimulatedWorld:
         return values if self.rank == 0 else []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        return await self._meet(value, partial(self._network.reduced, total), self._network.reduce_s)
+        return await self._meet(
+            value, partial(self._network.reduced, total), self._network.reduce_s
+        )
 
     async def broadcast(self, value: Any) -> Any:
         return (await self.gather(value))[0]
@@ -107,9 +113,16 @@ class SimulatedWorld:
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
         sent = await self._meet(outgoing, list, self._network.exchange_s)
-        incoming = {sender: parcels[self.rank] for sender, parcels in enumerate(sent) if self.rank in parcels}
+        incoming = {
+            sender: parcels[self.rank]
+            for sender, parcels in enumerate(sent)
+            if self.rank in parcels
+        }
         assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
-        return {s: parcel if s == self.rank else self._received(parcel) for s, parcel in incoming.items()}
+        return {
+            s: parcel if s == self.rank else self._received(parcel)
+            for s, parcel in incoming.items()
+        }
 
     def _received(self, parcel: list) -> list:
         """What another rank sent is this one's own: its samples, not what is in them."""

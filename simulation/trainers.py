@@ -22,7 +22,13 @@ class SimulatedTrainer:
     """
 
     def __init__(
-        self, name: str, world: SimulatedWorld, passes: Passes, moves: Moves, group: int = 1, speed_up=1.0
+        self,
+        name: str,
+        world: SimulatedWorld,
+        passes: Passes,
+        moves: Moves,
+        group: int = 1,
+        speed_up=1.0,
     ):
         self.name, self.passes, self.version, self.awake, self.phases = name, passes, 0, False, []
         self._world, self._moves, self._speed_up = world, moves, speed_up
@@ -61,7 +67,9 @@ class SimulatedTrainer:
             sample.reference_logprobs = [LOGPROB] * len(sample.response)
             sample.policy_logprobs = sample.logprobs
 
-    async def update(self, mini_batches: MiniBatches, beside: Iterable[SimulatedTrainer] = ()) -> dict:
+    async def update(
+        self, mini_batches: MiniBatches, beside: Iterable[SimulatedTrainer] = ()
+    ) -> dict:
         """An optimizer step for each mini-batch, for which all ranks wait: it takes the gradients of all."""
         trainers = (self, *beside)
         assert all(trainer.awake for trainer in trainers), "trained while asleep"
@@ -76,4 +84,6 @@ class SimulatedTrainer:
 
 def lengths_of(micro_batches: list[list[Sample]]) -> list[list[int]]:
     """Tokens of each sequence of each micro-batch."""
-    return [[len(sample.prompt) + len(sample.response) for sample in batch] for batch in micro_batches]
+    return [
+        [len(sample.prompt) + len(sample.response) for sample in batch] for batch in micro_batches
+    ]

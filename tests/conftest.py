@@ -73,8 +73,7 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
             failures += [(what, report.longreprtext)] if report.failed else []
             table.append(f"{what:60} | {outcome:7} | {', '.join(facts)}")
     terminalreporter.section(table[0])
-    for line in table[1:]:
-        terminalreporter.line(line)
+    terminalreporter.write_line("\n".join(table[1:]))
     logs = sorted(config._tmp_path_factory.getbasetemp().rglob("*.log"))
     terminalreporter.line(f"to attach to a report: {gpu_report.write(table, failures, logs)}")
 

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
 
 from workers import HERE
 
 PATH = HERE.parent / "runs" / "gpu-report.txt"
-PACKAGES = "torch megatron-core sglang sglang-kernel torch_memory_saver triton transformers"
 LOG_LINES, ERROR_LINES = 60, 40
 
 
@@ -17,7 +15,7 @@ def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -
     sections = {
         "what passed": table,
         "machine": [*output_of("nvidia-smi"), *output_of(sys.executable, "run.py", "check")],
-        "packages": sorted(versions()),
+        "packages": output_of(sys.executable, "-m", "pip", "freeze"),
         "commit": output_of("git", "rev-parse", "HEAD"),
     }
     for name, text in failures:
@@ -33,15 +31,9 @@ def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -
 
 def output_of(*command: str) -> list[str]:
     """Lines that a command prints, or why it can't be run."""
+    how = dict(cwd=HERE.parent, capture_output=True, text=True, timeout=120)
     try:
-        done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, **how)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [str(error)]
     return (done.stdout + done.stderr).splitlines()
-
-
-def versions() -> list[str]:
-    wanted = PACKAGES.lower().replace("_", "-").split()
-    found = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
-    nvidia = [name for name in found if name.startswith("nvidia-")]
-    return [f"{name} {found.get(name, 'not installed')}" for name in [*wanted, *nvidia]]

@@ -300,11 +300,11 @@ def test_an_engine_that_does_not_fall_asleep_is_ended(monkeypatch, tmp_path):
     """The next would measure a full device. The first hand-over finds it lost."""
     monkeypatch.setattr(fleet, "Engine", FakeEngine)
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
-    plans = run.check_settings(settings, 1)
 
     async def start():
         async with fleet.Fleet(settings, FakeWorld(0, 1, {})) as engines:
-            await engines.launch(run.servers_of(0, settings, plans))
+            specs = run.servers_of(0, settings, run.check_settings(settings, 1))
+            await engines.launch(specs)
             engines._engines[0].is_late = True
             await engines.ready()
             return [engine.calls[1:] for engine in engines._engines]

@@ -136,7 +136,8 @@ def test_the_fluid_model_by_hand():
 
 
 DECODE = Decode(fixed=0.020, each=0.001, prefill=0.00002, most=128)
-WORKLOADS = {  # share of long answers, their length, tokens of a critique, part of the groups that is kept
+# share of long answers, their length, tokens of a critique, part of the groups that is kept
+WORKLOADS = {
     "tail": (0.025, 100, 32, 1.0),
     "longer tail": (0.05, 200, 64, 1.0),
     "longer tail, half filtered": (0.05, 200, 64, 0.5),

@@ -66,6 +66,4 @@ def test_every_value_is_read_and_every_command_understood():
 def test_a_small_save_is_measured():
     """bench/checkpoint.py builds as much of a controller as a save asks for."""
     small = ["--layers", "2", "--hidden", "128", "--repeats", "1"]
-    run_command(
-        [sys.executable, str(HERE.parent / "bench" / "checkpoint.py"), *small], timeout_s=300
-    )
+    run_command([sys.executable, str(HERE.parent / "bench/checkpoint.py"), *small], timeout_s=300)

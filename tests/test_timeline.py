@@ -136,7 +136,8 @@ def test_the_trace_is_a_chrome_trace(tmp_path):
     assert all(threads[e["pid"], e["tid"]] == e["name"] for e in events)
 
 
-LIFE = [  # of an answer: cut in step 0 on rank 0, written to its end in step 1 on rank 1, judged on rank 2
+# of an answer: cut in step 0 on rank 0, written to its end in step 1 on rank 1, judged on rank 2
+LIFE = [
     tl.SampleSpan("queued", 12, 3, 0, 0.0, 0.25, 0),
     tl.SampleSpan("decoding", 12, 3, 0, 0.25, 2.0, 0),
     tl.SampleSpan("aborted", 12, 3, 0, 2.0, 2.0, 0),

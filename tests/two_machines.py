@@ -65,7 +65,8 @@ class Machine:
         return {line.split()[4] for line in said.splitlines()}
 
     def close(self):
-        self._unshare.kill()  # --kill-child: the init goes with it, and with the init all that is within
+        # --kill-child: the init goes with it, and with the init all that is within
+        self._unshare.kill()
         self._unshare.wait()
         self._unshare.stdout.close()
 

@@ -91,7 +91,9 @@ class Work:
 Update = Generator[Work, None, dict[str, float]]  # asks for passes; each is done when it goes on
 
 
-def together(updates: Iterable[Update], schedule: str) -> tuple[list[dict[str, float]], list[Phase]]:
+def together(
+    updates: Iterable[Update], schedule: str
+) -> tuple[list[dict[str, float]], list[Phase]]:
     """Run updates side by side: what they ask for at a time is one table (collective over all ranks).
 
     One that asks for more passes goes on alone. Returns what each returned, in order, and what was run.
@@ -170,21 +172,35 @@ def go_forward(work: Work, task: Task, received: Tensor | None, last_stage: int)
     if received is not None:
         received.requires_grad_(not work.forward_only)
     result, divisor = forward_step(
-        work.forward, work.micro_batches[task.micro_batch], module, len(work.micro_batches), received,
-        work.stats, module.config, module.config.context_parallel_size,
+        work.forward,
+        work.micro_batches[task.micro_batch],
+        module,
+        len(work.micro_batches),
+        received,
+        work.stats,
+        module.config,
+        module.config.context_parallel_size,
         is_last_stage=task.stage == last_stage,
-    )  # fmt: skip
+    )
     work.divisor = work.divisor + divisor
     return result
 
 
 def go_back(
-    work: Work, task: Task, received: Tensor | None, output: Tensor, gradient: Tensor | None, is_last: bool
+    work: Work,
+    task: Task,
+    received: Tensor | None,
+    output: Tensor,
+    gradient: Tensor | None,
+    is_last: bool,
 ) -> Tensor | None:
     """Megatron's own pass of one stage: the gradient of what the stage was given, None on the first."""
     module = work.trainer.module_of(task.stage)
-    with contextlib.nullcontext() if is_last else module.no_sync():  # DDP sums over ranks in the last one
-        return backward_step(received, output, gradient, ModelType.encoder_or_decoder, module.config)
+    # DDP sums over ranks in the last one
+    with contextlib.nullcontext() if is_last else module.no_sync():
+        return backward_step(
+            received, output, gradient, ModelType.encoder_or_decoder, module.config
+        )
 
 
 def messages_between(table: Table, pipes: list[Pipe], sender: int, receiver: int) -> list[Task]:
@@ -206,7 +222,8 @@ class Pipeline(NamedTuple):
     rank: int  # this one's place among them
     ranks: list[int]  # in the world
     up: ProcessGroup  # of them all, Megatron's own
-    down: ProcessGroup  # the same with the last one first, which is the order of a reversed model's stages
+    # the same with the last one first, which is the order of a reversed model's stages
+    down: ProcessGroup
 
 
 def join_pipeline(device: torch.device) -> Pipeline:
@@ -258,7 +275,9 @@ class Messages:
         self.arriving: dict[Task, tuple[Tensor, dist.Work]] = {}
         # by receiver its tasks, in its order, and what leaves for them: kept until that is known to be there
         self.order = [{task: number for number, task in enumerate(tasks)} for tasks in table]
-        self.leaving: dict[int, list[tuple[Task, Tensor, dist.Work]]] = {rank: [] for rank in others}
+        self.leaving: dict[int, list[tuple[Task, Tensor, dist.Work]]] = {
+            rank: [] for rank in others
+        }
 
     def receive(self, task: Task) -> Tensor | None:
         """What a task needs of its neighbour. None: it begins a forward pass, or the way back."""
@@ -316,7 +335,9 @@ class Clock:
         self.mark()
 
     def mark(self) -> None:
-        self.marks.append(torch.cuda.Event(enable_timing=True) if self.on_cuda else time.monotonic())
+        self.marks.append(
+            torch.cuda.Event(enable_timing=True) if self.on_cuda else time.monotonic()
+        )
         if self.on_cuda:
             self.marks[-1].record()
 

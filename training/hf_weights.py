@@ -53,7 +53,9 @@ def check_tensors(model_dir: str, setting: str, known: set[str] | None = None) -
     files = tensor_files(model_dir, setting)
     for name, file in sorted(files.items()):
         if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
-            raise UserError(f"{setting} {model_dir}: {name} is {kind}: quantized weights can't be taken")
+            raise UserError(
+                f"{setting} {model_dir}: {name} is {kind}: quantized weights can't be taken"
+            )
         if known and name not in known and not name.endswith("inv_freq"):  # which is made anew
             raise UserError(f"{setting} {model_dir}: nothing here reads {name}, one of its tensors")
     return {*files}
@@ -89,7 +91,9 @@ def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
     """Hugging Face's tensors as Megatron's, which orders q, k, v by group: query heads, key, value."""
     if "linear_qkv" in name:
         rest = tensors[0].shape[1:]
-        by_group = [x.reshape(config.num_query_groups, -1, config.kv_channels, *rest) for x in tensors]
+        by_group = [
+            x.reshape(config.num_query_groups, -1, config.kv_channels, *rest) for x in tensors
+        ]
         return torch.cat(by_group, dim=1).reshape(-1, *rest)
     return torch.cat(tensors)
 
@@ -107,9 +111,14 @@ def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a chunk, layers numbered over the whole model instead of within the pipeline stage."""
-    offset = get_transformer_layer_offset(model.config, model.vp_stage, model.pg_collection.pp.rank())
+    offset = get_transformer_layer_offset(
+        model.config, model.vp_stage, model.pg_collection.pp.rank()
+    )
     for name, param in model.named_parameters():
-        yield re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + offset), name), param
+        yield (
+            re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + offset), name),
+            param,
+        )
 
 
 def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
@@ -117,7 +126,8 @@ def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if size == 1 or not param.tensor_model_parallel:
         return full
-    if "linear_fc1" in name:  # gate and up are split each, so that a rank holds matching halves of both
+    # gate and up are split each, so that a rank holds matching halves of both
+    if "linear_fc1" in name:
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
     return full.chunk(size, param.partition_dim)[rank]
 
@@ -141,7 +151,11 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
     for name, param in global_parameters(model):
         own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)
-        shard = tp_shard(name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config))
+        shard = tp_shard(
+            name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config)
+        )
         if shard.shape != param.shape:
-            raise UserError(f"{weights.where}: {names[0]} does not have the shape that config.json says")
+            raise UserError(
+                f"{weights.where}: {names[0]} does not have the shape that config.json says"
+            )
         param.copy_(shard)

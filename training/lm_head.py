@@ -37,7 +37,8 @@ class LMOutput(NamedTuple):
 def leave_out_logits(gpt: GPTModel) -> None:
     """Have the output layer hand on the hidden states of all tokens, on every tensor-parallel rank."""
 
-    def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:  # as Megatron calls it; [T, 1, hidden]
+    # as Megatron calls it; [T, 1, hidden]
+    def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:
         # going back, the ranks' gradients are summed: each has read a part of the vocabulary
         if gpt.config.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(hidden), None
@@ -48,7 +49,9 @@ def leave_out_logits(gpt: GPTModel) -> None:
 
 def output_of(gpt: GPTModel, hidden: Tensor) -> LMOutput:
     tied = gpt.share_embeddings_and_output_weights
-    return LMOutput(hidden, gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight)
+    return LMOutput(
+        hidden, gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
+    )
 
 
 def read_targets(
@@ -64,7 +67,9 @@ def read_targets(
     read = partial(_read_chunk, output.weight, entropy_learns)
     columns = (output.hidden[0], batch.targets, temperatures)
     *chunks, last = zip(*(column.split(rows) for column in columns), strict=True)
-    parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    parts = [
+        checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
+    ]
     parts.append(read(*last))
     chosen = batch.slots != NO_TARGET
     return tuple(torch.cat(column)[chosen] for column in zip(*parts, strict=True))

@@ -17,7 +17,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -83,7 +86,9 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.cp_group, self.scale = pg_collection.cp, softmax_scale
 
-    def forward(self, query, key, value, attention_mask, *, packed_seq_params: Packing, **unused) -> Tensor:
+    def forward(
+        self, query, key, value, attention_mask, *, packed_seq_params: Packing, **unused
+    ) -> Tensor:
         """query [tokens, heads, dim], key and value [tokens, kv heads, dim] -> [tokens, heads, dim].
 
         With context parallelism a rank gathers the keys and values of all (collective over that group).
@@ -107,7 +112,8 @@ def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) ->
     """All pieces in one call. Not yet run on a GPU."""
     longest = [max(sizes) for sizes in zip(*batch.lengths, strict=True)]
     options = {"scale": scale, "enable_gqa": query.size(1) != key.size(1)}
-    causal = (-1, 0)  # window: all keys behind, none ahead; a piece's last query stands at its last key
+    # window: all keys behind, none ahead; a piece's last query stands at its last key
+    causal = (-1, 0)
     return varlen_attn(query, key, value, *batch.starts, *longest, window_size=causal, **options)
 
 
@@ -119,11 +125,17 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
     outputs = []
     for (length, seen, count), *parts in zip(runs, queries, keys, values, strict=True):
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
-        options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1), "is_causal": length == seen}
+        options = {
+            "scale": scale,
+            "enable_gqa": q.size(1) != k.size(1),
+            "is_causal": length == seen,
+        }
         if length < seen:  # is_causal would put the first query at the first key
             ones = torch.ones(length, seen, dtype=torch.bool, device=q.device)
             options["attn_mask"] = ones.tril(seen - length)
-        outputs.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1))
+        outputs.append(
+            F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -132,7 +144,9 @@ def read_family(model_dir: str, setting: str) -> str:
     found = read_model_config(model_dir, setting)
     where = f"{setting} {model_dir}"
     if (model_type := found.get("model_type")) not in FAMILIES:
-        raise UserError(f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}"
+        )
     # a class that SGLang lacks it would look for in the directory's code; unnamed, it fails
     known = FAMILIES[model_type].architecture, f"{model_type.capitalize()}ForSequenceClassification"
     if (named := found.get("architectures")) not in ([known[0]], [known[1]]):
@@ -177,19 +191,31 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     per_rank = schedule_of(config).stages_per_rank
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return TransformerConfig(
-        num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"], num_query_groups=hf["num_key_value_heads"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        normalization="RMSNorm", layernorm_epsilon=hf["rms_norm_eps"],
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        attention_dropout=0.0, hidden_dropout=0.0,
-        tensor_model_parallel_size=config.tp, sequence_parallel=config.sp and config.tp > 1,
-        pipeline_model_parallel_size=config.pp, context_parallel_size=config.cp,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=config.tp,
+        sequence_parallel=config.sp and config.tp > 1,
+        pipeline_model_parallel_size=config.pp,
+        context_parallel_size=config.cp,
         virtual_pipeline_model_parallel_size=per_rank if per_rank > 1 else None,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,  # divide by the global token count once, after all micro-batches
-        variable_seq_lengths=True,  # micro-batches differ in length: pipeline stages tell each other ...
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # divide by the global token count once, after all micro-batches
+        calculate_per_token_loss=True,
+        # micro-batches differ in length: pipeline stages tell each other ...
+        variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -199,7 +225,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         bias_activation_fusion=torch.cuda.is_available(),
         **{f"{name}_fusion": False for name in FUSIONS},  # without Apex and Transformer Engine
         **FAMILIES[hf["model_type"]].layers,
-    )  # fmt: skip
+    )
 
 
 def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
@@ -209,22 +235,30 @@ def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
     Qwen3-VL deals in turns.
     """
     rope = hf["rope_parameters"]
-    scaling = dict(rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0))
+    scaling = dict(
+        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0)
+    )
     base = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
     frequencies = RotaryEmbedding(config.kv_channels, **base, **scaling).inv_freq
     sections, pairs = rope.get("mrope_section", [len(frequencies)]), range(len(frequencies))
     turns = [axis for axis, size in enumerate(sections) for _ in range(size)]
     if rope.get("mrope_interleaved"):
         turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in pairs]
-    return torch.stack([frequencies.where(torch.tensor(turns) == axis, 0) for axis in range(len(sections))])
+    return torch.stack(
+        [frequencies.where(torch.tensor(turns) == axis, 0) for axis in range(len(sections))]
+    )
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
     """Multiply-adds of a forward pass over a sequence: every matrix once a token, and causal attention."""
     hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
     dim = hf.get("head_dim") or hidden // heads
-    layer = hidden * dim * 2 * (heads + hf["num_key_value_heads"]) + 3 * hidden * hf["intermediate_size"]
-    attention = layers * heads * dim  # times tokens^2: scores and weighted values, half of each masked
+    layer = (
+        hidden * dim * 2 * (heads + hf["num_key_value_heads"])
+        + 3 * hidden * hf["intermediate_size"]
+    )
+    # times tokens^2: scores and weighted values, half of each masked
+    attention = layers * heads * dim
     return tokens * (layers * layer + hidden * hf["vocab_size"]) + tokens**2 * attention
 
 
@@ -237,9 +271,14 @@ def check_sizes(hf: dict, config: Config) -> None:
     for name, (setting, size) in sizes.items():
         if hf[name] % size:
             raise UserError(f"{setting} does not divide {name} = {hf[name]} of --model")
-    deep, layers = deep_features(hf.get("vision")), hf["num_hidden_layers"] // (config.pp * per_rank)
+    deep, layers = (
+        deep_features(hf.get("vision")),
+        hf["num_hidden_layers"] // (config.pp * per_rank),
+    )
     if layers < deep:
-        raise UserError(f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model")
+        raise UserError(
+            f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model"
+        )
 
 
 def tensor_names(hf: dict) -> set[str]:
@@ -285,7 +324,9 @@ def check_critic(config: Config, actor: dict) -> None:
     check_sizes(hf, config)
 
 
-def build_chunk(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection, number: int) -> GPTModel:
+def build_chunk(
+    hf: dict, config: TransformerConfig, groups: ProcessGroupCollection, number: int
+) -> GPTModel:
     """One of this rank's, with random weights (collective over the pipeline group if embeddings are tied)."""
     pp_rank, per_rank = groups.pp.rank(), config.virtual_pipeline_model_parallel_size
     stage, last = number * groups.pp.size() + pp_rank, (per_rank or 1) * groups.pp.size() - 1
@@ -299,12 +340,17 @@ def build_chunk(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     layers = [layer] * get_num_layers_to_build(config, vp_stage, pp_rank)
     sees = stage == 0 and "vision" in hf
     gpt = (VisionModel if sees else GPTModel)(
-        config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
-        vocab_size=hf["vocab_size"], max_sequence_length=hf["max_position_embeddings"],
-        pre_process=stage == 0, post_process=stage == last, pg_collection=groups, vp_stage=vp_stage,
+        config,
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        vocab_size=hf["vocab_size"],
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=stage == 0,
+        post_process=stage == last,
+        pg_collection=groups,
+        vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         position_embedding_type="none",  # PackedAttention has it
-    )  # fmt: skip
+    )
     gpt.family = FAMILIES[hf["model_type"]]
     if sees:
         gpt.add_tower(hf["vision"], hf["reader"])
@@ -328,5 +374,7 @@ def check_room(needed: int, who: str) -> None:
         gib = [f"{size / 2**30:.1f}" for size in (needed, free, total, own, total - free - own)]
         raise UserError(
             "{} needs {} GiB to wake, and {} of {} GiB are free: this rank holds {} GiB, engines and others "
-            "{} GiB; lower --mem-fraction, or spread the model over more ranks (--tp, --pp)".format(who, *gib)
+            "{} GiB; lower --mem-fraction, or spread the model over more ranks (--tp, --pp)".format(
+                who, *gib
+            )
         )

@@ -35,17 +35,21 @@ class MicroBatch:
     tokens: Tensor  # [1, T]
     targets: Tensor  # [T], the token that follows
     slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
-    positions: Tensor  # [T], of each token in its sequence; with images [3, T], see images.tokens.positions
+    # [T], of each token in its sequence; with images [3, T], see images.tokens.positions
+    positions: Tensor
     # a piece's queries, and keys up to the last of them, of a sequence; on the host: no layer waits for them
     lengths: list[tuple[int, int]]
     starts: Tensor  # [2, pieces + 1], int32, where each piece's queries start, and its keys
-    keys: Tensor  # [sum of pieces' keys], their places in an all-gather over the context-parallel group
+    # [sum of pieces' keys], their places in an all-gather over the context-parallel group
+    keys: Tensor
     images: tuple[Image, ...] = ()  # each once, however many sequences show it
     places: Tensor | None = None  # [T], the image feature that a token stands for, or NO_FEATURE
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
+        return replace(
+            self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        )
 
 
 def make_micro_batches(
@@ -60,10 +64,14 @@ def make_micro_batches(
     """
     micro_batches, slot = [], 0
     for sequences in ([Sequence(*each) for each in chosen] for chosen in packed):
-        padded = [packed_length(len(each.prompt) + len(each.response), cp) for each in sequences] or [1]
+        padded = [
+            packed_length(len(each.prompt) + len(each.response), cp) for each in sequences
+        ] or [1]
         padded[-1] += round_up(sum(padded), tp_with_sp * (2 * cp if cp > 1 else 1)) - sum(padded)
         tokens, targets, slots = [], [], []
-        for (prompt, response, _), length in zip(sequences or [Sequence([0], [])], padded, strict=True):
+        for (prompt, response, _), length in zip(
+            sequences or [Sequence([0], [])], padded, strict=True
+        ):
             assert prompt, "a response's first token is predicted from a prompt token"
             sequence = prompt + response
             padding = length - len(sequence) + 1
@@ -86,7 +94,9 @@ def _with_images(
     if not images:
         return batch
     ends = accumulate(image.features for image in images)
-    features = {image: range(end - image.features, end) for image, end in zip(images, ends, strict=True)}
+    features = {
+        image: range(end - image.features, end) for image, end in zip(images, ends, strict=True)
+    }
     axes, places, mine = [], [], zigzag(lengths, cp, cp_rank)
     for (prompt, _, shown), length in zip(sequences, lengths, strict=True):
         tokens = (prompt + [NO_TARGET] * length)[:length]  # whatever a response has in it is text
@@ -119,7 +129,11 @@ def pieces(lengths: list[int], cp: int, rank: int) -> Iterator[tuple[int, int, i
     sequence, count = 0, 2 * cp if cp > 1 else 1
     for length in lengths:
         for piece in sorted({rank, count - 1 - rank}):
-            yield sequence, sequence + piece * length // count, sequence + (piece + 1) * length // count
+            yield (
+                sequence,
+                sequence + piece * length // count,
+                sequence + (piece + 1) * length // count,
+            )
         sequence += length
 
 

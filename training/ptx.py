@@ -32,9 +32,13 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
     """
     sequences = []
     for line, row in read_rows(path, "ptx_data"):
-        texts = [row.get(name) for name in (("prompt", "response") if "response" in row else ("text",))]
+        texts = [
+            row.get(name) for name in (("prompt", "response") if "response" in row else ("text",))
+        ]
         if not all(isinstance(text, str) and text for text in texts):
-            raise UserError(f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts")
+            raise UserError(
+                f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts"
+            )
         if len(texts) == 2:
             prompt, response = data.encode_pair(tokenizer, *texts)
         else:
@@ -53,10 +57,15 @@ def choose(
 ) -> list[Sequence]:
     """A data-parallel rank's texts of the run's optimizer step `number`, which has `size` in all (pure)."""
     order = data.Shuffled(texts, seed, name="texts")
-    return [order.training(draw) for draw in range(number * size + dp_rank, (number + 1) * size, dp_size)]
+    return [
+        order.training(draw)
+        for draw in range(number * size + dp_rank, (number + 1) * size, dp_size)
+    ]
 
 
-def add_texts(policy: TokenLoss, first: int, divisor: float, tokens: float, coefficient: float) -> TokenLoss:
+def add_texts(
+    policy: TokenLoss, first: int, divisor: float, tokens: float, coefficient: float
+) -> TokenLoss:
     """The policy's loss and that of texts, whose slots begin at `first`; without any the policy's alone.
 
     divisor: what the whole sum is divided by; tokens: the texts', both over all ranks.
@@ -65,11 +74,17 @@ def add_texts(policy: TokenLoss, first: int, divisor: float, tokens: float, coef
         return policy
     weight = coefficient * divisor / tokens  # of a text's token in the sum
 
-    def with_texts(slots: Tensor, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def with_texts(
+        slots: Tensor, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         ours = slots < first  # also of none: the policy's loss may meet other ranks
         loss, stats = policy(slots[ours], logprobs[ours], entropy[ours])
         text = -logprobs[~ours]
-        stats = {"tokens": ours.sum()} | stats | {"ptx": text.detach().sum(), "ptx_tokens": (~ours).sum()}
+        stats = (
+            {"tokens": ours.sum()}
+            | stats
+            | {"ptx": text.detach().sum(), "ptx_tokens": (~ours).sum()}
+        )
         return (-weight * logprobs).masked_scatter(ours, loss), stats
 
     return with_texts

@@ -101,10 +101,15 @@ class Gathering:
         stages, config = self.chunks[0].pg_collection.pp, self.chunks[0].config
         like = {"dtype": config.params_dtype, "device": next(self.chunks[0].parameters()).device}
         self.received = 0
-        for chunk, source in itertools.product(self.chunks, range(stages.size())):  # in the stages' order
-            mine = {name: p for name, p in global_parameters(chunk) if not is_tied_copy(chunk, name)}
+        # in the stages' order
+        for chunk, source in itertools.product(self.chunks, range(stages.size())):
+            mine = {
+                name: p for name, p in global_parameters(chunk) if not is_tied_copy(chunk, name)
+            }
             own = source == stages.rank()
-            listing = [[(name, self._shape(param)) for name, param in mine.items()] if own else None]
+            listing = [
+                [(name, self._shape(param)) for name, param in mine.items()] if own else None
+            ]
             if stages.size() > 1:
                 dist.broadcast_object_list(listing, group=stages, group_src=source)
             for name, shape in listing[0]:
@@ -112,7 +117,9 @@ class Gathering:
                 if stages.size() > 1:
                     dist.broadcast(part, group=stages, group_src=source)
                     self.received += 0 if own else part.nbytes
-                yield from zip(hf_names(name, chunk.family), unfuse(name, part, config), strict=True)
+                yield from zip(
+                    hf_names(name, chunk.family), unfuse(name, part, config), strict=True
+                )
 
     def _part(self, name: str, param: torch.nn.Parameter) -> Tensor:
         """Of one of this stage's parameters (collective: `near`)."""

@@ -27,12 +27,19 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import base as strategies
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonSaveStrategy,
+)
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from config import UserError
@@ -46,13 +53,24 @@ Boxes = dict[MetadataIndex, tuple[torch.Size, Tensor]]  # place -> (shape of the
 # Megatron-Core 0.16.1's default is broken
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 BACKEND = ("torch_dist", 1)  # name and version of the format
-ALLOWED = {  # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
+# what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
+ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": ("Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool"),
+    "torch": (
+        "Size",
+        "float32",
+        "bfloat16",
+        "float16",
+        "float64",
+        "int64",
+        "int32",
+        "uint8",
+        "bool",
+    ),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath",),
 }
@@ -66,7 +84,9 @@ def metadata() -> dict:
 def state_of(trainer: Trainer) -> dict:
     """The model's tensors. Each says where it belongs: the names of the chunks aren't in a checkpoint."""
     chunks = enumerate(trainer.chunks)
-    return {f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata()) for number, chunk in chunks}
+    return {
+        f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata()) for number, chunk in chunks
+    }
 
 
 class CommonLater(TorchCommonSaveStrategy):
@@ -129,7 +149,9 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+def plan_save(
+    trainer: Trainer, folder: Path
+) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
@@ -181,7 +203,8 @@ def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
                     for name in ("param", "exp_avg", "exp_avg_sq"):
                         index = MetadataIndex(f"optimizer.state.{name}.{part.key}", chunk.offsets)
                         box = held[name].detach()[where].view(chunk.sizes)
-                        found[index] = (torch.Size(part.global_shape), box.to("cpu"))  # itself on CPU
+                        # itself on CPU
+                        found[index] = (torch.Size(part.global_shape), box.to("cpu"))
     return found
 
 
@@ -194,7 +217,9 @@ def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
     return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
 
 
-def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[ChunkStorageMetadata, slice]]:
+def cut(
+    part: ShardedTensor, first: int, stretch: range
+) -> Iterator[tuple[ChunkStorageMetadata, slice]]:
     """The boxes of `part` in a stretch of its flattened parameter, in which it begins at `first`.
 
     Yields (where it is in the full tensor, where it is in the stretch).
@@ -211,7 +236,9 @@ def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk
         at = end
 
 
-def boxes(start: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes(
+    start: int, end: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The stretch [start, end) of a flattened tensor as (where, sizes), in order: of a matrix up to three."""
     below = prod(shape[1:])
     while start < end:

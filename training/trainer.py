@@ -71,7 +71,9 @@ class Trainer:
         self.config, self.model_dir = config, model_dir
         hf = models.read_hf_config(model_dir)
         if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
-            sizes = dict(tensor_model_parallel_size=config.tp, pipeline_model_parallel_size=config.pp)
+            sizes = dict(
+                tensor_model_parallel_size=config.tp, pipeline_model_parallel_size=config.pp
+            )
             sizes |= dict(context_parallel_size=config.cp)
             minutes = math.ceil(config.timeout_s / 60)  # Megatron's unit
             mpu.initialize_model_parallel(**sizes, distributed_timeout_minutes=minutes)
@@ -204,9 +206,13 @@ class Trainer:
         return stats
 
     def step(
-        self, packed: Packed, output_loss: OutputLoss, names: Iterable[str], lr: float,
+        self,
+        packed: Packed,
+        output_loss: OutputLoss,
+        names: Iterable[str],
+        lr: float,
         check: Callable[[dict[str, float]], None] | None = None,
-    ) -> Update:  # fmt: skip
+    ) -> Update:
         """One optimizer step on this data-parallel rank's micro-batches (collective over all ranks).
 
         names: the loss's statistics. check: sees all before the weights move, and may raise, on all ranks
@@ -228,7 +234,9 @@ class Trainer:
         stats |= self._seconds(work) | skipped | {"grad_norm": grad_norm}
         return {name: value if math.isfinite(value) else 0.0 for name, value in stats.items()}
 
-    def measure(self, packed: Packed, output_loss: OutputLoss, names: Iterable[str]) -> dict[str, float]:
+    def measure(
+        self, packed: Packed, output_loss: OutputLoss, names: Iterable[str]
+    ) -> dict[str, float]:
         """`loss`, `divisor` and the statistics alone, of examples (collective)."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         return self._reduce(self._passes(packed, output_loss, forward_only=True), names)
@@ -268,10 +276,14 @@ class Trainer:
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
         """This rank's own micro-batches, where ranks need not do equal work. UserError as pack_evenly."""
-        lengths = [packed_length(len(prompt) + len(r), self.config.cp) for prompt, r, *_ in sequences]
+        lengths = [
+            packed_length(len(prompt) + len(r), self.config.cp) for prompt, r, *_ in sequences
+        ]
         return pack_evenly(lengths, lengths, self.config.max_tokens_per_micro_batch, multiple=1)
 
-    def _passes(self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False) -> list[Stats]:
+    def _passes(
+        self, packed: Packed, output_loss: OutputLoss, forward_only: bool = False
+    ) -> list[Stats]:
         """A pass by itself: each micro-batch's statistics on the last stage. Collective as executor.run."""
         work = self._work(packed, output_loss, forward_only)
         run([work], self.config.schedule)

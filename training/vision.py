@@ -84,12 +84,15 @@ class VisionModel(GPTModel):
         for layer in self.decoder.layers[: deep_features(vision)]:
             layer.register_forward_hook(self._deepen, with_kwargs=True)
 
-    def forward(self, tokens: Tensor, positions: None, mask: None, *, packed_seq_params: Packing) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: None, mask: None, *, packed_seq_params: Packing
+    ) -> Tensor:
         """As Megatron's. Features for the layers travel as its `context`, which recomputation hands on."""
         batch = packed_seq_params.batch
         pixels, grids = self._pixels(batch.images)
         seen = self.visual(pixels, grid_thw=grids)
-        hidden = self.embedding(tokens, None)  # [T, 1, hidden], with sequence parallelism a part of T
+        # [T, 1, hidden], with sequence parallelism a part of T
+        hidden = self.embedding(tokens, None)
         hidden = self._put(hidden, seen.pooler_output, batch, adds=False)
         deep = seen.get("deepstack_features")
         context = torch.stack(deep) if deep else None  # [layers, features, hidden]
@@ -110,7 +113,9 @@ class VisionModel(GPTModel):
 
     def _put(self, hidden: Tensor, features: Tensor, batch: MicroBatch, adds: bool) -> Tensor:
         """Features in the place of the image tokens' hidden states, or added to them."""
-        places = torch.full_like(batch.tokens[0], NO_FEATURE) if batch.places is None else batch.places
+        places = (
+            torch.full_like(batch.tokens[0], NO_FEATURE) if batch.places is None else batch.places
+        )
         if self.config.sequence_parallel:
             tensor = self.pg_collection.tp
             places = places.chunk(tensor.size())[tensor.rank()]

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
 VOCAB = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
-VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # of a model that sees, too
+# of a model that sees, too
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SHAPE = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24)
 MERGE, MOST_CELLS = 2, 16  # patches of a feature's side; features of an image
-TOWER = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4, num_position_embeddings=64)
+TOWER = dict(
+    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, num_position_embeddings=64
+)
 TOWER |= dict(patch_size=CELL // MERGE, spatial_merge_size=MERGE, deepstack_visual_indexes=[0])
 
 
@@ -38,7 +41,9 @@ def vision_model() -> PreTrainedModel:
     names = ("vision_start", "vision_end", "image", "video")
     ids = {f"{name}_token_id": number for number, name in enumerate(names, len(SPECIAL))}
     # angles of a head's 12 pairs: 4 for frames, 4 for rows, 4 for columns
-    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4], mrope_interleaved=True)
+    rope = dict(
+        rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4], mrope_interleaved=True
+    )
     text = text_shape() | {"rope_parameters": rope}
     tower = TOWER | {"out_hidden_size": SHAPE["hidden_size"]}
     config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
@@ -58,7 +63,8 @@ def new_model(path: Path, seed: int, build: Callable[[], PreTrainedModel] = text
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                writes = name.endswith(("o_proj.weight", "down_proj.weight"))  # to the residual stream
+                # to the residual stream
+                writes = name.endswith(("o_proj.weight", "down_proj.weight"))
                 fan_in = parameter[0].numel() * (2 * SHAPE["num_hidden_layers"] if writes else 1)
                 is_table = name.endswith(("embed_tokens.weight", "pos_embed.weight"))
                 parameter.normal_(0, 0.05 if is_table else 0.7 / fan_in**0.5)
@@ -90,7 +96,9 @@ def character_tokenizer(vision: tuple[str, ...] = ()) -> PreTrainedTokenizerFast
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
     begin = [("<bos>", vocab["<bos>"])]
-    characters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
+    characters.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=begin
+    )
     characters.add_special_tokens(list(vision))  # one token each, not one a character
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     if vision:  # as processors of Qwen-VL call them

@@ -13,7 +13,8 @@ from recipes.addition import task
 from recipes.addition.pairs import corrupted
 from recipes.addition.task import columns, shown_work, training_problem
 
-Example = tuple[str, str, *tuple[bytes, ...]]  # a prompt's text, the response to learn, the prompt's pictures
+# a prompt's text, the response to learn, the prompt's pictures
+Example = tuple[str, str, *tuple[bytes, ...]]
 Problem = tuple[int, int, str]  # two summands, and an answer
 
 

@@ -43,7 +43,12 @@ from runtime import rendezvous
 from runtime.atomic_files import CHECKSUMS, sha256
 from runtime.world import World
 from training.packing import Sequence
-from training.trainer import ADAM_BETAS, CLIP_GRAD, DistributedDataParallel, DistributedDataParallelConfig
+from training.trainer import (
+    ADAM_BETAS,
+    CLIP_GRAD,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
 
 Batches = Callable[[int], list[Example]]  # of a step; the same on every rank
 
@@ -91,7 +96,9 @@ def make(config: Config, world: World, home: Path, progress: Progress, demo: Dem
     progress.doing("warm start: checking the judge")
     rates = gate(demo, home, world)
     if max(rates.values()) > GATE:
-        raise ValueError(f"the judge failed its gate ({rates}, at most {GATE} each): try another seed")
+        raise ValueError(
+            f"the judge failed its gate ({rates}, at most {GATE} each): try another seed"
+        )
     if world.rank == 0:
         (judge / "gate.json").write_text(json.dumps(rates))
         shutil.rmtree(new)
@@ -99,7 +106,13 @@ def make(config: Config, world: World, home: Path, progress: Progress, demo: Dem
 
 
 def train(
-    config: Config, world: World, start: Path, end: Path, batches: Batches, steps: int, progress: Progress
+    config: Config,
+    world: World,
+    start: Path,
+    end: Path,
+    batches: Batches,
+    steps: int,
+    progress: Progress,
 ) -> None:
     """Supervised steps from the checkpoint `start` to `end` (collective)."""
     alone = dict(tp=1, pp=1, cp=1, sp=False, schedule="1f1b")
@@ -122,7 +135,9 @@ class MuonActor(Actor):
 
     def _wrapped(self, gpt) -> DistributedDataParallel:
         """Unsharded: Muon orthogonalizes whole matrices."""
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=False, grad_reduce_in_fp32=True
+        )
         return DistributedDataParallel(gpt.config, settings, gpt, pg_collection=self.groups)
 
     def _build_optimizer(self, model_config) -> None:
@@ -169,7 +184,9 @@ def generate(model_dir: Path, prompts: list[task.Shown], world: World, **samplin
     kind = AutoModelForImageTextToText if reader else AutoModelForCausalLM
     model = kind.from_pretrained(model_dir, dtype=torch.float32, use_safetensors=True)
     encode, end = encoder(model_dir), tokenizer.eos_token_id
-    mine = [encode(prompt, "", *pictures) for prompt, *pictures in prompts[world.rank :: world.size]]
+    mine = [
+        encode(prompt, "", *pictures) for prompt, *pictures in prompts[world.rank :: world.size]
+    ]
     rows = {"input_ids": [sequence.prompt for sequence in mine]}
     batch = tokenizer.pad(rows, padding_side="left", return_tensors="pt")
     if reader:
@@ -197,7 +214,9 @@ def own_answers(
             question, *pictures = demo.show(a, b, key)
             start = shown_work(a, b)[0] if is_worked else ""
             prompts.append((question + start, *pictures))
-    texts = generate(actor, prompts, world, max_new_tokens=72, do_sample=True, temperature=1.0, top_k=0)
+    texts = generate(
+        actor, prompts, world, max_new_tokens=72, do_sample=True, temperature=1.0, top_k=0
+    )
     answers = zip(problems * 2, map(task.addition_answer, texts), strict=True)
     return [(a, b, answer) for (a, b), answer in answers if answer is not None]
 
@@ -210,7 +229,9 @@ def gate(demo: Demo, home: Path, world: World) -> dict[str, float]:
     prompts = [judged(demo, *item, task.HELD_OUT_KEY) for item in items]
     texts = generate(home / "judge", prompts, world, max_new_tokens=100, do_sample=False)
     right = [answer == str(a + b) for a, b, answer in items]
-    pairs = [(task.addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)]
+    pairs = [
+        (task.addition_parse(text) is True, truth) for text, truth in zip(texts, right, strict=True)
+    ]
     false_accepts = [accepts for accepts, truth in pairs if not truth]
     false_rejects = [not accepts for accepts, truth in pairs if truth]
     return {"false_accepts": fmean(false_accepts), "false_rejects": fmean(false_rejects)}

@@ -20,7 +20,9 @@ DOTS = """
     .###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
 """
 # [10 digits, 28 rows, 20 columns]: 1 where there is ink
-GLYPHS = np.array([[[dot == "#" for dot in part] for part in row.split()] for row in DOTS.split("\n")[1:-1]])
+GLYPHS = np.array(
+    [[[dot == "#" for dot in part] for part in row.split()] for row in DOTS.split("\n")[1:-1]]
+)
 GLYPHS = np.kron(GLYPHS.swapaxes(0, 1), np.ones((1, DOT, DOT)))
 
 

@@ -24,7 +24,8 @@ def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
 def corrupted(rng: random.Random, a: int, b: int) -> str:
     """A wrong answer, usually: one of the slips below, or mostly random digits three times in ten."""
     digits = list(str(a + b))
-    if rng.random() < 0.3:  # the claim then says nothing about the true digit: the judge can't copy it
+    # the claim then says nothing about the true digit: the judge can't copy it
+    if rng.random() < 0.3:
         keep = rng.random() / 2
         digits = [digit if rng.random() < keep else str(rng.randrange(10)) for digit in digits]
         return "".join(["1" if digits[0] == "0" else digits[0], *digits[1:]])
@@ -33,9 +34,16 @@ def corrupted(rng: random.Random, a: int, b: int) -> str:
 
 
 SLIPS = {  # kinds of wrong answers, and how often each
-    "one digit off": 0.35, "random digits": 0.17, "digit added or lost": 0.14, "extra leading digits": 0.06,
-    "swapped digits": 0.05, "lost carry": 0.09, "cut short": 0.08, "a summand": 0.02, "gibberish": 0.04,
-}  # fmt: skip
+    "one digit off": 0.35,
+    "random digits": 0.17,
+    "digit added or lost": 0.14,
+    "extra leading digits": 0.06,
+    "swapped digits": 0.05,
+    "lost carry": 0.09,
+    "cut short": 0.08,
+    "a summand": 0.02,
+    "gibberish": 0.04,
+}
 
 
 def slip(kind: str, rng: random.Random, a: int, b: int) -> str:

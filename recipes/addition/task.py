@@ -63,7 +63,9 @@ def drawn(a: int, b: int, key: str) -> Shown:
 class Addition:
     """The problems as a data.Source, drawn if the model has a reader of images."""
 
-    def __init__(self, seed: int, encode: Callable[..., list[int]], reader: ImageReader | None = None):
+    def __init__(
+        self, seed: int, encode: Callable[..., list[int]], reader: ImageReader | None = None
+    ):
         """encode: of a text and the images in it."""
         self._seed, self._encode, self._reader = seed, encode, reader
         self.held_out = [self._prompt(*problem, HELD_OUT_KEY) for problem in HELD_OUT_PROBLEMS]
@@ -117,5 +119,7 @@ def addition_parse(text: str) -> bool | None:
     return text[-1] == "Y" and "x" not in text
 
 
-FORMATS["addition"] = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
+FORMATS["addition"] = JudgeFormat(
+    addition_answer, addition_prompt, addition_parse, min_logprob=-0.36
+)
 FORMATS["addition_score"] = JudgeFormat(addition_answer, None, full_response=True, scores=True)
