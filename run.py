@@ -1,12 +1,14 @@
 """nanoYATT: RLHF with parallel controllers, Megatron-Core and SGLang, on a laptop's CPU or on GPUs.
 
-torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
-torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
-torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
-torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
-python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
-python run.py check                                               what is installed, what is free
+A rank is a process, with a GPU or a part of the CPU:
+
+    torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
+    torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
+    torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
+    torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
+    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
+    python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
+    python run.py check                                               what is installed, what is free
 """
 
 from __future__ import annotations
