@@ -85,7 +85,7 @@ LAYOUTS += [("auto", 4)] + [("fused", size) for size in (2, 3, 4, 8)]
 JUDGES = [{}, dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
     seed=st.integers(0, 10**6),

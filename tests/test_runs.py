@@ -61,7 +61,7 @@ def test_a_run_leaves_what_it_promises(unbroken):
         assert names >= {"rollout", "genrm", "train", "sync", "switch"}
 
 
-@pytest.mark.parametrize("mode", ["partial", "fused"])
+@pytest.mark.parametrize("mode", ["partial", pytest.param("fused", marks=pytest.mark.slow)])
 def test_all_modes_train_on_the_same_samples(tmp_path, unbroken, mode):
     """Every number but times, and every text."""
     Run(tmp_path, *THREE, "--mode", mode).ended().check_as(unbroken)
