@@ -231,11 +231,7 @@ def render(results: dict[str, dict], papers: list[str]) -> str:
     if commits:
         loads = [row["load"] for row in results.values()]
         load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
-        lines += [
-            "",
-            f"Rows with a command of their own: commit {commits[0]}, one machine, 2 cores,",
-        ]
-        lines += [f"{load}, the row before still in it."]
+        lines += ["", f"Rows with a command of their own: commit {commits[0]}, 2 cores, {load}."]
     return "\n".join(lines) + "\n"
 
 

@@ -29,8 +29,8 @@ def test_readme_shows_what_was_measured():
 def test_a_table_has_one_commit():
     table = results.render(FOUND, ["| a paper | simulated | page |"])
     assert "0.73 (0.70 to 0.75)" in table and "holds 115 to 117 samples" in table
-    assert "668 to 42,744" in table and "commit abc, one machine, 2 cores" in table
-    assert "\nload average before each 0.4 to 0.4, the row" in table
+    assert "668 to 42,744" in table and "commit abc, 2 cores" in table
+    assert "load average before each 0.4 to 0.4." in table
     assert table.index("0.73") < table.index("42,744") < table.index("a paper")
     other = FOUND | {"modes": FOUND["modes"] | {"commit": "def"}}
     with pytest.raises(ValueError, match="several commits"):
