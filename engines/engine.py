@@ -218,8 +218,13 @@ class Engine:
             self._process.folder.cleanup()
 
     def log_tail(self) -> str:
-        """Where its log is, and how that ends."""
+        """Where its log is, and its last lines."""
         return self._process.log_tail()
+
+    def log_end(self) -> str:
+        """Where its log is, and its last line, in one."""
+        where, *lines = self.log_tail().splitlines()
+        return f"{where} {lines[-1]}" if lines else where
 
     async def sleep(self, deadline_s: float | None = None) -> None:
         """Hands the memory back. Answers still running are aborted; they come back with finish "abort"."""

@@ -220,8 +220,8 @@ class FakeEngine:
         self.device.take(f"{self.role} cache")
         self.awake = True
 
-    def log_tail(self):
-        return f"the end of its log\nwritten by rank {self.rank}"
+    def log_end(self):
+        return f"the end of its log: written by rank {self.rank}"
 
     async def sleep(self):
         await self.answer()

@@ -274,8 +274,8 @@ def test_each_lost_engine_is_told_once():
 def test_a_judge_without_an_engine_ends_the_run():
     """One line with each engine that could have been asked."""
     pool = pool_of(0, 0, 0, models=[0, 1, 0])
-    troubles = "\n".join(f"the engine {rank} died (signal 9)" for rank in (0, 2))
-    line = f"^no rollout engine is left to ask:\n{re.escape(troubles)}$"
+    troubles = "; ".join(f"the engine {rank} died (signal 9)" for rank in (0, 2))
+    line = f"^no rollout engine is left to ask: {re.escape(troubles)}$"
     with pytest.raises(ValueError, match=line):
         hear(pool, with_lost(0, 2))
 
