@@ -92,8 +92,8 @@ class PlayedEngine(Engine):
         os.environ["BENCH_PACE_MS"] = ";".join(paces)
         return engine
 
-    async def sleep(self) -> None:
-        await super().sleep()
+    async def sleep(self, deadline_s: float | None = None) -> None:
+        await super().sleep(deadline_s)
         await asyncio.sleep(self.swap_s / 2)
 
     async def wake_weights(self) -> None:
