@@ -62,10 +62,8 @@ class Actor(Trainer):
             )
             loss = partial(policy_loss, targets, self.algorithm, over_context_parallel)
             texts, loss = self._add_texts(number, targets, loss)
-            packed, check = (
-                as_sequences(micro_batches) + texts,
-                self._check_engine if number == 0 else None,
-            )
+            packed = as_sequences(micro_batches) + texts
+            check = self._check_engine if number == 0 else None
             output_loss = self._output_loss(loss, len(targets.divisors))
             steps.append((yield from self.step(packed, output_loss, STATS, lr, check)))
         self.version += 1

@@ -201,7 +201,7 @@ class Config:
         yield finite, f"{shown}: finite numbers are needed, none below 0 and one above"
 
 
-# and what differs there from Config's defaults
+# by device, what differs there from Config's defaults
 DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
 DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
 DRIVER = Path("/sys/module/nvidia/version")

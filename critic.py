@@ -161,9 +161,8 @@ def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Of one update's optimizer steps: means over tokens, and means and sums over steps."""
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     mean = {name: total[name] / max(total["divisor"], 1.0) for name in ("loss", *STATS)}
-    of_returns, of_errors = (
-        mean[f"{name}_squared"] - mean[name] ** 2 for name in ("returns", "errors")
-    )
+    of_returns = mean["returns_squared"] - mean["returns"] ** 2
+    of_errors = mean["errors_squared"] - mean["errors"] ** 2
     return {
         "value_loss": mean["loss"],
         # 1: the values before the step told the returns apart perfectly; 0: no better than their mean

@@ -233,11 +233,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
         rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
-    sampling, has_images = (
-        Sampling(config.temperature, config.max_new_tokens, stop),
-        reader is not None,
-    )
-    kept = (config.continues_answers, algorithm.greedy, has_images)
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
+    kept = (config.continues_answers, algorithm.greedy, reader is not None)
     prompts = data.Prompts(source, config.answers_per_prompt, *kept)
     inputs = {"prompts": prompts, "rewards": rewards.build(config, judges, decode, readers)}
     inputs |= {"sampling": sampling, "greedy": dataclasses.replace(sampling, temperature=0.0)}
@@ -245,9 +242,9 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
         inputs["learn"] = replay.record
     if config.train_only:
         inputs["collect"] = replay.Replay(Path(config.replay), config.algorithm[0]).collect
-    texts = (
-        ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest) if algorithm.ptx_data else []
-    )
+    texts = []
+    if algorithm.ptx_data:
+        texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
     return decode, texts, inputs
 
 

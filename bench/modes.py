@@ -237,10 +237,8 @@ def draw_bars(rows: list[dict], ranks: int, axes) -> None:
     from matplotlib import colormaps
 
     workloads, names = workloads_in(rows), list(dict.fromkeys(row["side"] for row in rows))
-    splits, colors = (
-        splits_of(ranks),
-        {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"},
-    )
+    splits = splits_of(ranks)
+    colors = {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
     colors |= dict.fromkeys(names, "#8a4fb0") | colors
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))

@@ -113,11 +113,8 @@ def their_losses() -> Figures:
         rows, tokenizer = rows_of(command), AutoTokenizer.from_pretrained(OUT / "policy")
         return dict(train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
 
-    scorer_class, of_scorer = (
-        AutoModelForSequenceClassification,
-        dict(num_labels=1, dtype=torch.float32),
-    )
-    scorer = scorer_class.from_pretrained(OUT / "scorer", **of_scorer)
+    of_scorer = dict(num_labels=1, dtype=torch.float32)
+    scorer = AutoModelForSequenceClassification.from_pretrained(OUT / "scorer", **of_scorer)
     sft, dpo = SFTConfig(**common, completion_only_loss=True), DPOConfig(**common, beta=BETA)
     trainers = {
         "sft": SFTTrainer(policy("policy"), sft, **inputs("sft")),

@@ -66,10 +66,8 @@ for part in (1.0, 0.7, 0.5):
 
 def length_of(name: str, prompt_id: int, index: int) -> int:
     """Tokens of an answer, the same in every run."""
-    group, answer = (
-        random.Random(f"{name} {prompt_id}"),
-        random.Random(f"{name} {(prompt_id, index)}"),
-    )
+    group = random.Random(f"{name} {prompt_id}")
+    answer = random.Random(f"{name} {(prompt_id, index)}")
     return WORKLOADS[name].length(group, answer)
 
 

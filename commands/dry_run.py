@@ -176,7 +176,7 @@ def packages() -> list[tuple[str, str, bool]]:
 
 
 def graphics(config: Config) -> list[tuple[str, str, bool]]:
-    """Of a run on GPUs: driver, mode, what kernels are compiled with."""
+    """The rows of a run on GPUs: whether torch can use them, their mode, what compiles kernels."""
     if config.device == "cpu":
         return []
     from torch import cuda
@@ -186,6 +186,6 @@ def graphics(config: Config) -> list[tuple[str, str, bool]]:
     is_there = cuda.is_available()
     rows = [("GPU", reason or ("torch can use it" if is_there else "there is none"), is_there)]
     rows.append(("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
-    for name, install, is_there in devices.tools(config):
-        rows.append((name, "there" if is_there else install, is_there))
+    for tool in devices.tools(config):
+        rows.append((tool.name, "there" if tool.is_there else tool.install, tool.is_there))
     return rows

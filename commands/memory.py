@@ -29,7 +29,6 @@ SIZES = (24e9, 48e9, 80e9, 141e9)  # what is asked about where there is no GPU
 HINTS = {  # by the first word of a peak
     "serving": "another --mem-fraction, --rollout-tp, --genrm-tp",
     "training": "--recompute, a smaller --max-tokens-per-micro-batch, --tp with --sp",
-    "the": "--tp with --sp",
 }
 REFERENCE = "reference, in the host's memory"
 
@@ -86,14 +85,13 @@ def activations(shapes: Shapes, config: Config) -> int:
     inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
     rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
-    kinds = (
-        next(n for name, n in rows.items() if kind in name) for kind in ("k_proj", "gate_proj")
-    )
-    widths = (embedding(shapes)[1], *kinds)
+    keys = next(n for name, n in rows.items() if "k_proj" in name)
+    feed_forward = next(n for name, n in rows.items() if "gate_proj" in name)
+    widths = (embedding(shapes)[1], keys, feed_forward)
     whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
     cuts = (whole, config.tp, config.tp)
-    kinds_of_width = zip(KEPT[config.dtype], widths, cuts, strict=True)
-    kept = sum(size * width // cut for size, width, cut in kinds_of_width)
+    parts = zip(KEPT[config.dtype], widths, cuts, strict=True)
+    kept = sum(size * width // cut for size, width, cut in parts)
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
         kept, layers = layers * BYTES[config.dtype] * widths[0] // whole + kept, 1
     per_rank = schedule_of(config).stages_per_rank
@@ -108,11 +106,10 @@ def embedding(shapes: Shapes) -> list[int]:
 
 def engines_of(config: Config) -> Models:
     """What an awake engine needs at least on each of its ranks. With CUDA its KV cache takes more."""
-    rows, models = (
-        {},
-        [("rollout", config.model), *(("genrm", path) for path in config.judge_models)],
-    )
-    for role, path in [] if config.train_only else models:
+    if config.train_only:
+        return {}
+    rows = {}
+    for role, path in [("rollout", config.model), *(("genrm", p) for p in config.judge_models)]:
         tp = vars(config)[f"{role}_tp"]
         rows[f"{role} {path}"] = engine_parts(*read_model(path, config), config, tp)
     return rows
@@ -186,7 +183,7 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
     name = max(peaks, key=peaks.get)
     if peaks[name] > size:
         needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
-        hint = HINTS[name.split()[0]]
+        hint = HINTS.get(name.split()[0], "--tp with --sp")
         raise UserError(
             f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway"
         )

@@ -344,7 +344,6 @@ class Engine:
             return await response.json() if response.content_type == "application/json" else None
 
     async def _move(self, path: str, deadline_s: float | None = None, **body: Any) -> None:
-        # of a large model: a while
         async with self._open("POST", path, body, deadline_s or self._move_s):
             pass
 

@@ -68,7 +68,7 @@ class Pool:
         self._dealt: dict[int, deque[Engine]] = {}  # model -> the engines that they are to ask
         self._deprioritized: frozenset[int] = frozenset()  # ranks whose engine stalled in this step
         self._lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
-        self._trouble = self._log_end = ""  # how this rank's engine was lost, what it said
+        self._trouble = ""  # how this rank's engine was lost
         self._watch: asyncio.Task | None = None
         self._finished: list[tuple] = []  # since `pop_stats`: rank, then as RequestStats.of
         self._wakes = self._stalls = self._aborts = 0
@@ -233,7 +233,7 @@ class Pool:
         """What this controller has to tell the others, in a meeting that `apply_status` ends."""
         if self._watch and self._watch.done():
             self._watch.result()  # an error of our own
-        trouble = {self.world.rank: f"{self._trouble}\n{self._log_end}"} if self._trouble else {}
+        trouble = {self.world.rank: self._trouble} if self._trouble else {}
         self._told = EngineStatus(
             +self._outstanding, self._new_parts, trouble, tuple(self._deprioritized)
         )
@@ -255,10 +255,9 @@ class Pool:
         }
         served = {engine.model for engine in self.engines if engine not in down}
         if dead := [self._lost[engine.rank] for engine in down if engine.model not in served]:
-            how = "; ".join(dead).replace("\n", "; ")
-            raise UserError(f"no {self.role} engine is left to ask: {how}")
-        new = [self._lost[rank].splitlines()[0] for rank in self._lost if rank not in known]
-        return [f"{loss}: others go on with its work" for loss in new]
+            raise UserError(f"no {self.role} engine is left to ask: {'; '.join(dead)}")
+        new = [self._lost[rank] for rank in self._lost if rank not in known]
+        return [f"others go on with its work: {loss}" for loss in new]
 
     async def restart_lost(self) -> int:
         """Start lost engines again, asleep (collective, while all sleep). How many here; or UserError."""
@@ -278,7 +277,7 @@ class Pool:
                 await own.restart(self.config.engine_start_s)
             except (EngineLost, UserError) as error:
                 lost = f"the {own.name} {self._trouble}"
-                raise UserError(f"{lost} and didn't start again: {error}") from None
+                raise UserError(f"{lost}; it didn't start again: {error}") from None
 
     async def _on_own(self, call: Callable[[Engine], Awaitable[None]]) -> None:
         """Await `call` of this rank's engine, if it is up. If it doesn't answer, it is lost."""
@@ -292,7 +291,7 @@ class Pool:
         if not self._trouble:  # else two found it at once
             self._trouble = trouble
             await self.own.kill()
-            self._log_end = self.own.log_end()
+            self._trouble += f"; {self.own.log_end()}"
 
     async def _watch_own(self) -> None:
         await self._lose(await self.own.until_down())

@@ -94,9 +94,8 @@ class ImageReader:
         found = [
             self._processor([decoded(x.read(), "an image")], return_tensors="pt") for x in images
         ]
-        pixels, grids = (
-            torch.cat([x[name] for x in found]) for name in ("pixel_values", "image_grid_thw")
-        )
+        pixels = torch.cat([x["pixel_values"] for x in found])
+        grids = torch.cat([x["image_grid_thw"] for x in found])
         return pixels, grids
 
 

@@ -117,11 +117,8 @@ def speed_up(constants: Constants, setting: Setting) -> float:
 
 def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     """What serves and trains; a rank is the devices of one engine. KV caches move with their answers."""
-    system, fitted, model = (
-        constants["system"],
-        constants["decode"],
-        constants["models"][setting.actor],
-    )
+    system, fitted = constants["system"], constants["decode"]
+    model = constants["models"][setting.actor]
     device = Device(**values(constants["device"]))
     how = dict(weights=fitted["weights"], layer_s=fitted["layer_s"], prefill=math.inf)
     rollout = decode_of(Model(**model), device, system["tp"], **how)
@@ -140,11 +137,8 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
 
 def simulate(constants: Constants, setting: Setting) -> dict[str, float]:
     """Seconds of the stages of a step of the real controllers, which take turns if the tail is 0."""
-    system, fitted, cluster = (
-        constants["system"],
-        constants["fusion"],
-        cluster_of(constants, setting),
-    )
+    system, fitted = constants["system"], constants["fusion"]
+    cluster = cluster_of(constants, setting)
     lengths = Quantiles(
         fitted["median"], constants["lengths"]["sigma"], setting.most, system["batch"]
     )

@@ -150,9 +150,8 @@ def table_of(rows: list[Row]) -> list[str]:
     shared = [
         part for part in told[0] if part and len(rows) > 1 and all(part in own for own in told)
     ]
-    kind, unit = (
-        statistics.mode(column) for column in ([r.kind for r in rows], [r.unit for r in rows])
-    )
+    kind = statistics.mode(row.kind for row in rows)
+    unit = statistics.mode(row.unit for row in rows)
     columns = {
         "setting": [", ".join(part for part in own[:-1] if part not in shared) for own in parts],
         "theirs": [number(row.theirs, row.unit, unit) for row in rows],

@@ -260,10 +260,8 @@ def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:
             prefill=slower * tp * engine.prefill, read=fixed + each, apart=own["set_up"]["apart"]
         )
         decode[role] = Decode(fixed, each, **read)
-    most, least_s = (
-        (answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS),
-        own["engine"]["swap_s"],
-    )
+    most = (answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS)
+    least_s = own["engine"]["swap_s"]
     return SetUp(decode, prompt // YATT_TOKENS, most, least_s, max(0.0, swap_s / FASTER - least_s))
 
 

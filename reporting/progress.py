@@ -49,9 +49,8 @@ class Progress:
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
         length, waves = metrics["rollout/response_len_mean"], metrics["rollout/waves"]
-        step_s, serve_s, train_s = (
-            metrics[f"time/{name}_s"] for name in ("step", "serve", "train")
-        )
+        seconds = [metrics[f"time/{name}_s"] for name in ("step", "serve", "train")]
+        step_s, serve_s, train_s = seconds
         self.line(
             f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {loss}"
             f"length {length:.0f}  waves {waves:.0f}  {metrics['perf/tokens_per_s']:.0f} tokens/s  "

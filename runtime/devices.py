@@ -11,13 +11,14 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 from config import Config, UserError, why_unusable
 
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
-# the second one is torch's older name
+# of torch's allocator; the second is the older name
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
@@ -32,7 +33,7 @@ def choose_device(config: Config) -> None:
     if config.asks_engines and "expandable_segments:True" in "".join(settings):
         raise UserError(f"{' or '.join(ALLOCATOR)}: with expandable_segments engines can't sleep")
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
-    # of each process; by default one a core
+    # processes that compile, of each rank and server; torch's default is one a core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     from torch import cuda
 
@@ -42,34 +43,42 @@ def choose_device(config: Config) -> None:
     if ranks > devices:
         needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
-    if missing := [
-        f"{name} ({install})" for name, install, is_there in tools(config) if not is_there
-    ]:
-        raise UserError(
-            f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}"
-        )
+    missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
+    if missing:
+        needed = ", ".join(missing)
+        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {needed}")
     if config.asks_engines and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
-        raise UserError(
-            f"--device cuda: trainer and engines share a GPU, which is exclusive now; {hint}"
-        )
+        shared = "trainer and engines share a GPU, which is exclusive now"
+        raise UserError(f"--device cuda: {shared}; {hint}")
 
 
-def tools(config: Config) -> list[tuple[str, str, bool]]:
-    """What engines and torch compile kernels with: its name, how to get it, whether it is there."""
+class Tool(NamedTuple):
+    """What a run needs beside Python: its name, how to get it."""
+
+    name: str
+    install: str
+    is_there: bool
+
+
+def tools(config: Config) -> list[Tool]:
+    """What torch compiles kernels with, and engines, if the run starts any."""
     headers = Path(sysconfig.get_paths()["include"])
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
     rows = [
-        ("C++20", "apt install g++", has_cpp20()),
-        ("Python.h", f"apt install {package}, for {headers}", (headers / "Python.h").is_file()),
+        Tool("C++20", "apt install g++", has_cpp20()),
+        Tool(
+            "Python.h", f"apt install {package}, for {headers}", Path(headers, "Python.h").is_file()
+        ),
     ]
     if config.asks_engines:
         has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        packages = " ".join(missing or PACKAGES)
         rows += [
-            ("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc()),
-            (LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
-            (" ".join(missing or PACKAGES), "pip install -r requirements.txt", not missing),
+            Tool("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc()),
+            Tool(LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
+            Tool(packages, "pip install -r requirements.txt", not missing),
         ]
     return rows
 

@@ -11,17 +11,14 @@ def lacks(python=sys.version_info[:2], libc=None):
     """Why the requirements can't be installed here; empty if they can. libc: its name and version."""
     if not (3, 11) <= python <= (3, 13):
         found = ".".join(map(str, python))
-        return (
-            "Python 3.11, 3.12 or 3.13 is needed (make install PYTHON=python3.11), and this is "
-            + found
-        )
+        needed = "Python 3.11, 3.12 or 3.13 is needed (make install PYTHON=python3.11)"
+        return needed + ", and this is " + found
     name, version = libc or platform.libc_ver()
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if name != "glibc" or numbers < GLIBC:
         found = (name + " " + version).strip() or "another libc"
-        return (
-            "glibc 2.34 or newer is needed (Ubuntu 22.04, Debian 12, RHEL 9), and this is " + found
-        )
+        needed = "glibc 2.34 or newer is needed (Ubuntu 22.04, Debian 12, RHEL 9)"
+        return needed + ", and this is " + found
     return ""
 
 

@@ -109,10 +109,8 @@ def bound(pipes: Sequence[Pipe]) -> float:
     for rank in {rank for pipe in pipes for rank in pipe.ranks}:
         here = [(pipe, s) for pipe in pipes for s, other in enumerate(pipe.ranks) if other == rank]
         work = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe, _ in here)
-        fill, drain = (
-            min(s * pipe.forward for pipe, s in here),
-            min(s * pipe.backward for pipe, s in here),
-        )
+        fill = min(s * pipe.forward for pipe, s in here)
+        drain = min(s * pipe.backward for pipe, s in here)
         most = max(most, fill + work + drain)
     return most
 

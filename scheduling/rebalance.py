@@ -261,13 +261,11 @@ def mean_work(history: list[StepStats]) -> StepStats:
     """The work that lies ahead: the mean of the newest steps."""
     recent, means = history[-RECENT:], {}
     for role in ("rollout", "genrm"):
-        parts, names = (
-            [vars(vars(step)[role]) for step in recent],
-            ("tokens", "longest", "requests"),
-        )
-        means[role] = RequestStats(
-            **{name: round(fmean(part[name] for part in parts)) for name in names}
-        )
+        parts = [vars(vars(step)[role]) for step in recent]
+        mean = {}
+        for name in ("tokens", "longest", "requests"):
+            mean[name] = round(fmean(part[name] for part in parts))
+        means[role] = RequestStats(**mean)
     waves = max(1, round(fmean(step.waves for step in recent)))
     counts = [*map(fmean, zip_longest(*(step.lengths for step in recent), fillvalue=0))]
     longest = round(fmean(len(step.lengths) for step in recent))  # not the longest of all steps

@@ -293,9 +293,8 @@ class Simulation:
 
 def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -> Config:
     """Of a run whose answers all end by themselves: the most that they may have is never reached."""
-    most, judge_most = (
-        lengths.most // cluster.grain + 2 for lengths in (workload.answer, workload.critique)
-    )
+    most = workload.answer.most // cluster.grain + 2
+    judge_most = workload.critique.most // cluster.grain + 2
     context = workload.prompt // cluster.grain + most + judge_most + 2
     how = dict(
         mode=mode, model="MODEL", judge=("JUDGE",), eval_every=10**9, save_every=0, timeout_s=1e6

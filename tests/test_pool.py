@@ -265,7 +265,7 @@ def test_each_lost_engine_is_told_once():
     """Then it isn't asked any more."""
     pool = pool_of(0, 5, 5)
     assert hear(pool, with_lost()) == []
-    line = "the engine {} died (signal 9): others go on with its work"
+    line = "others go on with its work: the engine {} died (signal 9)"
     assert hear(pool, with_lost(0)) == [line.format(0)]
     assert hear(pool, with_lost(0)) == [] and pool.route().rank in (1, 2)
     assert hear(pool, with_lost(0), with_lost(1)) == [line.format(1)] and pool.route().rank == 2
@@ -353,5 +353,7 @@ def test_a_lost_engine_is_passed_over_and_started_again_once_all_sleep(verb, whe
         return lines, started, len(server.requests) - asked_before, server.runs
 
     (lines, *first), (others, *second) = run_ranks(2, work)
-    assert lines == others == [f"the genrm engine of rank 1 {how}: others go on with its work"]
+    end = "the end of its log: written by rank 1"
+    line = f"others go on with its work: the genrm engine of rank 1 {how}; {end}"
+    assert lines == others == [line]
     assert first == [0, 1, True] and second == [1, 1, True]

@@ -271,10 +271,8 @@ def check_sizes(hf: dict, config: Config) -> None:
     for name, (setting, size) in sizes.items():
         if hf[name] % size:
             raise UserError(f"{setting} does not divide {name} = {hf[name]} of --model")
-    deep, layers = (
-        deep_features(hf.get("vision")),
-        hf["num_hidden_layers"] // (config.pp * per_rank),
-    )
+    deep = deep_features(hf.get("vision"))
+    layers = hf["num_hidden_layers"] // (config.pp * per_rank)
     if layers < deep:
         raise UserError(
             f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model"
