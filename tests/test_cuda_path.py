@@ -276,27 +276,22 @@ def test_an_old_compiler_is_none(models, machine):
 
 
 def test_check_says_what_a_gpu_is_missing(models, machine, monkeypatch):
-    """Each with ! where a run would end."""
-    rows = {name: (text, is_good) for name, text, is_good in graphics(settings(models, "7B"))}
+    """Each with ! where a run would end. Of one process: a trainer and engines share it."""
+    config = settings(models, "7B")
+    rows = {name: (text, is_good) for name, text, is_good in graphics(config)}
     assert rows["compute mode"] == ("Default", True) and rows["nvcc"] == ("there", True)
     assert all(is_good for _, is_good in rows.values())
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert graphics(settings(models, "7B"))[0][1].startswith("torch can't use ")
-    (machine / "dev" / "nvidia0").unlink()
-    assert graphics(settings(models, "7B"))[0] == ("GPU", "there is none", False)
     (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
-    (machine / "bin" / "nvcc").unlink()
-    rows = {name: is_good for name, _, is_good in graphics(settings(models, "7B"))}
-    assert not rows["compute mode"] and not rows["nvcc"] and rows["Python.h"]
-
-
-def test_a_gpu_of_one_process_is_refused(models, machine):
-    """A trainer and engines share it."""
-    (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
-    config = settings(models, "7B")
     with pytest.raises(UserError, match="which is exclusive now; as root: nvidia-smi"):
         devices.choose_device(config)
     devices.choose_device(replace(config, command="sft"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert graphics(config)[0][1].startswith("torch can't use ")
+    (machine / "dev" / "nvidia0").unlink()
+    assert graphics(config)[0] == ("GPU", "there is none", False)
+    (machine / "bin" / "nvcc").unlink()
+    rows = {name: is_good for name, _, is_good in graphics(config)}
+    assert not rows["compute mode"] and not rows["nvcc"] and rows["Python.h"]
 
 
 @pytest.mark.parametrize("name", devices.ALLOCATOR)
