@@ -28,7 +28,7 @@ MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gav
 
 @dataclass(frozen=True)
 class JudgeFormat:
-    """How one kind of judge is spoken to."""
+    """The prompt for one kind of judge, and the reading of what it writes."""
 
     # in a response; None: it has none, and reward 0 without asking
     final_answer: Callable[[str], str | None]
@@ -41,17 +41,19 @@ class JudgeFormat:
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
 
     def answer_of(self, text: str, finish: str) -> str | None:
-        """None when the response has none or was cut off before its end."""
+        """The final answer of a response; None when it has none or was cut off before its end."""
         return self.final_answer(text) if finish == "stop" else None
 
     def shown(self, text: str, finish: str) -> str | None:
-        """What the judge sees of a response; None: nothing, so it isn't asked."""
+        """The part of a response that the judge sees; None: nothing, so it isn't asked."""
         return text if self.full_response else self.answer_of(text, finish)
 
     def verdict(self, text: str, reply: Answer) -> bool | None:
-        """None when the critique can't be read."""
+        """Read a critique; None when it can't be read."""
         verdict = self.parse(text) if reply.finish == "stop" else None
-        return verdict and min(reply.logprobs, default=0.0) > self.min_logprob
+        if not verdict:
+            return verdict
+        return min(reply.logprobs, default=0.0) > self.min_logprob
 
 
 CHAT_JUDGE = """\
@@ -84,7 +86,7 @@ def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> li
 
 
 def chat_parse(text: str) -> bool | None:
-    """What the last `Verdict:` says: one before it may be quoted from the answer."""
+    """Read the last `Verdict:`. One before it may be quoted from the answer."""
     verdicts = VERDICT.findall(text)
     return ACCEPTS.get(verdicts[-1].lower()) if verdicts else None
 
@@ -117,18 +119,19 @@ FORMATS = {  # recipes add rows of their own
 
 def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     """The format of each of config.judge_models; without a judge one, which says what a final answer is."""
-    names, count = config.judge_format, max(1, len(config.judge_models))
+    names = config.judge_format
+    count = max(1, len(config.judge_models))
     unknown = [name for name in names if name not in FORMATS]
-    if unknown or len(names) not in (1, count):
-        needed = f"one is needed, or one for each of {count} judges"
-        wrong = f"{unknown[0]} is unknown" if unknown else needed
-        known = ", ".join(FORMATS)
-        raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {known}")
-    return tuple(FORMATS[name] for name in names * (count // len(names)))
+    if not unknown and len(names) in (1, count):
+        return tuple(FORMATS[name] for name in names * (count // len(names)))
+    wrong = f"one is needed, or one for each of {count} judges"
+    if unknown:
+        wrong = f"{unknown[0]} is unknown"
+    raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
 
 
 class Judgement(NamedTuple):
-    """What one judge or rule says of one answer."""
+    """The words and the number of one judge or rule on one answer."""
 
     critique: str
     value: float | None  # None: it can't be read, and the sample is dropped, not scored 0
@@ -138,32 +141,36 @@ class Judge:
     """One judge model with its own tokenizer. Number m is served by the genrm engines whose `model` is m."""
 
     def __init__(
-        self,
-        config: Config,
-        number: int,
-        tokenizer: data.Tokenizer,
-        reader: ImageReader | None = None,
+        self, config: Config, number: int, tokenizer: data.Tokenizer, reader: ImageReader | None
     ):
-        model_dir, self.format = config.judge_models[number], formats_of(config)[number]
-        max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
-        stop, self.reader = data.stop_tokens(model_dir, tokenizer, reader), reader
-        self.number, self.tokenizer, self.seed = number, tokenizer, config.seed
+        self.number = number
+        self.tokenizer = tokenizer
+        self.reader = reader
+        self.seed = config.seed
+        self.format = formats_of(config)[number]
+        scores = self.format.scores
         of_reward = len(config.judge_models) - len(config.cost_judge)
         self.signal = "reward" if number < of_reward else "cost"
-        self.judgements = 1 if self.format.scores else config.judgements
-        self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
+        self.says_verdict = self.signal == "reward" and not scores  # it counts for Sample.verdict
+        self.judgements = 1 if scores else config.judgements
+        model_dir = config.judge_models[number]
+        max_new_tokens = 1 if scores else config.judge_max_new_tokens
+        temperature = 0.0 if self.judgements == 1 else 1.0
+        stop = data.stop_tokens(model_dir, tokenizer, reader)
+        self.sampling = Sampling(temperature, max_new_tokens, stop)
         self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
-        # since the run's start: pairs without a verdict, and verdicts
-        self.failed = self.parsed = 0
+        # since the run's start
+        self.failed = 0  # pairs of a question and an answer that got no verdict
+        self.parsed = 0  # verdicts
         self.latencies: list[float] = []  # seconds of each critique in this step
 
     async def ask(
         self, prompt: data.Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
     ) -> Judgement:
-        """The critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
+        """Get the critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
 
-        prompt: the question, or all turns before the answer. images: its, for a judge that sees; to others
-        it has IMAGE in their places. is_cut: the answer was cut off before its end.
+        prompt: the question, or all turns before the answer, with IMAGE for each of `images`, which are for
+        a judge that sees. is_cut: the answer was cut off before its end.
         """
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
@@ -173,26 +180,28 @@ class Judge:
             size = f"{len(tokens)} tokens, of at most {self.max_prompt_tokens}"
             return Judgement(f"not asked: {size}", None)
         pair = (data.transcript(prompt), answer)
-        texts, verdicts, missing = [], [], list(range(self.judgements))
+        judgements: list[Judgement] = []
+        missing = list(range(self.judgements))
         attempts = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES  # greedy repeats
         for attempt in range(attempts):
             seeds = [seed_of(self.seed, *pair, self.number, which, attempt) for which in missing]
             replies = await self._replies(tokens, seeds, pool, images)
             found = [self._read(reply) for reply in replies]
-            texts += [text for text, _ in found]
-            verdicts += [verdict for _, verdict in found if verdict is not None]
+            judgements += found
             asked = zip(missing, found, strict=True)
-            missing = [which for which, (_, verdict) in asked if verdict is None]
+            missing = [which for which, judgement in asked if judgement.value is None]
             if not missing:
                 break
+        critique = "\n".join(judgement.critique for judgement in judgements)
+        verdicts = [judgement.value for judgement in judgements if judgement.value is not None]
         self.parsed += len(verdicts)
         self.failed += not verdicts
-        return Judgement("\n".join(texts), sum(verdicts) / len(verdicts) if verdicts else None)
+        return Judgement(critique, sum(verdicts) / len(verdicts) if verdicts else None)
 
     def _tokens(
         self, prompt: data.Text, answer: str, images: tuple[Image, ...], is_cut: bool
     ) -> tuple[list[int], tuple]:
-        """What the judge is sent, and the images in it."""
+        """Return the tokens that the judge is sent, and the images in them."""
         if self.format.prompt is None:
             return data.encode_exchange(self.tokenizer, prompt, answer, is_cut), ()
         # a special token that they spell out is text: it can't end the turn
@@ -208,19 +217,20 @@ class Judge:
         self, prompt: list[int], seeds: list[int], pool: Pool, images: tuple[Image, ...]
     ) -> list[Answer]:
         """A critique for each seed, in order; they share the prompt's KV cache."""
-        replies, limit = [], self.sampling.max_new_tokens
+        limit = self.sampling.max_new_tokens
         requests = [Request(prompt, self.sampling, limit, seed, images) for seed in seeds]
+        replies = []
         async for reply in pool.generate(requests, self.number):
             self.latencies.append(reply.end - reply.sent)
             replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)
 
-    def _read(self, reply: Answer) -> tuple[str, bool | float | None]:
+    def _read(self, reply: Answer) -> Judgement:
         if self.format.scores:
             score = math.nan if reply.score is None else reply.score
-            return f"score {score:.6g}", score if math.isfinite(score) else None
+            return Judgement(f"score {score:.6g}", score if math.isfinite(score) else None)
         text = data.decode(self.tokenizer, reply.tokens)
-        return text, self.format.verdict(text, reply)
+        return Judgement(text, self.format.verdict(text, reply))
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:

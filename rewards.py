@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
@@ -60,30 +59,30 @@ RULES = {  # how a rule is spelled -> its function, which takes the groups of th
 
 @dataclass(frozen=True)
 class UserCode(AbstractContextManager):
-    """For the user's code: an error in it becomes one line that names the rule, file and line."""
+    """A block that runs the user's code: an error in it becomes one line with the rule, file and line."""
 
     title: str  # of the rule, as it was named: --rule my.py:score
     file: str = ""
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
         if isinstance(error, Exception):
-            lines = [
-                frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == self.file
-            ]
+            frames = traceback.extract_tb(trace)
+            lines = [frame.lineno for frame in frames if frame.filename == self.file]
             where = f" ({self.file}:{lines[-1]})" if lines else ""
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise UserError(f"{self.title}{where}: {what}") from None
 
 
 class Rule(NamedTuple):
-    """A function of one answer, and whether its number is part of the "reward" or the "cost"."""
+    """A function of one answer."""
 
-    signal: str
+    signal: str  # what its number is a part of: "reward" or "cost"
     function: Callable[[TextSample], float | Awaitable[float]]
     code: UserCode
+    says_verdict: bool = False  # as Judge.says_verdict
 
     async def ask(self, sample: TextSample) -> Judgement:
-        """Raises UserError for an error in the function, and for a result that isn't a finite number."""
+        """Call the function. UserError for an error in it, and for a result that isn't a finite number."""
         with self.code:
             value = self.function(sample)
             if inspect.isawaitable(value):
@@ -94,16 +93,16 @@ class Rule(NamedTuple):
 
 
 def load(signal: str, spec: str) -> Rule:
-    """A row of RULES, `my.py:name`, or `my.py` (its `reward` or `cost`), which runs. UserError: one line."""
+    """Find a row of RULES, `my.py:name`, or `my.py` (its `reward` or `cost`); the file runs. UserError."""
     title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
             return Rule(signal, partial(function, **match.groupdict()), UserCode(title))
-    path, _, name = (spec, "", signal) if spec.endswith(".py") else spec.rpartition(":")
+    named = f"{spec}:{signal}" if spec.endswith(".py") else spec
+    path, _, name = named.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(
-            f"{title}: no such file; say FILE.py, FILE.py:name, right, length:40 or forbidden:7"
-        )
+        specs = "FILE.py, FILE.py:name, right, length:40 or forbidden:7"
+        raise UserError(f"{title}: no such file; say {specs}")
     code = UserCode(title, str(Path(path).resolve()))
     found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
@@ -123,18 +122,18 @@ class Rewards:
     """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs."""
 
     def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
-        self.judges, self.rules, self._decode = judges, rules, decode
+        self.judges = judges
+        self.rules = rules
+        self._sources: list[Judge | Rule] = [*judges, *rules]
+        of_reward = [source for source in self._sources if source.signal == "reward"]
+        self._weights = config.reward_weights or (1.0,) * len(of_reward)
+        self._decode = decode
         self._format = formats_of(config)[0]
-        signals = [source.signal for source in (*judges, *rules)]
-        self._of_reward = [signal == "reward" for signal in signals]
-        self._of_cost = [signal == "cost" for signal in signals]
-        self._of_verdict = [j.signal == "reward" and not j.format.scores for j in judges]
-        self._weights = config.reward_weights or (1.0,) * sum(self._of_reward)
         # of this step, by what is asked of whom
         self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}
 
     def reset(self) -> None:
-        """Of a new step: engines may have changed, so all is asked for anew."""
+        """Start a step: forget its judgements, because the engines may have changed."""
         assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
         self._tasks.clear()
         for judge in self.judges:
@@ -149,22 +148,23 @@ class Rewards:
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
         critiques = [judgement.critique for judgement in judgements]
-        if (count := len(self.judges)) > 1:
-            critiques[:count] = [
-                f"judge {number}:\n{text}" for number, text in enumerate(critiques[:count])
-            ]
+        if len(self.judges) > 1:
+            for number in range(len(self.judges)):
+                critiques[number] = f"judge {number}:\n{critiques[number]}"
         sample.critique = "\n".join(filter(None, critiques))
         values = [judgement.value for judgement in judgements]
         if None in values:
             return
-        verdicts = list(compress(values, self._of_verdict))
-        costs = list(compress(values, self._of_cost))
-        sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
-        sample.reward = weighted_mean(list(compress(values, self._of_reward)), self._weights)
+        said = list(zip(self._sources, values, strict=True))
+        rewards = [value for source, value in said if source.signal == "reward"]
+        costs = [value for source, value in said if source.signal == "cost"]
+        verdicts = [value for source, value in said if source.says_verdict]
+        sample.reward = weighted_mean(rewards, self._weights)
         sample.cost = math.fsum(costs) if costs else None
+        sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
 
     async def cancel(self) -> None:
-        """Cancel what isn't finished, and return when none runs. Who asks for it later asks anew."""
+        """Cancel what isn't finished, and return when nothing runs. A later request asks anew."""
         running = {key: task for key, task in self._tasks.items() if not task.done()}
         for key, task in running.items():
             del self._tasks[key]
@@ -172,7 +172,7 @@ class Rewards:
         await asyncio.gather(*running.values(), return_exceptions=True)
 
     def final_answer(self, sample: Sample) -> str | None:
-        """As the first judge reads it; None when the response has none or was cut off."""
+        """The final answer as the first judge reads it; None when there is none or it was cut off."""
         return self._format.answer_of(self._decode(sample.response), sample.finish)
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
@@ -181,31 +181,34 @@ class Rewards:
         answer = self._format.answer_of(text, sample.finish)
         seen = TextSample(**vars(sample), text=text, answer=answer)
         prompt = sample.turns or sample.question
-        asks = {}
+        tasks = []
         for judge in self.judges:
             shown = judge.format.shown(text, sample.finish)
             is_cut = judge.format.scores and sample.finish != "stop"  # others don't show it
             ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
-            asks[judge, str(prompt), shown, sample.media, is_cut] = ask
-        for rule in self.rules:
-            asks[rule, sample.prompt_id, sample.index] = partial(rule.ask, seen)
-        asked = self._tasks
-        asked |= {key: asyncio.create_task(ask()) for key, ask in asks.items() if key not in asked}
-        return [asked[key] for key in asks]
+            tasks.append(self._task((judge, str(prompt), shown, sample.media, is_cut), ask))
+        for number, rule in enumerate(self.rules):
+            tasks.append(self._task((number, *sample.key), partial(rule.ask, seen)))
+        return tasks
+
+    def _task(self, key: tuple, ask: Callable[[], Awaitable[Judgement]]) -> asyncio.Task[Judgement]:
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(ask())
+        return self._tasks[key]
 
     @property
     def latencies(self) -> list[float]:
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """Of each judge since the run's start: answers without a verdict, and verdicts (for check_judges)."""
+        """Count each judge's answers without a verdict, and its verdicts, since the run's start."""
         return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]
 
     def state(self) -> dict[str, list[int]]:
         return dict(zip(("failed", "parsed"), self.counts(), strict=True))
 
     def load_state(self, states: list[dict[str, list[int]]]) -> None:
-        """From `states` of several controllers: only their sum counts."""
+        """Take over the `state` of several controllers: only their sum counts."""
         for number, judge in enumerate(self.judges):
             judge.failed = sum(state["failed"][number] for state in states)
             judge.parsed = sum(state["parsed"][number] for state in states)
@@ -217,10 +220,12 @@ def build(
     decode: Decode,
     readers: Sequence[ImageReader | None] = (),
 ) -> Rewards:
-    """tokenizers, readers: of the judges; default: none sees. UserError as from `load` and `formats_of`."""
-    reads = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
-    judges = [Judge(config, number, *each) for number, each in enumerate(reads)]
-    rules = [load("reward", spec) for spec in config.rule] + [
-        load("cost", spec) for spec in config.cost_rule
-    ]
+    """Make the judges and rules that the settings name. UserError as from `load` and `formats_of`.
+
+    tokenizers, readers: of the judges; by default none sees.
+    """
+    models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
+    judges = [Judge(config, number, *model) for number, model in enumerate(models)]
+    rules = [load("reward", spec) for spec in config.rule]
+    rules += [load("cost", spec) for spec in config.cost_rule]
     return Rewards(config, judges, rules, decode)

@@ -31,10 +31,7 @@ class StubJudge:
     format, failed, parsed = genrm.FORMATS["chat"], 0, 0
 
     def __init__(self, value, signal="reward"):
-        self.value, self.signal = value, signal
-
-    def reset(self):
-        pass
+        self.value, self.signal, self.says_verdict = value, signal, signal == "reward"
 
     async def ask(self, prompt, answer, pool, images=(), is_cut=False):
         return genrm.Judgement(f"says {self.value}", self.value)
