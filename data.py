@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 
 Row = TypeVar("Row")
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
+Group = list[Sample]  # the answers to one prompt
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,34 @@ class Prompt:
 
 
 class Source(Protocol):
-    """Where prompts come from: `training` without end, and others held out."""
+    """A source of prompts: `training` without end, and others held out."""
 
     held_out: list[Prompt]
 
     def training(self, prompt_id: int) -> Prompt: ...
 
 
+@dataclass(eq=False)
 class Prompts:
     """A cursor over a source and its requeued prompts, equal on all ranks; `groups` stay where they are."""
 
-    def __init__(
-        self, source: Source, answers: int, keeps_groups=False, has_greedy=False, has_images=False
-    ):
-        """answers: of a group, one more with has_greedy. keeps_groups: of requeued prompts."""
-        self.source, self.held_out, self._has_images = source, source.held_out, has_images
-        self._answers, self._keeps_groups, self._has_greedy = answers, keeps_groups, has_greedy
-        self.cursor = 0  # next prompt_id that was never drawn
-        self.requeued: list[int] = []  # drawn, but not used
-        self.groups: dict[int, list[Sample]] = {}  # of requeued prompts, as generated here
-        self.owners: dict[int, int] = {}  # requeued prompt_id -> rank that has its group
+    source: Source
+    answers: int  # of a group
+    keeps_groups: bool = False  # of requeued prompts
+    has_greedy: bool = False  # one answer more, which is generated greedily
+    has_images: bool = False
+    cursor: int = 0  # next prompt_id that was never drawn
+    requeued: list[int] = field(default_factory=list)  # drawn, but not used
+    groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
+    owners: dict[int, int] = field(default_factory=dict)  # requeued prompt_id -> who has its group
+
+    def __post_init__(self):
+        self.held_out = self.source.held_out
 
     def draw(self, count: int) -> list[int]:
         """The next prompt_ids: first those that were requeued, then new ones."""
-        again, self.requeued = self.requeued[:count], self.requeued[count:]
+        again = self.requeued[:count]
+        del self.requeued[:count]
         fresh = range(self.cursor, self.cursor + count - len(again))
         self.cursor = fresh.stop
         return again + list(fresh)
@@ -71,55 +75,53 @@ class Prompts:
         """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
         owners = {i: self.owners[i] for i in prompt_ids if i in self.owners}
         counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
-        heap = sorted(zip(counts.values(), counts, strict=True))
+        heap = sorted((count, rank) for rank, count in counts.items())
         for prompt_id in prompt_ids:
             if prompt_id not in owners:
-                count, owners[prompt_id] = heap[0]
-                heapq.heapreplace(heap, (count + 1, owners[prompt_id]))
+                count, rank = heap[0]
+                owners[prompt_id] = rank
+                heapq.heapreplace(heap, (count + 1, rank))
         self.owners |= owners
         return owners
 
-    def group(self, prompt_id: int) -> list[Sample]:
+    def group(self, prompt_id: int) -> Group:
         """The group of a prompt: as far as it was generated, or empty samples."""
         if prompt_id in self.groups:
-            self.attach_images(group := self.groups.pop(prompt_id))
+            group = self.groups.pop(prompt_id)
+            self.attach_images(group)
             return group
-        prompt, count = self.source.training(prompt_id), self._answers + self._has_greedy
-        asked = (prompt.tokens, prompt.question, prompt.answer_key)
-        shown = (prompt.images(), prompt.turns)
-        return [
-            Sample(prompt_id, i, *asked, *shown, greedy=i == self._answers) for i in range(count)
-        ]
+        prompt = self.source.training(prompt_id)
+        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images(), prompt.turns)
+        group = [Sample(prompt_id, index, *fields) for index in range(self.answers)]
+        if self.has_greedy:
+            group.append(Sample(prompt_id, self.answers, *fields, greedy=True))
+        return group
 
     def attach_images(self, samples: list[Sample]) -> None:
-        """Read the images of samples, which came without: none passes from controller to controller.
-
-        Whoever needs them reads them by prompt_id: every machine has the files, as it has the texts.
-        """
-        prompt_ids = {sample.prompt_id for sample in samples} if self._has_images else ()
+        """Read the images of samples that came without. None is ever sent: every machine has the files."""
+        prompt_ids = {sample.prompt_id for sample in samples} if self.has_images else ()
         read = {prompt_id: self.source.training(prompt_id).images() for prompt_id in prompt_ids}
         for sample in samples:
             sample.media = read.get(sample.prompt_id, ())
 
-    def requeue(self, prompt_ids: list[int], groups: list[list[Sample]]) -> None:
-        """Prompts that weren't used come first in the next step; `groups` are this controller's of them."""
+    def requeue(self, prompt_ids: list[int], groups: list[Group]) -> None:
+        """Have prompts that weren't used come first in the next step. groups: this controller's of them."""
         self.requeued[:0] = prompt_ids
-        kept = [i for i in self.requeued if self._keeps_groups and i in self.owners]
-        self.owners = {i: self.owners[i] for i in kept}
-        if self._keeps_groups:
+        kept = self.requeued if self.keeps_groups else []
+        self.owners = {i: self.owners[i] for i in kept if i in self.owners}
+        if self.keeps_groups:
             self.groups |= {group[0].prompt_id: group for group in groups}
 
     def state(self) -> dict:
-        """What a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
+        """Return what a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
         owners = list(self.owners.items())
         return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": owners}
 
-    def load_state(
-        self, state: dict, groups: list[list[Sample]], controllers: int, rank: int
-    ) -> None:
-        """groups: of all controllers. rank: this one's data-parallel rank; -1 of one that asks no engine."""
-        self.cursor, self.requeued = state["cursor"], list(state["requeued"])
-        if self._keeps_groups:
+    def load_state(self, state: dict, groups: list[Group], controllers: int, rank: int) -> None:
+        """groups: of all controllers. rank: this one's data-parallel rank; -1 if it asks no engine."""
+        self.cursor = state["cursor"]
+        self.requeued = list(state["requeued"])
+        if self.keeps_groups:
             self.owners = {prompt_id: owner % controllers for prompt_id, owner in state["owners"]}
         own = [group for group in groups if self.owners.get(group[0].prompt_id) == rank]
         self.groups = {group[0].prompt_id: group for group in own}
@@ -132,18 +134,18 @@ class Shuffled(Generic[Row]):
         order = _shuffled(len(rows), f"held out {seed}")
         aside = min(held_out, len(rows) // 10)
         self.held_out = [rows[i] for i in order[:aside]]
-        self._rows, self._others = rows, sorted(order[aside:])
+        self._rows = rows
+        self._others = sorted(order[aside:])
         self.count = len(self._others)  # of an epoch
-        self._name, self._orders = f"{name} {seed}", {}
+        self._name = f"{name} {seed}"
 
     def training(self, number: int) -> Row:
         epoch, position = divmod(number, self.count)
-        if epoch not in self._orders:
-            self._orders[epoch] = _shuffled(self.count, f"{self._name} {epoch}")
-            self._orders.pop(epoch - 2, None)  # a requeued prompt may be of the epoch before
-        return self._rows[self._others[self._orders[epoch][position]]]
+        order = _shuffled(self.count, f"{self._name} {epoch}")
+        return self._rows[self._others[order[position]]]
 
 
+@lru_cache(maxsize=8)  # a requeued prompt may be of the epoch before
 def _shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
@@ -157,82 +159,83 @@ class PromptRow(NamedTuple):
     images: Callable[[], list]  # paths and bytes, as `image_file` takes them
 
 
+@dataclass(eq=False)
 class PromptFile(Sequence[Prompt]):
     """The prompts of a file, each encoded when it is drawn: the tokens of all could fill the memory.
 
     Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`, `images`.
+    UserError for what can't be used: file and line.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tokenizer: Tokenizer,
-        max_tokens: int,
-        skip_long: bool = False,
-        say: Callable[[str], None] = print,
-        reader: ImageReader | None = None,
-    ):
-        """max_tokens: room in the context. skip_long: leave out longer ones. reader: of a model that sees.
+    path: Path
+    tokenizer: Tokenizer
+    max_tokens: int  # of a prompt: room in the context
+    skip_long: bool = False  # leave out longer ones
+    say: Callable[[str], None] = print
+    reader: ImageReader | None = None  # of a model that sees
 
-        UserError for what can't be used: file and line.
-        """
-        self._path, self._max_tokens = path, max_tokens
-        self._tokenizer, self._reader = tokenizer, reader
-        self._added: dict[tuple[str, ...], int] = {}  # by roles of turns: tokens with hardly a text
-        rows = [self._row(line, row) for line, row in read_rows(path)]
-        longer = {row.where: size for row in rows if (size := self._most_tokens(row)) > max_tokens}
-        if longer and not skip_long:
-            raise self._too_long(*next(iter(longer.items())))
-        self._rows = [row for row in rows if row.where not in longer]
+    def __post_init__(self):
+        self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
+        rows = [self._row(line, row) for line, row in read_rows(self.path)]
+        self._rows: list[PromptRow] = []
+        for row in rows:
+            tokens = self._most_tokens(row)
+            if tokens <= self.max_tokens:
+                self._rows.append(row)
+            elif not self.skip_long:
+                raise self._too_long(row.where, tokens)
         if not self._rows:
-            raise UserError(f"--data {path}: no prompt has at most {max_tokens} tokens")
-        if longer:
-            left_out = f"{len(longer)} of {len(rows)} prompts in {path}"
-            say(f"--skip-long: {left_out} have over {max_tokens} tokens")
+            raise UserError(f"--data {self.path}: no prompt has at most {self.max_tokens} tokens")
+        if longer := len(rows) - len(self._rows):
+            left_out = f"{longer} of {len(rows)} prompts in {self.path}"
+            self.say(f"--skip-long: {left_out} have over {self.max_tokens} tokens")
 
     def _row(self, line: int, row: dict) -> PromptRow:
-        """UserError for all that shows before its images are read."""
-        where, images = f"{self._path}:{line}", row.get("images") or []
-        if images and self._reader is None:
+        """Check all of a row that shows before its images are read. UserError."""
+        where = f"{self.path}:{line}"
+        images = row.get("images") or []
+        if images and self.reader is None:
             raise UserError(f"{where}: it has images, and --model reads text alone")
         if row.get("videos"):
             raise UserError(f"{where}: videos are not supported")
         if not (callable(images) or isinstance(images, list)):
             raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
-        check_prompt(self._tokenizer, prompt, where)
+        check_prompt(self.tokenizer, prompt, where)
         if not callable(images):  # of JSON
-            files = [image_file(item, self._path.parent, where) for item in images]
-            if self._reader:
+            files = [image_file(item, self.path.parent, where) for item in images]
+            if self.reader:
                 check_places(str(prompt).count(IMAGE), files, where)
             images = partial(list, files)
         return PromptRow(where, prompt, row.get("answer"), images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        return (
-            self._reader.read_row(row.images, self._path.parent, row.where) if self._reader else ()
-        )
+        if self.reader is None:
+            return ()
+        return self.reader.read_row(row.images, self.path.parent, row.where)
 
     def _tokens(self, row: PromptRow) -> list[int]:
         images = self._images(row)
-        return encode_prompt(self._tokenizer, self._reader, row.prompt, images, row.where)
+        return encode_prompt(self.tokenizer, self.reader, row.prompt, images, row.where)
 
     def _most_tokens(self, row: PromptRow) -> int:
-        """At least as many as it has, by its bytes; the real number where those don't tell that it fits."""
-        roles = () if isinstance(row.prompt, str) else tuple(turn["role"] for turn in row.prompt)
-        if roles not in self._added:
-            turns = [{"role": role, "content": "x"} for role in roles]
-            self._added[roles] = len(encode_prompt(self._tokenizer, self._reader, turns or "x"))
+        """Bound a prompt's tokens by its bytes; where that doesn't tell that it fits, count them."""
+        shortest = "x"
+        if not isinstance(row.prompt, str):
+            shortest = [{"role": turn["role"], "content": "x"} for turn in row.prompt]
+        roles = str(shortest)
+        if roles not in self._least:
+            self._least[roles] = len(encode_prompt(self.tokenizer, self.reader, shortest))
         text = repr(row.prompt)
-        seen = text.count(IMAGE) * self._reader.most_features if self._reader else 0
-        most = len(text.encode()) + self._added[roles] + seen
-        return most if most <= self._max_tokens else len(self._tokens(row))
+        most = len(text.encode()) + self._least[roles]
+        if self.reader:
+            most += text.count(IMAGE) * self.reader.most_features
+        return most if most <= self.max_tokens else len(self._tokens(row))
 
     def _too_long(self, where: str, tokens: int) -> UserError:
-        room = f"--max-model-len less --max-new-tokens leaves room for {self._max_tokens}"
-        return UserError(
-            f"{where}: the prompt has {tokens} tokens, but {room}; --skip-long leaves it out"
-        )
+        room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
+        long = f"the prompt has {tokens} tokens, but {room}"
+        return UserError(f"{where}: {long}; --skip-long leaves it out")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -241,7 +244,7 @@ class PromptFile(Sequence[Prompt]):
         row = self._rows[number]
         tokens = self._tokens(row)
         # `_most_tokens` thought too little of a template or normaliser
-        if len(tokens) > self._max_tokens:
+        if len(tokens) > self.max_tokens:
             raise self._too_long(row.where, len(tokens))
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
@@ -251,20 +254,19 @@ class PromptFile(Sequence[Prompt]):
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
-    """UserError naming the directory if none loads from it. Code that it brings along never runs."""
+    """Load a directory's tokenizer; code that it brings along never runs. UserError if none loads."""
     from transformers import AutoTokenizer
 
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         return AutoTokenizer.from_pretrained(model_dir, **options)
-    # AttributeError: an odd config.json
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:  # the last: an odd config.json
         reason = str(error).splitlines()[0]
         raise UserError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 
 
 def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
-    """A space in what spells out a special token, `< |im_end|>`: else a text could end its turn of a chat."""
+    """Put a space in what spells out a special token, `< |im_end|>`: else a text could end its turn."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     broken = {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
     while found := [name for name in broken if name in text and name not in broken[name]]:
@@ -275,26 +277,28 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 @lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The first token behind an answer in the chat template that is special, or named as an end.
-
-    None without a template, if it has none, or if it refuses a question and its answer.
-    """
+    """The token behind an answer in the chat template that ends it: special, or named as an end; or None."""
     if tokenizer.chat_template is None:
         return None
-    chats = ([*as_turns("Is it?", "user"), *as_turns(text, "assistant")] for text in ("yes", "no"))
+    question = as_turns("Is it?", "user")
     try:
-        rendered = [encode(tokenizer, turns, is_complete=True)[::-1] for turns in chats]
+        yes = encode(tokenizer, question + as_turns("yes", "assistant"), is_complete=True)
+        no = encode(tokenizer, question + as_turns("no", "assistant"), is_complete=True)
     except UserError:  # rows of text need no template
         return None
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*rendered, strict=False))
-    behind = [token for token, _ in alike][::-1]  # the answers, in which alone they differ
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ends = special | named_ends(tokenizer.name_or_path)
-    return next((token for token in behind if token in ends), None)
+    end = None
+    for token, other in zip(reversed(yes), reversed(no), strict=False):
+        if token != other:  # of the answers, in which alone the two differ
+            break
+        if token in ends:
+            end = token
+    return end
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
-    """UserError that says `where` if no answer can follow the prompt, or none could end."""
+    """Raise UserError, which says `where`, if no answer can follow the prompt, or none could end."""
     end = end_of_turn(tokenizer)
     if isinstance(prompt, str):
         stop = [token for token in (tokenizer.eos_token_id, end) if token is not None]
@@ -306,13 +310,9 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer,
-    reader: ImageReader | None,
-    prompt: Text,
-    images: Sequence[Image] = (),
-    where: str = "--data",
+    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where: str = "--data"
 ) -> list[int]:
-    """As `encode`; if the model sees, with its image tokens for each IMAGE. UserError if too few or many."""
+    """Token ids; each IMAGE is one of `images`, if the model sees. UserError for too few or many images."""
     if reader is None:
         return encode(tokenizer, prompt)
     image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
@@ -332,20 +332,22 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = I
     if tokenizer.chat_template is None:
         needed = "no chat template, which prompts of chat turns need"
         raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
-
-    # the template alone makes special tokens, and IMAGE, which Qwen's templates write as is done here
-    def plain(text: str) -> str:
-        return break_special_tokens(tokenizer, text).replace(IMAGE, image)
-
-    turns = [
-        {name: plain(x) if isinstance(x, str) else x for name, x in turn.items()} for turn in prompt
-    ]
+    turns = [plain_turn(tokenizer, turn, image) for turn in prompt]
     settings = {"add_generation_prompt": not is_complete, "return_dict": True}
     try:
         return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
     except TemplateError as error:
         problem = f"refuses turns: {error}"
         raise UserError(f"the chat template in {tokenizer.name_or_path} {problem}") from None
+
+
+def plain_turn(tokenizer: Tokenizer, turn: dict, image: str) -> dict:
+    """A turn whose texts make no special token but IMAGE, which Qwen's templates write as `image`, too."""
+    plain = dict(turn)
+    for name, value in turn.items():
+        if isinstance(value, str):
+            plain[name] = break_special_tokens(tokenizer, value).replace(IMAGE, image)
+    return plain
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
@@ -363,10 +365,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str =
 
 
 def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False) -> list[int]:
-    """What `run.py rm` learns from, and what its model is shown: through the template, else as plain text.
-
-    Token ids of a prompt and an answer, with what ends it unless it `is_cut`: cut off by a limit.
-    """
+    """Token ids as `run.py rm` learns from and its model is shown. is_cut: without what ends an answer."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     if tokenizer.chat_template is not None:
         tokens = encode(tokenizer, turns, is_complete=True)
@@ -374,7 +373,7 @@ def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=Fal
     else:
         texts = (transcript(turns[:-1]), turns[-1]["content"])
         pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
-        tokens = [*pair[0], *pair[1]]
+        tokens = pair[0] + pair[1]
         end = tokenizer.eos_token_id
     if is_cut and end in tokens:
         del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
@@ -387,11 +386,10 @@ def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 def named_ends(model_dir: str) -> set[int]:
     """The end-of-sequence tokens of a directory's generation_config.json, if it has one."""
-    from transformers import GenerationConfig
-
-    if not Path(model_dir, "generation_config.json").is_file():
+    path = Path(model_dir, "generation_config.json")
+    if not path.is_file():
         return set()
-    named = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
+    named = json.loads(path.read_text()).get("eos_token_id")
     return {*(named if isinstance(named, list) else [named])} - {None}
 
 

@@ -1,8 +1,7 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
-What a judge is asked and how its text is read is a `JudgeFormat`: small pure functions, to be edited for a
-judge of one's own. `chat` suits any instruction-following model; `harm` is a judge of costs. A scalar reward
-model (`score`) says a number of the whole response.
+A `JudgeFormat` says what a judge is asked and how its text is read, in small pure functions to be edited for
+one of your own: `chat` is for any instruction-following model, `harm` for costs, `score` for a scalar model.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gav
 class JudgeFormat:
     """The prompt for one kind of judge, and the reading of what it writes."""
 
-    # in a response; None: it has none, and reward 0 without asking
-    final_answer: Callable[[str], str | None]
+    final_answer: Callable[[str], str | None]  # in a response; None: reward 0 without asking
     # of question (or transcript) and answer: text, or chat turns; None: all, as `run.py rm` learns
     prompt: Callable[[str, str], str | list[dict]] | None
-    # a critique; None: no verdict to be read
-    parse: Callable[[str], bool | None] = lambda text: None
+    parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
@@ -43,10 +40,6 @@ class JudgeFormat:
     def answer_of(self, text: str, finish: str) -> str | None:
         """The final answer of a response; None when it has none or was cut off before its end."""
         return self.final_answer(text) if finish == "stop" else None
-
-    def shown(self, text: str, finish: str) -> str | None:
-        """The part of a response that the judge sees; None: nothing, so it isn't asked."""
-        return text if self.full_response else self.answer_of(text, finish)
 
     def verdict(self, text: str, reply: Answer) -> bool | None:
         """Read a critique; None when it can't be read."""
@@ -148,20 +141,18 @@ class Judge:
         self.reader = reader
         self.seed = config.seed
         self.format = formats_of(config)[number]
-        scores = self.format.scores
-        of_reward = len(config.judge_models) - len(config.cost_judge)
-        self.signal = "reward" if number < of_reward else "cost"
-        self.says_verdict = self.signal == "reward" and not scores  # it counts for Sample.verdict
-        self.judgements = 1 if scores else config.judgements
+        self.signal = "reward" if number < len(config.judge) else "cost"
+        self.says_verdict = (
+            self.signal == "reward" and not self.format.scores
+        )  # it counts for Sample.verdict
+        self.judgements = 1 if self.format.scores else config.judgements
         model_dir = config.judge_models[number]
-        max_new_tokens = 1 if scores else config.judge_max_new_tokens
-        temperature = 0.0 if self.judgements == 1 else 1.0
+        max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer, reader)
-        self.sampling = Sampling(temperature, max_new_tokens, stop)
+        self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
         self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
-        # since the run's start
-        self.failed = 0  # pairs of a question and an answer that got no verdict
-        self.parsed = 0  # verdicts
+        self.failed = 0  # questions and answers without a verdict, since the run's start
+        self.parsed = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
 
     async def ask(
@@ -169,16 +160,15 @@ class Judge:
     ) -> Judgement:
         """Get the critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
 
-        prompt: the question, or all turns before the answer, with IMAGE for each of `images`, which are for
-        a judge that sees. is_cut: the answer was cut off before its end.
+        prompt: the question, or all turns before the answer; IMAGE for each of `images`. is_cut: by a limit.
         """
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
         tokens, images = self._tokens(prompt, answer, images, is_cut)
         if len(tokens) > self.max_prompt_tokens:
             self.failed += 1
-            size = f"{len(tokens)} tokens, of at most {self.max_prompt_tokens}"
-            return Judgement(f"not asked: {size}", None)
+            limit = f"of at most {self.max_prompt_tokens}"
+            return Judgement(f"not asked: {len(tokens)} tokens, {limit}", None)
         pair = (data.transcript(prompt), answer)
         judgements: list[Judgement] = []
         missing = list(range(self.judgements))
@@ -216,13 +206,11 @@ class Judge:
     async def _replies(
         self, prompt: list[int], seeds: list[int], pool: Pool, images: tuple[Image, ...]
     ) -> list[Answer]:
-        """A critique for each seed, in order; they share the prompt's KV cache."""
+        """Ask for a critique with each seed; they share the prompt's KV cache. Returns them in order."""
         limit = self.sampling.max_new_tokens
         requests = [Request(prompt, self.sampling, limit, seed, images) for seed in seeds]
-        replies = []
-        async for reply in pool.generate(requests, self.number):
-            self.latencies.append(reply.end - reply.sent)
-            replies.append(reply)
+        replies = [reply async for reply in pool.generate(requests, self.number)]
+        self.latencies += [reply.end - reply.sent for reply in replies]
         return sorted(replies, key=lambda reply: reply.index)
 
     def _read(self, reply: Answer) -> Judgement:

@@ -1,7 +1,4 @@
-"""Every reward and cost of an answer: by judges, and by rules, which are Python functions of one answer.
-
-A rule is `reward(sample) -> float`, maybe `async`: a row of `RULES`, or a function in the user's own file.
-"""
+"""Every reward and cost of an answer: by judges, and by rules, which are Python functions of one answer."""
 
 from __future__ import annotations
 
@@ -20,16 +17,13 @@ from numbers import Real
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import data
 from config import Config, UserError
 from engines.pool import Pool
 from genrm import Judge, Judgement, formats_of
 from sample import Sample
-
-if TYPE_CHECKING:
-    from data import Tokenizer
-    from images.reader import ImageReader
 
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
@@ -74,7 +68,7 @@ class UserCode(AbstractContextManager):
 
 
 class Rule(NamedTuple):
-    """A function of one answer."""
+    """A function, `reward(sample) -> float`, maybe `async`: a row of RULES, or from the user's own file."""
 
     signal: str  # what its number is a part of: "reward" or "cost"
     function: Callable[[TextSample], float | Awaitable[float]]
@@ -114,7 +108,7 @@ def load(signal: str, spec: str) -> Rule:
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Rounded: 0.1 + 0.2 is not 0.3 in floats, and equal rewards must not seem to have variance."""
+    """Average, rounded: 0.1 + 0.2 is not 0.3 in floats, and equal rewards must not seem to have variance."""
     return round(sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights), 9)
 
 
@@ -140,10 +134,9 @@ class Rewards:
             judge.latencies.clear()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
-        """Fill `critique, verdict, reward, cost` of one finished sample in one go; all are asked at once.
+        """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once.
 
-        The reward is the weighted mean, the cost the sum; the verdict says if the mean of the reward's
-        generative judges is above 0.5. If one has no number, all stay None: the rest has another scale.
+        If one has no number, only the critique is filled: a mean of the rest would have another scale.
         """
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
@@ -181,20 +174,19 @@ class Rewards:
         answer = self._format.answer_of(text, sample.finish)
         seen = TextSample(**vars(sample), text=text, answer=answer)
         prompt = sample.turns or sample.question
-        tasks = []
+        asks = {}
         for judge in self.judges:
-            shown = judge.format.shown(text, sample.finish)
-            is_cut = judge.format.scores and sample.finish != "stop"  # others don't show it
+            kind = judge.format
+            shown = text if kind.full_response else kind.answer_of(text, sample.finish)
+            is_cut = kind.scores and sample.finish != "stop"  # others don't show it
             ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
-            tasks.append(self._task((judge, str(prompt), shown, sample.media, is_cut), ask))
+            asks[judge, str(prompt), shown, sample.media, is_cut] = ask
         for number, rule in enumerate(self.rules):
-            tasks.append(self._task((number, *sample.key), partial(rule.ask, seen)))
-        return tasks
-
-    def _task(self, key: tuple, ask: Callable[[], Awaitable[Judgement]]) -> asyncio.Task[Judgement]:
-        if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(ask())
-        return self._tasks[key]
+            asks[number, *sample.key] = partial(rule.ask, seen)
+        for key, ask in asks.items():
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.create_task(ask())
+        return [self._tasks[key] for key in asks]
 
     @property
     def latencies(self) -> list[float]:
@@ -215,15 +207,9 @@ class Rewards:
 
 
 def build(
-    config: Config,
-    tokenizers: list[Tokenizer],
-    decode: Decode,
-    readers: Sequence[ImageReader | None] = (),
+    config: Config, tokenizers: list[data.Tokenizer], decode: Decode, readers: Sequence = ()
 ) -> Rewards:
-    """Make the judges and rules that the settings name. UserError as from `load` and `formats_of`.
-
-    tokenizers, readers: of the judges; by default none sees.
-    """
+    """Make what the settings name. tokenizers, readers (ImageReader or None): of the judges. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]
     rules = [load("reward", spec) for spec in config.rule]

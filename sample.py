@@ -1,12 +1,8 @@
 """The record that flows between the roles."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from images.tokens import Image
+from images.tokens import Image
 
 Key = tuple[int, int]  # prompt_id and index of a sample
 
@@ -26,15 +22,12 @@ class Sample:
     answer_key: str | None = None
     media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
     turns: list[dict] = field(default_factory=list)  # of a chat of several: all before the answer
-    # generated greedily, as a baseline for the others of its group, and not trained on
-    greedy: bool = False
+    greedy: bool = False  # a baseline for the others of its group, not trained on
     # rollout.py
     response: list[int] = field(default_factory=list)
-    # one per token, under the weights that wrote it
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # by the weights that wrote the token
     finish: str = ""  # stop | length: finished; abort: it may be continued
-    # weight version that wrote each response token
-    versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of those weights; one per token, too
     # rewards.py, which asks the judges of genrm.py
     critique: str = ""
     verdict: bool | None = None
@@ -45,8 +38,7 @@ class Sample:
     scores: dict[str, float] = field(default_factory=dict)
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
-    # the trainer's, under the weights at the start of the step
-    policy_logprobs: list[float] | None = None
+    policy_logprobs: list[float] | None = None  # by the weights at the start of the step
     values: dict[str, list[float]] = field(default_factory=dict)
     returns: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] | None = None

@@ -3,8 +3,6 @@
 An engine is sent one token for each image and expands it by itself; trainers, lengths and balance see all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -27,7 +25,8 @@ class Image:
 
 def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:
     """One image token for each image -> one for each feature."""
-    expanded, at = list(tokens), -1
+    expanded = list(tokens)
+    at = -1  # the last token that is done
     for image in images:
         at = expanded.index(image.token, at + 1)
         expanded[at : at + 1] = [image.token] * image.features
@@ -37,7 +36,8 @@ def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:
 
 def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:
     """The inverse of `expand`."""
-    collapsed, at = list(tokens), -1
+    collapsed = list(tokens)
+    at = -1
     for image in images:
         at = collapsed.index(image.token, at + 1)
         del collapsed[at + 1 : at + image.features]
@@ -45,13 +45,17 @@ def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:
 
 
 def positions(tokens: Sequence[int], images: Sequence[Image]) -> Iterator[tuple[int, int, int]]:
-    """Frame, row and column of each token of an expanded sequence, as Qwen-VL's rotary embedding counts.
+    """Frame, row and column of each token of an expanded sequence (Qwen2-VL, 2409.12191, section 2.1).
 
-    Text counts on in all three; an image spans its shape from where it starts, and what follows starts behind
-    its longest side (Qwen2-VL, 2409.12191, section 2.1).
+    Text counts on in all three; an image spans its shape, and what follows starts behind its longest side.
     """
-    start, at, left = 0, 0, iter(images)
+    start = 0  # the position of the next token of text
+    at = 0  # the index of the next token
+    left = iter(images)
     while at < len(tokens):
-        shape = next(left).shape if images and tokens[at] == images[0].token else (1, 1, 1)
-        yield from ((start + f, start + r, start + c) for f, r, c in product(*map(range, shape)))
-        start, at = start + max(shape), at + prod(shape)
+        is_image = images and tokens[at] == images[0].token
+        shape = next(left).shape if is_image else (1, 1, 1)
+        for frame, row, column in product(*map(range, shape)):
+            yield start + frame, start + row, start + column
+        start += max(shape)
+        at += prod(shape)

@@ -1,7 +1,5 @@
 """Rows of a user's file, JSONL or Parquet, and the prompts in them. Errors name the file and the line."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -66,7 +64,7 @@ def _json_rows(path: Path) -> list[tuple[int, dict]]:
 
 
 def prompt_of(row: dict, where: str) -> Text:
-    """Of a row of `PromptFile`, with IMAGE for parts that are images. UserError that says `where`."""
+    """The prompt of a row of `PromptFile`, with IMAGE for parts that are images. UserError says `where`."""
     prompt = row.get("messages") or row.get("prompt")
     if isinstance(prompt, list):
         prompt = [with_text(turn, where) for turn in prompt]
@@ -100,13 +98,10 @@ def with_text(turn: Any, where: str) -> Any:
 
 
 def is_chat(turns: Any) -> bool:
-    """Whether it is a list of {"role": one of ROLES, "content": text}."""
-    return isinstance(turns, list) and all(
-        isinstance(turn, dict)
-        and turn.get("role") in ROLES
-        and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
+    """Tell if it is a list of {"role": one of ROLES, "content": text}."""
+    if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+        return False
+    return all(t.get("role") in ROLES and isinstance(t.get("content"), str) for t in turns)
 
 
 def as_turns(text: Text, role: str) -> list[dict]:

@@ -3,13 +3,12 @@
 A cell is one feature of the demo's tower. Digits are moved a little in it, brighter or darker, under noise.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
 
-CELL, DOT = 32, 4  # pixels of a digit's cell, and of a dot of its glyph
+CELL = 32  # pixels of a digit's cell
+DOT = 4  # pixels of a dot of its glyph
 DOTS = """
     .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.
     #...# .##.. #...# ...#. ..##. #.... .#... ....# #...# #...#
@@ -19,11 +18,9 @@ DOTS = """
     #...# ..#.. .#... #...# ...#. #...# #...# .#... #...# ...#.
     .###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
 """
+INK = np.array([list(part) for part in DOTS.split()]) == "#"  # [7 rows x 10 digits, 5 dots]
 # [10 digits, 28 rows, 20 columns]: 1 where there is ink
-GLYPHS = np.array(
-    [[[dot == "#" for dot in part] for part in row.split()] for row in DOTS.split("\n")[1:-1]]
-)
-GLYPHS = np.kron(GLYPHS.swapaxes(0, 1), np.ones((1, DOT, DOT)))
+GLYPHS = np.kron(INK.reshape(7, 10, 5).swapaxes(0, 1), np.ones((1, DOT, DOT)))
 
 
 def picture(a: int, b: int, key: str) -> bytes:
@@ -35,7 +32,8 @@ def picture(a: int, b: int, key: str) -> bytes:
     light = rng.normal(0.1, 0.1, (2 * CELL, width * CELL))
     for row, number in enumerate((a, b)):
         for place, digit in enumerate(reversed(str(number)), 1):
-            top, left = row * CELL + rng.integers(5), (width - place) * CELL + rng.integers(4, 9)
+            top = row * CELL + rng.integers(5)
+            left = (width - place) * CELL + rng.integers(4, 9)
             glyph = rng.uniform(0.6, 1.0) * GLYPHS[int(digit)]
             light[top : top + 7 * DOT, left : left + 5 * DOT] += glyph
     file = io.BytesIO()

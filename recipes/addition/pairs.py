@@ -1,7 +1,5 @@
 """Examples for sft, rm, dpo: shown work, and wrong answers beside it, which slip as people do."""
 
-from __future__ import annotations
-
 import random
 
 from recipes.addition.task import columns, shown_work, training_problem
@@ -9,10 +7,12 @@ from recipes.addition.task import columns, shown_work, training_problem
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
     """Examples for sft, rm, dpo: shown work; in pairs a wrong answer, blurted out or after the same work."""
-    rng, rows = random.Random(f"{command} {seed}"), []
+    rng = random.Random(f"{command} {seed}")
+    rows = []
     while len(rows) < count:
         a, b = training_problem(rng)
-        work, wrong = shown_work(a, b), corrupted(rng, a, b)
+        work = shown_work(a, b)
+        wrong = corrupted(rng, a, b)
         if command == "sft":
             rows.append({"prompt": f"{a}+{b}=", "response": work})
         elif wrong != str(a + b):
@@ -66,7 +66,9 @@ def slip(kind: str, rng: random.Random, a: int, b: int) -> str:
             i = rng.randrange(len(digits) - 1)
             digits[i], digits[i + 1] = digits[i + 1], digits[i]
         case "lost carry":
-            digits, carry, lost = [], 0, rng.randrange(max(len(str(a)), len(str(b))))
+            digits = []
+            carry = 0
+            lost = rng.randrange(max(len(str(a)), len(str(b))))
             for position, (x, y, _, _) in enumerate(columns(a, b)):
                 total = x + y + carry
                 carry = 0 if position == lost else total // 10

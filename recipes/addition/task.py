@@ -3,10 +3,9 @@
 For a model that sees the numbers are drawn: the question is `<image>=`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from data import Prompt
@@ -31,25 +30,26 @@ def random_problem(rng: random.Random) -> tuple[int, int]:
     return (a, b) if rng.random() < 0.5 else (b, a)
 
 
-def distinct_problems(count: int) -> list[tuple[int, int]]:
-    """Problems of which no two are the same sum, either way round."""
-    rng, found = random.Random("held out"), {}
+def distinct_problems(count: int) -> dict[frozenset[int], tuple[int, int]]:
+    """Problems of which no two are the same sum, either way round, by their summands."""
+    rng = random.Random("held out")
+    found = {}
     while len(found) < count:
-        a, b = random_problem(rng)
-        found.setdefault((min(a, b), max(a, b)), (a, b))
-    return list(found.values())
+        problem = random_problem(rng)
+        found.setdefault(frozenset(problem), problem)
+    return found
 
 
-HELD_OUT_PROBLEMS = distinct_problems(HELD_OUT)
-_HELD_OUT_SUMS = frozenset((min(problem), max(problem)) for problem in HELD_OUT_PROBLEMS)
+_HELD_OUT = distinct_problems(HELD_OUT)
+HELD_OUT_PROBLEMS = list(_HELD_OUT.values())
 
 
 def training_problem(rng: random.Random) -> tuple[int, int]:
     """A problem that isn't held out, nor its twin b + a."""
-    while True:
-        a, b = random_problem(rng)
-        if (min(a, b), max(a, b)) not in _HELD_OUT_SUMS:
-            return a, b
+    problem = random_problem(rng)
+    while frozenset(problem) in _HELD_OUT:
+        problem = random_problem(rng)
+    return problem
 
 
 def written(a: int, b: int, key: str) -> Shown:
@@ -60,31 +60,33 @@ def drawn(a: int, b: int, key: str) -> Shown:
     return f"{IMAGE}=", picture(a, b, key)
 
 
+@dataclass
 class Addition:
     """The problems as a data.Source, drawn if the model has a reader of images."""
 
-    def __init__(
-        self, seed: int, encode: Callable[..., list[int]], reader: ImageReader | None = None
-    ):
-        """encode: of a text and the images in it."""
-        self._seed, self._encode, self._reader = seed, encode, reader
+    seed: int
+    encode: Callable[..., list[int]]  # of a text and the images in it
+    reader: ImageReader | None = None
+
+    def __post_init__(self):
         self.held_out = [self._prompt(*problem, HELD_OUT_KEY) for problem in HELD_OUT_PROBLEMS]
 
     def training(self, prompt_id: int) -> Prompt:
-        key = f"problem {self._seed} {prompt_id}"
+        key = f"problem {self.seed} {prompt_id}"
         return self._prompt(*training_problem(random.Random(key)), key)
 
     def _prompt(self, a: int, b: int, key: str) -> Prompt:
-        question, *pictures = (drawn if self._reader else written)(a, b, key)
-        images = tuple(self._reader.read(partial(bytes, png), "a drawing") for png in pictures)
-        return Prompt(self._encode(question, images), question, str(a + b), lambda: images)
+        question, *pictures = (drawn if self.reader else written)(a, b, key)
+        images = tuple(self.reader.read(partial(bytes, png), "a drawing") for png in pictures)
+        return Prompt(self.encode(question, images), question, str(a + b), lambda: images)
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
     """(digit of a, digit of b, carry in, their sum) from the right, padded with zeros."""
     carry = 0
     for position in range(max(len(str(a)), len(str(b)))):
-        x, y = a // 10**position % 10, b // 10**position % 10
+        x = a // 10**position % 10
+        y = b // 10**position % 10
         total = x + y + carry
         yield x, y, carry, total
         carry = total // 10
@@ -100,15 +102,12 @@ def shown_work(a: int, b: int) -> str:
 
 
 def addition_answer(text: str) -> str | None:
-    """What follows the last '>', up to 12 characters: `7+8+0=15;5+6+1=12;>125` -> `125`."""
+    """Cut out what follows the last '>', up to 12 characters: `7+8+0=15;5+6+1=12;>125` -> `125`."""
     return text.rsplit(">", 1)[1][:12] if ">" in text else None
 
 
 def addition_prompt(question: str, answer: str) -> str:
-    """`57+68=` and `125` -> `57+68=>125?`. The judge sees the final answer only, not the working.
-
-    A judge of drawn numbers has the picture, too: `<image>=>125?`.
-    """
+    """Write `57+68=>125?`, or `<image>=>125?` with a picture. The judge sees no working of the answer."""
     return f"{question}>{answer}?"
 
 
@@ -119,7 +118,6 @@ def addition_parse(text: str) -> bool | None:
     return text[-1] == "Y" and "x" not in text
 
 
-FORMATS["addition"] = JudgeFormat(
-    addition_answer, addition_prompt, addition_parse, min_logprob=-0.36
-)
-FORMATS["addition_score"] = JudgeFormat(addition_answer, None, full_response=True, scores=True)
+CRITIC = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
+SCORER = JudgeFormat(addition_answer, None, full_response=True, scores=True)
+FORMATS |= {"addition": CRITIC, "addition_score": SCORER}
