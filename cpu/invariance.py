@@ -5,7 +5,11 @@ ships this as GPU kernels. What it takes here was measured for float32 with torc
 thread; tests/test_engine.py shows it. Attention is over the whole batch: a call per request costs more.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
+from torch.nn import functional as F
 
 # MKL multiplies a matrix of 1, 2 or 3 rows by other code, whose sums differ in the last bits
 LEAST_ROWS = 4
@@ -20,34 +24,34 @@ def at_least_four_rows(multiply):
         # [1, patches, width] of an image, which has four at least
         if rows >= LEAST_ROWS or x.ndim > 2:
             return multiply(x, *args, **kwargs)
-        padded = torch.nn.functional.pad(x, (0, 0, 0, LEAST_ROWS - rows))
+        padded = F.pad(x, (0, 0, 0, LEAST_ROWS - rows))
         return multiply(padded, *args, **kwargs)[:rows]
 
     return padded
 
 
 def at_least_four_columns(linear):
-    """`linear(x, weight, bias)` for a head of one number, likewise."""
+    """`linear(x, weight, bias)` that pads a head of fewer numbers, whose sums would differ, too."""
 
     def padded(x, weight, bias=None):
         columns = weight.shape[0]
         if columns >= LEAST_ROWS:
             return linear(x, weight, bias)
         missing = (0, LEAST_ROWS - columns)
-        bias = bias if bias is None else torch.nn.functional.pad(bias, missing)
-        return linear(x, torch.nn.functional.pad(weight, (0, 0, *missing)), bias)[..., :columns]
+        bias = bias if bias is None else F.pad(bias, missing)
+        return linear(x, F.pad(weight, (0, 0, *missing)), bias)[..., :columns]
 
     return padded
 
 
+class Plan(NamedTuple):
+    order: torch.Tensor  # the query tokens, group by group, padding included
+    groups: list[tuple]  # KV slots [b, k], additive mask [b, 1, q, k]: one call for each layer
+    back: torch.Tensor  # [tokens]: where in `order` each query token stands
+
+
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
-    """Requests whose padded lengths are equal, ready for one attention call per group and layer.
-
-    seq_lens [n] tokens of each request, the last new_lens [n] of which are queries (1 in decode). Returns
-
-        order     the query tokens, group by group, padding included
-        groups    a list of (KV slots [b, k], additive mask [b, 1, q, k])
-        back      [tokens], where in `order` each query token stands
+    """Group requests of equal padded lengths: of seq_lens [n] tokens, the last new_lens [n] queries.
 
     A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so
     the last bits of a logit, would otherwise depend on which other requests share the batch.
@@ -57,29 +61,26 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         rows = LEAST_ROWS if new == 1 else round_up(new)
         members_of.setdefault((rows, padded_keys(length)), []).append(i)
     first_row = new_lens.cumsum(0) - new_lens
-    rows, groups = [], []
+    groups = []
+    rows = []  # of query tokens, group by group
     for (q, k), members in members_of.items():
         members = torch.tensor(members)
         new = new_lens[members, None]
         position = torch.arange(q).minimum(new - 1)  # [b, q]: padding repeats the last query
         slots = req_to_token[req_pool_indices[members], :k]
         # the table is as wide as the context
-        slots = torch.nn.functional.pad(slots, (0, k - slots.shape[1]))
+        slots = F.pad(slots, (0, k - slots.shape[1]))
         hidden = torch.arange(k) > (seq_lens[members, None] - new + position)[:, None, :, None]
         groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
         rows.append((first_row[members, None] + position).flatten())
     order = torch.cat(rows)
     back = torch.empty(int(new_lens.sum()), dtype=torch.int64)
     back[order] = torch.arange(len(order))
-    return order, groups, back
+    return Plan(order, groups, back)
 
 
 def padded_keys(length):
-    """The keys for a query of a request of this length: a multiple of 16; of 512 where MKL cuts the sum.
-
-    A token's sum over the keys it sees has the same bits whichever of these lengths it is padded to: that of
-    its own decode step, or that of the whole prompt in a prefill.
-    """
+    """The padded number of keys: a sum over them has the same bits in a decode step and in a prefill."""
     return round_up(length, 16) if length <= UNSPLIT else round_up(length, 512)
 
 
@@ -89,24 +90,23 @@ def round_up(length, multiple=16):
 
 def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
     """query [tokens, heads, dim], caches [slots, kv heads, dim], plan of `group_by_length` -> as query."""
-    order, groups, back = plan
 
     def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
-        found = torch.nn.functional.embedding(slots, cache.flatten(1))
+        found = F.embedding(slots, cache.flatten(1))
         return found.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
-    queries = query.index_select(0, order).split(
-        [mask.shape[0] * mask.shape[2] for _, mask in groups]
-    )
+    sizes = [mask.shape[0] * mask.shape[2] for _, mask in plan.groups]
+    queries = query.index_select(0, plan.order).split(sizes)
     outputs = []
-    for q, (slots, mask) in zip(queries, groups, strict=True):
+    for q, (slots, mask) in zip(queries, plan.groups, strict=True):
         q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
-        k, v = gather(k_cache, slots), gather(v_cache, slots)
-        out = torch.nn.functional.scaled_dot_product_attention(
+        k = gather(k_cache, slots)
+        v = gather(v_cache, slots)
+        out = F.scaled_dot_product_attention(
             q, k, v, mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, back)
+    return torch.cat(outputs).index_select(0, plan.back)
 
 
 def batched_attention():
@@ -123,12 +123,8 @@ def batched_attention():
             self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
 
         def forward(self, q, k, v, layer, batch, save_kv_cache=True):
-            assert layer.attn_type == AttentionType.DECODER, (
-                "only decoder models can run without a GPU"
-            )
-            assert layer.sliding_window_size == -1, (
-                "sliding-window attention cannot run without a GPU"
-            )
+            is_plain = layer.attn_type == AttentionType.DECODER and layer.sliding_window_size == -1
+            assert is_plain, "only decoder models without a sliding window can run without a GPU"
             pool = self.token_to_kv_pool
             if save_kv_cache:
                 pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
@@ -152,12 +148,12 @@ def image_by_image(tower):
 
 
 def repair_sampling():
-    """In the process that owns the model: a greedy request would change the tokens of those beside it."""
+    """Sample each request by its own rule: a greedy one would change the tokens of those beside it."""
     from sglang.srt.layers.sampler import Sampler
 
     sample = Sampler._sample_from_probs
 
-    def sample_each(self, probs, rules, positions, is_simple):  # by each request's own rule
+    def sample_each(self, probs, rules, positions, is_simple):
         if is_simple:
             return sample(self, probs, rules, positions, True)
         plain, _ = sample(self, probs, rules, positions, True)
@@ -169,21 +165,21 @@ def repair_sampling():
 
 
 def install():
-    """In the process that owns the model, before it is loaded, without CUDA."""
+    """Put all of this into SGLang: in the process that owns the model, before it is loaded, without CUDA."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.attention import attention_registry
 
     # these are triton kernels
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    torch.nn.functional.linear = at_least_four_rows(
-        at_least_four_columns(torch.nn.functional.linear)
-    )
+    F.linear = at_least_four_rows(at_least_four_columns(F.linear))
     processor = logits_processor.LogitsProcessor
     head = processor._compute_lm_head
-    processor._compute_lm_head = lambda self, hidden, *args, **kwargs: at_least_four_rows(
-        lambda hidden: head(self, hidden, *args, **kwargs)
-    )(hidden)
+
+    def padded_head(self, hidden, *args, **kwargs):
+        return at_least_four_rows(partial(head, self))(hidden, *args, **kwargs)
+
+    processor._compute_lm_head = padded_head
     attention_registry.register_attention_backend("torch_native")(batched_attention())
     from sglang.srt.models import qwen2_5_vl, qwen3_vl
 

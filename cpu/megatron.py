@@ -27,7 +27,7 @@ REWRITES = {  # of a module's source, in this order
 
 
 class CpuDevice:
-    """What megatron.core sees in place of `torch.cuda`: the names that training and checkpointing touch."""
+    """The names of `torch.cuda` that training and checkpointing touch, as megatron.core sees them."""
 
     FloatTensor = torch.FloatTensor
     HalfTensor = torch.HalfTensor
@@ -83,9 +83,7 @@ def install() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.")
     is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if not torch.cuda.is_available() and not is_there:
-        assert "megatron.core" not in sys.modules, (
-            "install() must run before megatron.core is imported"
-        )
+        assert "megatron.core" not in sys.modules, "install() must come before megatron.core"
         sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())
     from megatron.core.optimizer import distrib_optimizer
@@ -111,11 +109,9 @@ def state_dict(self):
     for group in self.optimizer.param_groups:
         for param in group["params"]:
             if not self.optimizer.state[param]:  # what AdamW itself would make
+                step = torch.zeros((), device=param.device)
                 zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[param] = {
-                    "step": torch.zeros((), device=param.device),
-                    **zeros,
-                }
+                self.optimizer.state[param] = {"step": step, **zeros}
     return original["state_dict"](self)
 
 
@@ -123,7 +119,7 @@ def load_state_dict(self, state):
     """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam."""
     original["load_state_dict"](self, state)
     for param, adam_state in self.optimizer.state.items():
-        # where a fused AdamW wants it
+        # a copy for each, where a fused AdamW wants it
         adam_state["step"] = adam_state["step"].to(param.device, copy=True)
 
 

@@ -1,14 +1,13 @@
-"""What lets the real SGLang 0.5.23 serve a dense model on a machine without CUDA.
+"""Have the real SGLang 0.5.23 serve a dense model on a machine without CUDA.
 
     python -m cpu.sglang --model-path DIR ...   (from the repository root; the flags of sglang.launch_server)
 
-SGLang falls back to plain torch for every layer of a dense model when there is no GPU. What is missing from
-the wheel is filled in here, through SGLang's own hooks and without touching its files; cpu/invariance.py has
-attention over the whole batch, and sums that don't depend on what shares it.
+Without a GPU SGLang falls back to plain torch for every layer of a dense model. What is missing in the wheel
+is filled in here, through SGLang's own hooks; cpu/invariance.py has attention over the whole batch. With CUDA
+only the sampling of seeded answers is repaired, and no batch has a line in the log.
 
-With CUDA only the sampling of seeded answers is repaired, and no batch has a line in the log. Either way the
-server dies with the process that started it. Run it as a module: as a script, `cpu/` heads sys.path and
-`import sglang` would find this file.
+Either way the server dies with the process that started it. Run it as a module: as a script, `cpu/` heads
+sys.path and `import sglang` would find this file.
 """
 
 import ctypes
@@ -23,6 +22,7 @@ import sys
 import types
 
 import torch
+from torch.nn import functional as F
 
 from cpu import invariance
 
@@ -127,8 +127,8 @@ def replace_sgl_kernel():
 
     def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, starts, ends, slots, width):
         lengths = (ends - starts).tolist()
-        rows = (req_pool_indices.tolist(), starts.tolist(), ends.tolist(), slots.split(lengths))
-        for row, start, end, own_slots in zip(*rows, strict=True):
+        columns = (req_pool_indices.tolist(), starts.tolist(), ends.tolist(), slots.split(lengths))
+        for row, start, end, own_slots in zip(*columns, strict=True):
             req_to_token[row, start:end] = own_slots.to(req_to_token.dtype)
 
     module = types.ModuleType("sgl_kernel")
@@ -146,9 +146,8 @@ def unavailable_kernel(name):
         raise AttributeError(name)
 
     def refuse(*args, **kwargs):
-        raise NotImplementedError(
-            f"sgl_kernel.{name}: this model or feature cannot run without a GPU"
-        )
+        problem = "this model or feature cannot run without a GPU"
+        raise NotImplementedError(f"sgl_kernel.{name}: {problem}")
 
     return refuse
 
@@ -169,7 +168,8 @@ def murmur_hash32(seed, positions, columns):
         return (multiply(rotate(state ^ block, 13), 5) + 0xE6546B64) & low32
 
     seed = seed.view(torch.int64)
-    positions, columns = positions.to(torch.int64), columns.to(torch.int64)
+    positions = positions.to(torch.int64)
+    columns = columns.to(torch.int64)
     state = torch.zeros_like(seed)
     for block in (seed, seed >> 32, positions):
         state = mix(state, block & low32)
@@ -183,39 +183,37 @@ def decoder_forward(
     self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None
 ):
     """Qwen3Model.forward in 0.7 x the time, with less Python: ids, positions [tokens] -> [tokens, hidden]."""
-    linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
 
     def norm(x, module):
-        return rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+        return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
     cache = self.layers[0].self_attn.rotary_emb.cos_sin_cache
     cos, sin = cache[positions].unsqueeze(1).chunk(2, -1)  # [tokens, 1, head / 2]
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    x = torch.nn.functional.embedding(input_ids, self.embed_tokens.weight)
+    cos = torch.cat((cos, cos), -1)
+    sin = torch.cat((-sin, sin), -1)
+    x = F.embedding(input_ids, self.embed_tokens.weight)
     for layer in self.layers:
-        a, m = layer.self_attn, layer.mlp
-        qkv = linear(norm(x, layer.input_layernorm), a.qkv_proj.weight)
-        heads, v = qkv.split((a.q_size + a.kv_size, a.kv_size), -1)
-        heads = heads.unflatten(-1, (-1, a.head_dim))  # norm, then rotary embedding
-        q_scale = a.q_norm.weight.expand(a.num_heads, -1)
-        k_scale = a.k_norm.weight.expand(a.num_kv_heads, -1)
+        attn = layer.self_attn
+        qkv = F.linear(norm(x, layer.input_layernorm), attn.qkv_proj.weight)
+        heads, v = qkv.split((attn.q_size + attn.kv_size, attn.kv_size), -1)
+        heads = heads.unflatten(-1, (-1, attn.head_dim))  # norm, then rotary embedding
+        q_scale = attn.q_norm.weight.expand(attn.num_heads, -1)
+        k_scale = attn.k_norm.weight.expand(attn.num_kv_heads, -1)
         scale = torch.cat((q_scale, k_scale))
-        heads = rms_norm(heads, heads.shape[-1:], None, a.q_norm.variance_epsilon) * scale
-        heads = torch.addcmul(heads * cos, heads.roll(a.head_dim // 2, -1), sin)
-        q, k = heads.flatten(1).split((a.q_size, a.kv_size), -1)
-        x = x + linear(a.attn(q, k, v, forward_batch), a.o_proj.weight)
-        gate, up = linear(norm(x, layer.post_attention_layernorm), m.gate_up_proj.weight).chunk(
-            2, -1
-        )
-        x = x + linear(torch.nn.functional.silu(gate) * up, m.down_proj.weight)
+        heads = F.rms_norm(heads, heads.shape[-1:], None, attn.q_norm.variance_epsilon) * scale
+        heads = torch.addcmul(heads * cos, heads.roll(attn.head_dim // 2, -1), sin)
+        q, k = heads.flatten(1).split((attn.q_size, attn.kv_size), -1)
+        x = x + F.linear(attn.attn(q, k, v, forward_batch), attn.o_proj.weight)
+        gate_up = F.linear(norm(x, layer.post_attention_layernorm), layer.mlp.gate_up_proj.weight)
+        gate, up = gate_up.chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
     return norm(x, self.norm)
 
 
 def install():
     """Make `import sglang` work without CUDA. Once per process, before anything of sglang is imported."""
-    os.environ.update(
-        SGLANG_USE_CPU_ENGINE="1", SGLANG_CPU_OMP_THREADS_BIND="all", TORCHDYNAMO_DISABLE="1"
-    )
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "all"}
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"  # not no_grad: 0.9 x the CPU time
     replace_triton()
     replace_torchvision()
@@ -251,9 +249,8 @@ def drop_websockets(app):
     """SGLang asks only HTTP requests for the key: with a websocket library, anybody could open a socket."""
     from starlette.routing import WebSocketRoute
 
-    app.router.routes[:] = [
-        route for route in app.router.routes if not isinstance(route, WebSocketRoute)
-    ]
+    routes = app.router.routes
+    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
 
 
 def main():
