@@ -16,6 +16,7 @@ from tokenizers import processors
 
 import data
 from examples.make_demo import models
+from fakes import FakeSource, FakeTokenizer
 from models import save_tokenizer
 from sample import Sample
 
@@ -26,16 +27,13 @@ def characters(text):
     return [ord(c) for c in text]
 
 
-class Characters:
-    """A tokenizer: the code of every character, chat turns joined by newlines, END behind an answer."""
+class Characters(FakeTokenizer):
+    """Chat turns joined by newlines, END behind an answer."""
 
     chat_template, eos_token_id, all_special_tokens, name_or_path = "lines", 3, ("\x03",), "m"
 
     def __init__(self):
         self.added_tokens_decoder = {3: SimpleNamespace(content="\x03", special=True)}
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": characters(text)}
 
     def apply_chat_template(self, turns, add_generation_prompt, return_dict):
         end = "" if add_generation_prompt else "\x03"
@@ -59,15 +57,6 @@ def prompt_file(path, seed=0, held_out=200, room=1000):
     return data.Shuffled(data.PromptFile(path, Characters(), room), seed, held_out)
 
 
-class Numbers:
-    """A source whose prompts are their own numbers."""
-
-    held_out = ()
-
-    def training(self, prompt_id):
-        return data.Prompt([prompt_id], f"question {prompt_id}", f"key {prompt_id}")
-
-
 def loaded(state, prompts):
     other = data.Prompts(prompts.source, 4)
     other.load_state(json.loads(json.dumps(state)), [], 1, 0)
@@ -78,7 +67,7 @@ def loaded(state, prompts):
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1), st.booleans()), max_size=30))
 def test_no_prompt_is_lost_or_repeated(steps):
     """Each prompt is used once or still waits, whatever is requeued, also across a saved and loaded state."""
-    prompts, used = data.Prompts(Numbers(), 4), Counter()
+    prompts, used = data.Prompts(FakeSource(), 4), Counter()
     for count, unused, resumed in steps:
         drawn = prompts.draw(count)
         assert len(drawn) == count
@@ -91,7 +80,7 @@ def test_no_prompt_is_lost_or_repeated(steps):
 
 
 def test_a_saved_state_does_not_change_with_the_run():
-    prompts = data.Prompts(Numbers(), 4)
+    prompts = data.Prompts(FakeSource(), 4)
     prompts.requeue(prompts.draw(2), [])
     state, saved = prompts.state(), json.dumps(prompts.state())
     prompts.requeue([7, 8], [])
@@ -101,8 +90,9 @@ def test_a_saved_state_does_not_change_with_the_run():
 
 def test_a_group_is_one_prompt_with_numbered_answers():
     """Every field of data.py is filled, no other is."""
-    expected = [Sample(7, i, [7], "question 7", "key 7") for i in range(4)]
-    assert data.Prompts(Numbers(), 4).group(7) == expected
+    prompt = FakeSource().training(7)
+    expected = [Sample(7, i, prompt.tokens, "7+0=", "7", prompt.images()) for i in range(4)]
+    assert data.Prompts(FakeSource(), 4).group(7) == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -234,16 +224,16 @@ def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path, monkeypatch):
         prompts[1]
 
 
-@pytest.mark.parametrize(
-    "name,content,message",
-    [
-        ("missing.jsonl", None, "--data .*missing.jsonl: no such file"),
-        ("empty.jsonl", b"", "--data .*empty.jsonl: the file holds no row"),
-        ("a.csv", b"prompt\nx\n", "expected a .jsonl, .json or .parquet"),
-        ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "latin.jsonl"),
-        ("not.parquet", b"PAR1 no", "not.parquet"),
-    ],
-)
+BAD_FILES = [
+    ("missing.jsonl", None, "--data .*missing.jsonl: no such file"),
+    ("empty.jsonl", b"", "--data .*empty.jsonl: the file holds no row"),
+    ("a.csv", b"prompt\nx\n", "expected a .jsonl, .json or .parquet"),
+    ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "latin.jsonl"),
+    ("not.parquet", b"PAR1 no", "not.parquet"),
+]
+
+
+@pytest.mark.parametrize("name,content,message", BAD_FILES)
 def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content, message):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     if content is not None:
@@ -389,9 +379,10 @@ def test_stop_tokens(tokenizer, tmp_path):
         data.stop_tokens(str(tmp_path), without)
 
 
-@pytest.mark.parametrize(
-    "files", [{}, {"config.json": "{"}, {"tokenizer.json": "{", "config.json": "{}"}]
-)
+NO_TOKENIZERS = [{}, {"config.json": "{"}, {"tokenizer.json": "{", "config.json": "{}"}]
+
+
+@pytest.mark.parametrize("files", NO_TOKENIZERS)
 def test_a_directory_without_a_tokenizer_is_named(tmp_path, files):
     """One line, never a page."""
     for name, content in files.items():

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -13,64 +12,47 @@ import genrm
 import rewards
 from config import Config
 from engines.engine import Answer
-from fakes import VirtualClock
+from fakes import FakeTokenizer, VirtualClock, to_text
 from models import SPECIAL, save_tokenizer
 from sample import Sample
 
-
-@pytest.mark.parametrize(
-    "text,answer",
-    [
-        (r"\boxed{1} no: \boxed{ 2 } done", "2"),
-        (r"$\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
-        ("#### 1\n#### 2\n", "2"),
-        ("first\nlast line\n\n", "last line"),
-        ("", None),
-        ("words ####", None),
-        ("####\n\n7\n", "7"),
-    ],
-)
-def test_chat_answer(text, answer):
-    """The last box, else what follows the last ####, else the last line."""
-    assert genrm.chat_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    "text,verdict",
-    [
-        ("3+4 is 7.\nVerdict: correct", True),
-        ("VERDICT : **Correct**.", True),
-        ("**Verdict:** incorrect", False),
-        ("The answer says `Verdict: correct`, but 3+4 is 7.\nVerdict: no", False),
-        ("Verdict: correct\nVerdict: maybe", None),
-        ("**Verdict**:\n\ncorrect", True),
-    ],
-)
-def test_chat_parse(text, verdict):
-    """The last `Verdict:`, in any case or Markdown: one before it may be quoted from the answer."""
-    assert genrm.chat_parse(text) is verdict
+ANSWERS = {
+    r"\boxed{1} no: \boxed{ 2 } done": "2",
+    r"$\boxed{\frac{1}{2}}$.": r"\frac{1}{2}",
+    "#### 1\n#### 2\n": "2",
+    "first\nlast line\n\n": "last line",
+    "": None,
+    "words ####": None,
+    "####\n\n7\n": "7",
+}
+VERDICTS = {
+    "3+4 is 7.\nVerdict: correct": True,
+    "VERDICT : **Correct**.": True,
+    "**Verdict:** incorrect": False,
+    "The answer says `Verdict: correct`, but 3+4 is 7.\nVerdict: no": False,
+    "Verdict: correct\nVerdict: maybe": None,
+    "**Verdict**:\n\ncorrect": True,
+}
 
 
-class Characters:
-    """A tokenizer whose tokens are characters; turns of a chat are `<role>content`."""
+def test_how_chat_is_read():
+    """The last box, else what follows the last ####, else the last line; the last `Verdict:`."""
+    assert {text: genrm.chat_answer(text) for text in ANSWERS} == ANSWERS
+    assert {text: genrm.chat_parse(text) for text in VERDICTS} == VERDICTS
 
-    chat_template, eos_token_id, all_special_tokens, added_tokens_decoder = "turns", 0, [], {}
-    name_or_path = ""
 
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": list(text)}
+class Characters(FakeTokenizer):
+    """Turns of a chat are `<role>content`."""
 
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(tokens)
+    chat_template = "turns"
 
     def apply_chat_template(self, turns, add_generation_prompt=False, return_dict=True):
-        return {"input_ids": list("".join(f"<{turn['role']}>{turn['content']}" for turn in turns))}
+        return self("".join(f"<{turn['role']}>{turn['content']}" for turn in turns))
 
 
 class Engine:
-    """Replies of a judge: reply(prompt, number of the request) -> text or score, least logprob,
-    finish. Request number k takes delays[k] virtual seconds a critique, and the last number for
-    every later one."""
+    """A judge: reply(prompt, number of the request) -> text or score, least logprob, finish. Request
+    k takes delays[k] virtual seconds a critique, or the last of them."""
 
     def __init__(self, reply, *delays):
         self.reply, self.delays = reply, delays or (0.0,)
@@ -80,7 +62,7 @@ class Engine:
         delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         now = asyncio.get_running_loop().time
         self.starts.append(now())
-        prompt = "".join(requests[0].prompt)
+        prompt = to_text(requests[0].prompt)
         assert all(request.prompt == requests[0].prompt for request in requests)
         self.asked.append(prompt)
         self.seeds.append([request.seed for request in requests])
@@ -90,7 +72,7 @@ class Engine:
                 text, logprob, finish = self.reply(prompt, len(self.asked))
                 await asyncio.sleep(delay)
                 score = None if isinstance(text, str) else text
-                tokens = list(text) if score is None and text else []
+                tokens = list(map(ord, text)) if isinstance(text, str) else []
                 logprobs = [-0.01, logprob, -0.02]
                 times = dict(sent=self.starts[-1], end=now())
                 yield Answer(index, tokens, logprobs, finish, [], score=score, **times)
@@ -105,12 +87,8 @@ class Pool:
         self.engines, self.backwards = engines, backwards
 
     async def generate(self, requests, model):
-        answers = self.engines[model].generate(requests)
-        if self.backwards:
-            for answer in [answer async for answer in answers][::-1]:
-                yield answer
-            return
-        async for answer in answers:
+        answers = [answer async for answer in self.engines[model].generate(requests)]
+        for answer in reversed(answers) if self.backwards else answers:
             yield answer
 
 
@@ -122,11 +100,11 @@ def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
     named |= dict(judge_format=formats or ("addition",), rule=() if split else ("right",))
     room = dict(max_new_tokens=10, judge_max_new_tokens=100, max_model_len=100 + max_prompt_tokens)
     config = Config(**named | room | changes)
-    return rewards.build(config, [Characters()] * len(judges), "".join)
+    return rewards.build(config, [Characters()] * len(judges), to_text)
 
 
 def sample(response, question="57+68=", finish="stop"):
-    return Sample(0, 0, [], question, response=list(response), finish=finish)
+    return Sample(0, 0, [], question, response=list(map(ord, response)), finish=finish)
 
 
 def run(work):
@@ -145,16 +123,11 @@ def score_all(listed, pool, samples):
     return run(together())
 
 
-def accept(prompt, number):
-    return "1:1.Y", -0.1, "stop"
-
-
-def reject(prompt, number):
-    return "1:1x0.N", -0.1, "stop"
-
-
 def always(text):
     return lambda prompt, number: (text, -0.1, "stop")
+
+
+accept, reject = always("1:1.Y"), always("1:1x0.N")
 
 
 def numbered(*texts):
@@ -243,8 +216,7 @@ def test_a_failed_verdict_is_no_reward(text, finish):
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards):
-    """Two of four can't be read, then one of two, then none is left to ask: the three count.
-    Whichever critique is there first, the text has them in their order."""
+    """Two of four can't be read, then one of two: the three count. The text has all in their order."""
     monkeypatch.setattr(genrm, "JUDGE_RETRIES", 1)
     listed, judged = make_rewards(judgements=4), sample(">125")
     engine = Engine(numbered("Y", "?", "N", "?", "N", "?"))
@@ -255,8 +227,7 @@ def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards)
 
 
 def test_a_judgement_has_a_seed_of_its_own():
-    """Each of the three, of each judge; what can't be read is asked for with another. The same for
-    whoever asks, given the run's."""
+    """Each of three, of each judge, and what is asked for again; the same for whoever asks in a run."""
 
     def asked(reply, judges=1, **changes):
         listed = make_rewards(*["addition"] * judges, judgements=3, **changes)
@@ -284,14 +255,11 @@ def test_an_engine_that_breaks_stops_everyone():
     assert [s.reward for s in samples] == [None, None]
 
 
-@pytest.mark.parametrize(
-    "weights,replies,reward,verdict",
-    [
-        ((7.0, 3.0), (accept, reject), 0.7, False),
-        ((), (accept, reject), 0.5, False),
-        ((1.0, 1.0, 2.0), (accept, accept, reject), 0.5, True),
-    ],
-)
+WEIGHTED = [((7.0, 3.0), (accept, reject), 0.7, False), ((), (accept, reject), 0.5, False)]
+WEIGHTED += [((1.0, 1.0, 2.0), (accept, accept, reject), 0.5, True)]
+
+
+@pytest.mark.parametrize("weights,replies,reward,verdict", WEIGHTED)
 def test_judges_are_weighted(weights, replies, reward, verdict):
     """Each is asked once, and its words are told apart by its number. For the verdict all count alike."""
     listed = make_rewards(*["addition"] * len(replies), reward_weights=weights)
@@ -306,8 +274,7 @@ def test_judges_are_weighted(weights, replies, reward, verdict):
 
 @pytest.mark.parametrize("text,finish,reward", [("So >125", "stop", 1.0), ("So", "length", 0.0)])
 def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
-    """Its accept costs 1, and takes nothing off the reward; the costs of several are added. Also of
-    an answer that was cut off: else never to end would be a way out."""
+    """Costs are added, and take nothing off the reward; never to end an answer is no way out of them."""
     listed, judged = make_rewards("addition", "harm", "harm", costs=2), sample(text, finish=finish)
     engines = [Engine(accept), Engine(always("Verdict: yes")), Engine(always("Verdict: yes"))]
     score_all(listed, Pool(*engines), [judged])
@@ -375,20 +342,18 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)
 
 
-@pytest.mark.parametrize(
-    "failed,parsed,named",
-    [
-        ([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm"),
-        ([0, 10], [18, 0], "judge B: none of the first 10 "),
-        ([0, 10], [18, 1], None),  # it did once
-    ],
-)
+SILENT = [([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm")]
+SILENT += [([0, 10], [18, 0], "judge B: none of the first 10 ")]
+
+
+@pytest.mark.parametrize("failed,parsed,named", SILENT)
 def test_each_judge_must_speak(monkeypatch, failed, parsed, named):
-    """One that never gives a verdict stops the run, though the others do."""
+    """One that never gives a verdict stops the run, though the others do; one that did once doesn't."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
     config = Config(model="m", judge=("A",), cost_judge=("B",), judge_format=("addition", "harm"))
-    with pytest.raises(ValueError, match=named) if named else nullcontext():
-        genrm.check_judges(config, [failed, parsed])
+    with pytest.raises(ValueError, match=named):
+        genrm.check_judges(config, (failed, parsed))
+    genrm.check_judges(config, (failed, [count + 1 for count in parsed]))
 
 
 def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():

@@ -1,7 +1,5 @@
 """Rows with images: as they are in JSONL and Parquet, their tokens, when they are read, what is refused."""
 
-import json
-
 import datasets
 import pyarrow
 import pyarrow.parquet
@@ -10,6 +8,7 @@ import pytest
 import data
 from images import reader
 from models import save_tokenizer
+from test_data import jsonl
 from vision_models import IMAGE, START, encoded_picture, make_vision_model
 
 SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
@@ -37,9 +36,7 @@ def prompts_of(model, path, room=200, **options):
 
 
 def write(folder, *rows):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return jsonl(folder / "rows.jsonl", rows)
 
 
 ROWS = [

@@ -1,6 +1,5 @@
 """Judges that see, and judges that don't: what they are shown of a prompt with images, and how often."""
 
-import asyncio
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ from engines.engine import Answer
 from images.reader import reader_of
 from images.tokens import expand
 from sample import Sample
+from test_genrm import score_all
 from vision_models import IMAGE, encoded_picture, make_vision_model
 
 
@@ -41,11 +41,7 @@ class Pool:
 
 def score(listed, text, *samples):
     pool = Pool(text)
-
-    async def together():
-        await asyncio.gather(*(listed.score(sample, pool) for sample in samples))
-
-    asyncio.run(together())
+    score_all(listed, pool, samples)
     assert all(sample.reward == 1.0 for sample in samples)
     return pool.asked
 
@@ -61,8 +57,7 @@ def sample_of(media, prompt_id=0, answer=">5"):
 
 @pytest.mark.parametrize("answer", [">5", "><image>"])
 def test_a_judge_that_sees_is_shown_the_images(model, pictures, answer):
-    """At their places, expanded; and its own critique would end at an image token. An answer can't
-    make up a place: the policy writes <image>, a text, in which it can be seen."""
+    """At their places, expanded; its critique ends at an image token. An answer can't make up a place."""
     tokenizer, sample = data.load_tokenizer(model), sample_of(pictures[0], answer=answer)
     [(prompt, images, stop)] = score(listed_for(model), tokenizer("Y")["input_ids"], sample)
     assert prompt.count(IMAGE) == 2 and images is pictures[0]
