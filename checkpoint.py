@@ -51,6 +51,7 @@ SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "
 SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
+Say = Callable[[str], None]
 Writers = dict[str, Callable[..., Any]]  # by the folder that each writes
 
 
@@ -87,19 +88,18 @@ def trainers_of(c: Controller) -> dict[str, Trainer]:
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective)."""
+    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective).
+
+    On another number of ranks the run begins with its first plan.
+    """
+    import torch
+
     for name, trainer in trainers_of(c).items():
         await c.placement.give_device_to(trainer)
         await c.world.run(trainer.restore, folder / name)
     common = json.loads((folder / COMMON).read_text())
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
-    restore_controller(c, common, [json.loads(path.read_text()) for path in paths])
-
-
-def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> None:
-    """Take what `state_of` returned on all. On another number of ranks the run begins with its first plan."""
-    import torch
-
+    controllers = [json.loads(path.read_text()) for path in paths]
     vars(c.state).update({name: common[name] for name in COUNTERS})
     groups = []
     for own in controllers:
@@ -129,9 +129,7 @@ def stats_from(row: dict) -> StepStats:
     return StepStats(**row | fields)
 
 
-def write_part(
-    folder: Path, rank: int, state: dict[str, dict], shards: Writers, hf: Writers
-) -> Part:
+def write_part(folder: Path, rank: int, state: dict, shards: Writers, hf: Writers) -> Part:
     """Write one rank's files. Runs in the forked process. state: JSON by file; hf: empty on most ranks."""
     described = {name: write() for name, write in shards.items()}
     for name, value in state.items():
@@ -307,9 +305,7 @@ class ResumePoint(NamedTuple):
     ended_s: float = 0.0  # where its record ends on the run's own clock
 
 
-async def prepare_out(
-    config: Config, world: World, say: Callable[[str], None]
-) -> ResumePoint | None:
+async def prepare_out(config: Config, world: World, say: Say) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if any(await world.gather(was_obeyed(config))):
@@ -331,7 +327,7 @@ def was_obeyed(config: Config) -> bool:
     return any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
 
-async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
+async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None:
     """Return the newest whole checkpoint, or that of --resume (collective). UserError if none is whole."""
     resume = config.resume
     checkpoints = Path(config.out) / "checkpoints"
@@ -363,9 +359,7 @@ async def find_checkpoint(config: Config, world: World, say: Callable[[str], Non
     return None
 
 
-def make_ready(
-    config: Config, folder: Path | None, say: Callable[[str], None]
-) -> ResumePoint | None:
+def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | None:
     """Move away what an earlier run left, or cut it back to the checkpoint that this one continues from."""
     out = Path(config.out)
     step = step_of(folder) if folder else 0
@@ -385,7 +379,7 @@ def make_ready(
     return ResumePoint(folder, step, truncate_to(out, step))
 
 
-def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+def compare(config: Config, folder: Path, say: Say) -> None:
     """Raise UserError for a setting or file that would make another run of it; say what else differs."""
     common = json.loads((folder / COMMON).read_text())
     if common["step"] > config.steps:

@@ -29,15 +29,12 @@ ROW = 0.011  # inches of an answer's row
 MOST = 2.75  # inches of all rows: where there are more answers, rows are thinner
 INK = "#333333"
 GREY = "#6b7178"
-# heights of the rows of texts over the lanes; lane 0 lies at 0
-UPPER = -1.14
-MIDDLE = -0.87
-LOWER = -0.6
+UPPER = -1.14  # the highest of three rows of texts over the lanes; lane 0 lies at 0
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
     "weights": (UPPER, "right", COLORS["sync"]),  # the next step begins right behind it
-    "split": (MIDDLE, "right", INK),
-    "tail": (MIDDLE, "right", INK),
-    "wave": (LOWER, "left", GREY),
+    "split": (-0.87, "right", INK),
+    "tail": (-0.87, "right", INK),
+    "wave": (-0.6, "left", GREY),
 }
 
 
@@ -172,9 +169,8 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
-    parser.add_argument(
-        "--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last"
-    )
+    steps = dict(type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
+    parser.add_argument("--steps", **steps)
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:

@@ -7,6 +7,7 @@ metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -85,33 +86,27 @@ class MetricsWriter:
             self._board.close()
 
 
+@dataclass
 class Report:
     """The metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        out: Path,
-        progress: Progress,
-        decode: Callable[[list[int]], str],
-        found: ResumePoint | None = None,
-    ):
-        """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
-        self.config = config
-        self.world = world
-        self.out = out
-        self.progress = progress
-        self.decode = decode
+    config: Config
+    world: World
+    out: Path
+    progress: Progress
+    decode: Callable[[list[int]], str]  # the policy's tokens -> text
+    found: ResumePoint | None = None  # the checkpoint that the run continues from
+
+    def __post_init__(self) -> None:
         # waits for the other metrics of its step: one row a step
         self._evaluated: dict[str, float] = {}
         # when the step before ended, on the timeline's clock
-        self._ended = found.ended_s if found else 0.0
+        self._ended = self.found.ended_s if self.found else 0.0
         self._writer = None
-        if world.rank == 0:
-            self._writer = MetricsWriter(out, self.note, found and found.step)
-        if found:
-            progress.resume_at(found.step)
+        if self.world.rank == 0:
+            self._writer = MetricsWriter(self.out, self.note, self.found and self.found.step)
+        if self.found:
+            self.progress.resume_at(self.found.step)
 
     def accuracy(self, step: int, value: float, now: float) -> None:
         """Take the greedy accuracy on held-out prompts after `step` updates; the step's time begins now."""

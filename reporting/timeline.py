@@ -7,8 +7,7 @@ stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of 
 split), and the passes of the pipelines.
 
 Every rank appends its events to files of its own, OUT/spans/rank<r>.<first step>.jsonl: trace.json and the
-pictures come from these. Lines in the layout of an earlier version are passed over, but for spans, whose
-layout is the same.
+pictures come from these. Of an earlier version's lines only spans are read: their layout is the same.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,32 +73,27 @@ def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
     return [event for event in events if event.kind in kinds]
 
 
+@dataclass
 class Timeline:
     """The events that one controller sees: its own work, the requests that it sent, how its answers fare."""
 
-    def __init__(
-        self,
-        rank: int,
-        clock: Callable[[], float],
-        folder: Path | None = None,
-        on_open: Callable[[str, int], None] = lambda name, step: None,
-    ):
-        """clock: the event loop's; folder: of the rank's files; on_open(name, step): as a span opens."""
-        self.rank = rank
-        self.step = 0
-        self.events: list[Event] = []
-        self.problem = ""  # why the last events could not be written
-        self._clock = clock
-        self._zero = clock()
-        self._folder = folder
-        self._on_open = on_open
+    rank: int
+    clock: Callable[[], float]  # the event loop's
+    folder: Path | None = None  # of the rank's files
+    on_open: Callable[[str, int], None] = lambda name, step: None  # told of each span that opens
+    step: int = 0
+    events: list[Event] = field(default_factory=list)
+    problem: str = ""  # why the last events could not be written
+
+    def __post_init__(self) -> None:
+        self._zero = self.clock()
 
     def start(self, ran_s: float = 0.0) -> None:
         """Set the clock to 0, or to where a resumed run's stood. All ranks call it right after a barrier."""
-        self._zero = self._clock() - ran_s
+        self._zero = self.clock() - ran_s
 
     def now(self) -> float:
-        return self._clock() - self._zero
+        return self.clock() - self._zero
 
     def _add(self, kind: str, name: str, rank: int, start: float, end: float, **args: Any) -> None:
         """Add an event; times of the event loop's clock, as in all methods below."""
@@ -107,12 +102,12 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        start = self._clock()
-        self._on_open(name, self.step)
+        start = self.clock()
+        self.on_open(name, self.step)
         try:
             yield
         finally:
-            self._add("span", name, self.rank, start, self._clock())
+            self._add("span", name, self.rank, start, self.clock())
 
     def request(self, role: str, rank: int, start: float, end: float) -> None:
         """Add one request to the engine of `role` on `rank`."""
@@ -126,7 +121,7 @@ class Timeline:
 
     def mark(self, kind: str, text: str) -> None:
         """Add what happens on every rank, now. kind: one of MARKS."""
-        now = self._clock()
+        now = self.clock()
         self._add(kind, text, self.rank, now, now)
 
     def ran(self, phases: Iterable[Phase]) -> None:
@@ -142,10 +137,10 @@ class Timeline:
         events = self.events
         self.events = []
         self.problem = ""
-        if self._folder and events:
+        if self.folder and events:
             first = self.step // STEPS_PER_FILE * STEPS_PER_FILE
             try:
-                atomic_files.append(self._folder / f"rank{self.rank}.{first}.jsonl", events)
+                atomic_files.append(self.folder / f"rank{self.rank}.{first}.jsonl", events)
             except OSError as error:  # a full disk: pictures will lack them
                 self.problem = str(error)
         return events

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
 # gloo's words where a rank hangs or is gone
 BROKEN = ("imed out", "closed by peer", "reset by peer")
-
-
-class Note(NamedTuple):
-    """The last thing that a rank said of itself."""
-
-    rank: int
-    arrivals: int  # the collectives that it has come to
-    pid: int
-    phase: str
 
 
 class Notes:
@@ -46,8 +37,7 @@ class Notes:
 
         self.rank = rank
         self.size = size
-        # set by two threads, so they stay two fields
-        self.arrivals = 0
+        self.arrivals = 0  # the collectives that this rank has come to
         self.phase = "starting"
         self._folder = folder
         self._store = dist.distributed_c10d._get_default_store()
@@ -58,35 +48,38 @@ class Notes:
         self.write()
 
     def write(self) -> None:
-        text = f"{self.arrivals} {os.getpid()} {self.phase}"
+        name = f"note of rank {self.rank}"
+        note = f"{self.arrivals} {os.getpid()} {self.phase}"
         with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
             if self._folder:
-                (self._folder / f"rank{self.rank}").write_text(text)
+                (self._folder / name).write_text(note)
             else:
-                self._store.set(f"note of rank {self.rank}", text)
+                self._store.set(name, note)
 
-    def _read(self, rank: int) -> Note:
-        """Return a rank's last note. OSError or RuntimeError if the folder or the store is gone."""
-        text = ""
-        name = f"rank{rank}"
-        key = f"note of rank {rank}"
+    def _read(self, rank: int) -> str:
+        """Return a rank's note; OSError or RuntimeError if the folder or the store is gone."""
+        name = f"note of rank {rank}"
+        note = b""
         if self._folder and name in os.listdir(self._folder):
-            text = (self._folder / name).read_text()
-        elif not self._folder and self._store.check([key]):
-            text = self._store.get(key).decode()
-        arrivals, pid, phase = (text or "0 0 starting").split(" ", 2)
-        return Note(rank, int(arrivals), int(pid), phase)
+            note = (self._folder / name).read_bytes()
+        elif not self._folder and self._store.check([name]):
+            note = self._store.get(name)
+        return note.decode() or "0 0 starting"
 
     def late(self) -> list[str]:
         """Name those who have come to fewer collectives: the dead of this machine alone, if any are."""
-        try:
-            notes = [self._read(rank) for rank in range(self.size) if rank != self.rank]
-        except (OSError, RuntimeError):
-            return ["the ranks' notes are gone, so who didn't come is unknown"]
-        late = [note for note in notes if note.arrivals < self.arrivals]
-        dead = [note for note in late if self._folder and not is_alive(note.pid)]
-        sentence = "rank {} didn't come, last seen in phase: {}"
-        return [sentence.format(note.rank, note.phase) for note in dead or late]
+        late = []
+        dead = []
+        for rank in [rank for rank in range(self.size) if rank != self.rank]:
+            try:
+                arrivals, pid, phase = self._read(rank).split(" ", 2)
+            except (OSError, RuntimeError):
+                return ["the ranks' notes are gone, so who didn't come is unknown"]
+            if int(arrivals) < self.arrivals:
+                late.append(f"rank {rank} didn't come, last seen in phase: {phase}")
+                if self._folder and not is_alive(int(pid)):
+                    dead.append(late[-1])
+        return dead or late
 
 
 class World:
@@ -166,21 +159,19 @@ class World:
         leaving = {rank: value for rank, value in outgoing.items() if rank != self.rank}
         # by identity: what goes to several ranks is pickled once
         pickled = {id(value): bytearray(pickle.dumps(value)) for value in leaving.values()}
-        payloads = {rank: pickled[id(value)] for rank, value in leaving.items()}
+        parcels = {rank: pickled[id(value)] for rank, value in leaving.items()}
         others = set(senders) - {self.rank}
-        received = await self.run(self._meet, self._send_and_receive, payloads, others)
+        received = await self.run(self._meet, self._send_and_receive, parcels, others)
         return received | {rank: value for rank, value in outgoing.items() if rank == self.rank}
 
-    def _send_and_receive(
-        self, payloads: dict[int, bytearray], senders: set[int]
-    ) -> dict[int, Any]:
+    def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
         """Exchange the sizes, then the bytes."""
         torch = self._torch
         sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
-        self._transfer({rank: torch.tensor([len(data)]) for rank, data in payloads.items()}, sizes)
+        self._transfer({rank: torch.tensor([len(data)]) for rank, data in parcels.items()}, sizes)
         byte = torch.uint8
         buffers = {sender: torch.empty(int(size), dtype=byte) for sender, size in sizes.items()}
-        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in payloads.items()}
+        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in parcels.items()}
         self._transfer(outgoing, buffers)
         return {rank: pickle.loads(buffer.numpy().tobytes()) for rank, buffer in buffers.items()}
 
