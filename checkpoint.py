@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -52,13 +52,19 @@ SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 Say = Callable[[str], None]
-Writers = dict[str, Callable[..., Any]]  # by the folder that each writes
+
+
+class Shards(NamedTuple):
+    """The plan of a trainer's save, as its `snapshot` returns it."""
+
+    write: Callable[[], list]  # this rank's shards; returns what describes them
+    complete: Callable[[list[list]], None]  # for rank 0, with every rank's descriptions
 
 
 class Part(NamedTuple):
     """The files of a checkpoint that one rank has written."""
 
-    shards: dict[str, list]  # their descriptions, by folder
+    described: dict[str, list]  # descriptions of its shards, by folder
     checksums: dict[str, str]  # SHA-256 by file
 
 
@@ -129,9 +135,9 @@ def stats_from(row: dict) -> StepStats:
     return StepStats(**row | fields)
 
 
-def write_part(folder: Path, rank: int, state: dict, shards: Writers, hf: Writers) -> Part:
-    """Write one rank's files. Runs in the forked process. state: JSON by file; hf: empty on most ranks."""
-    described = {name: write() for name, write in shards.items()}
+def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
+    """Write one rank's files in the forked process: JSON by file, Shards and what writes hf/ by folder."""
+    described = {name: each.write() for name, each in shards.items()}
     for name, value in state.items():
         (folder / name).write_text(json.dumps(value))
     for name, write in hf.items():
@@ -158,7 +164,7 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    complete_shards: Writers
+    shards: dict[str, Shards]  # by folder
 
 
 @dataclass
@@ -217,20 +223,18 @@ class Checkpoints:
         step = c.state.step
         common, own = state_of(c)
         trainers = trainers_of(c)
-        name = await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
-        folder = self.out / "checkpoints" / name
+        folder_name = await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
+        folder = self.out / "checkpoints" / folder_name
         try:
             await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
         shards = {}
-        complete_shards = {}
         hf = {}
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.placement.give_device_to(trainer)
-            planned = await self.world.run(trainer.snapshot, folder / name)
-            shards[name], complete_shards[name] = planned
+            shards[name] = Shards(*await self.world.run(trainer.snapshot, folder / name))
             if self.is_due(step, self.config.save_hf_every):
                 weights = await self.world.run(trainer.whole_weights)
                 if weights:
@@ -242,7 +246,7 @@ class Checkpoints:
         work = partial(write_part, folder, self.world.rank, state, shards, hf)
         # its thread lives as long as the run
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, complete_shards)
+        self.saving = Saving(step, folder, writer, shards)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
@@ -282,8 +286,8 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
     checksums = {}
     for part in parts:
         checksums |= part.checksums
-    for trainer, complete_shards in saving.complete_shards.items():
-        complete_shards([part.shards[trainer] for part in parts])
+    for trainer, shards in saving.shards.items():
+        shards.complete([part.described[trainer] for part in parts])
         checksums |= sync_and_hash(folder, [f"{trainer}/.metadata", f"{trainer}/metadata.json"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
