@@ -34,6 +34,8 @@ PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")
 # no costs, judges, keys, training
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac", "train/bubble_frac")
 
+Metrics = dict[str, float | str]  # by name; texts such as a split's
+
 
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard's curves under `out`. Only metrics.jsonl has texts.
@@ -53,7 +55,7 @@ class MetricsWriter:
         # None after an error: its thread is gone then
         self._board = self._open_board(purge_step=purge_step)
 
-    def write(self, step: int, metrics: dict[str, float | str], problem: str = "") -> None:
+    def write(self, step: int, metrics: Metrics, problem: str = "") -> None:
         """Write row k: what k updates came to, and the update that followed. problem: of other records."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
@@ -63,7 +65,7 @@ class MetricsWriter:
         try:
             while self._waiting:
                 atomic_files.append(self._path, self._waiting[:1])
-                self._show_row(**self._waiting.pop(0))
+                self._show(**self._waiting.pop(0))
         except OSError as error:
             self._board = None
             problem = str(error)
@@ -74,7 +76,8 @@ class MetricsWriter:
             self._say("records are written again, and all rows of metrics.jsonl are there")
         self._problem = problem
 
-    def _show_row(self, step: int, **metrics: float | str) -> None:
+    def _show(self, step: int, **metrics: float | str) -> None:
+        """Add the numbers of a row to TensorBoard's curves."""
         self._board = self._board or self._open_board()
         for name, value in metrics.items():
             if not isinstance(value, str):
@@ -115,12 +118,7 @@ class Report:
         self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
     async def step(
-        self,
-        c: Controller,
-        step: int,
-        batch: RolloutBatch,
-        samples: list[Sample],
-        stats: dict[str, float | str],
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
     ) -> None:
         """Write a step's metrics (collective). samples: what this rank trained on; stats: further metrics."""
         facts = local_facts(c, batch, samples, c.timeline.drain())

@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,28 +20,26 @@ from config import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import Store
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
 # gloo's words where a rank hangs or is gone
 BROKEN = ("imed out", "closed by peer", "reset by peer")
 
 
+@dataclass
 class Notes:
     """The ranks' notes of what they do, so that an error can name the rank that didn't come.
 
-    folder: one that all ranks share; None: the process group's store. torch's monitored_barrier wouldn't do:
-    it names the late to rank 0 alone, and nobody where a rank has died.
+    torch's monitored_barrier names it to rank 0 alone, and to nobody where a rank has died.
     """
 
-    def __init__(self, rank: int, size: int, folder: Path | None):
-        import torch.distributed as dist
-
-        self.rank = rank
-        self.size = size
-        self.arrivals = 0  # the collectives that this rank has come to
-        self.phase = "starting"
-        self._folder = folder
-        self._store = dist.distributed_c10d._get_default_store()
+    rank: int
+    size: int
+    store: Store  # of the process group
+    folder: Path | None  # one that all ranks share: used in place of the store
+    arrivals: int = 0  # the collectives that this rank has come to
+    phase: str = "starting"
 
     def arrive(self) -> None:
         """Note that this rank has come to one more collective."""
@@ -51,19 +50,19 @@ class Notes:
         name = f"note of rank {self.rank}"
         note = f"{self.arrivals} {os.getpid()} {self.phase}"
         with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
-            if self._folder:
-                (self._folder / name).write_text(note)
+            if self.folder:
+                (self.folder / name).write_text(note)
             else:
-                self._store.set(name, note)
+                self.store.set(name, note)
 
     def _read(self, rank: int) -> str:
         """Return a rank's note; OSError or RuntimeError if the folder or the store is gone."""
         name = f"note of rank {rank}"
         note = b""
-        if self._folder and name in os.listdir(self._folder):
-            note = (self._folder / name).read_bytes()
-        elif not self._folder and self._store.check([name]):
-            note = self._store.get(name)
+        if self.folder and name in os.listdir(self.folder):
+            note = (self.folder / name).read_bytes()
+        elif not self.folder and self.store.check([name]):
+            note = self.store.get(name)
         return note.decode() or "0 0 starting"
 
     def late(self) -> list[str]:
@@ -77,7 +76,7 @@ class Notes:
                 return ["the ranks' notes are gone, so who didn't come is unknown"]
             if int(arrivals) < self.arrivals:
                 late.append(f"rank {rank} didn't come, last seen in phase: {phase}")
-                if self._folder and not is_alive(int(pid)):
+                if self.folder and not is_alive(int(pid)):
                     dead.append(late[-1])
         return dead or late
 
@@ -99,7 +98,8 @@ class World:
         self.device = device
         self._timeout_s = timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._notes = Notes(self.rank, self.size, notes)
+        store = dist.distributed_c10d._get_default_store()
+        self._notes = Notes(self.rank, self.size, store, notes)
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
 

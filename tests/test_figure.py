@@ -67,8 +67,7 @@ def test_a_figure_of_nothing_is_a_picture(tmp_path):
 def test_steps_of_a_run(first, last, steps):
     """Of 12 steps; the evaluation after the last belongs to none; what has no colour isn't drawn."""
     events = [tl.Event("span", "train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    events.append(tl.Event("span", "rollout", 1, 120.0, 121.0, 12))
-    events.append(tl.Event("span", "evaluate", 0, 0.0, 9.0, 3))
+    events += spans_of([(120.0, 1.0)], "rollout", 1, 12) + spans_of([(0.0, 9.0)], "evaluate", 0, 3)
     for i in range(13):
         events.append(tl.Event("sample", "decoding", 0, 10.0 * i, 10.0 * i + 4, i))
         events.append(tl.Event("wave", "wave 1", 0, 10.0 * i, 10.0 * i, i))

@@ -113,9 +113,8 @@ def rows_of(events, folder, phases):
 MIXED = [
     *spans_of([(0, 2), (1, 2)], "rollout", 0),
     *spans_of([(0.5, 1), (3, 0.5)], "genrm", 1),
-    *[event for name in ("train", "switch", "sync") for event in spans_of([(4, 1)], name, 0)],
-    *[event for name in ("train", "switch", "sync") for event in spans_of([(4, 1)], name, 1)],
-    *[event for rank in (0, 1) for event in spans_of([(9.0, 0.5)], "train", rank, 1)],
+    *[tl.Event("span", n, r, 4.0, 5.0, 0) for n in ("train", "switch", "sync") for r in (0, 1)],
+    *[tl.Event("span", "train", rank, 9.0, 9.5, 1) for rank in (0, 1)],
 ]
 
 
