@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, complete or invisible; saved while engines serve, and gone on from.
+"""Checkpoints: the whole state of a run, complete or invisible; saved while engines serve; resumed from.
 
     OUT/checkpoints/step_<n>/                 n steps done
         SHA256SUMS                            of every other file
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -51,103 +51,110 @@ SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "
 SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
-Writers = dict[str, Callable[..., Any]]  # by the folder that each writes
-Part = tuple[dict[str, list], dict[str, str]]  # descriptions of shards by folder; SHA-256 by file
+Say = Callable[[str], None]
+
+
+class Shards(NamedTuple):
+    """The plan of a trainer's save, as its `snapshot` returns it."""
+
+    write: Callable[[], list]  # this rank's shards; returns what describes them
+    complete: Callable[[list[list]], None]  # for rank 0, with every rank's descriptions
+
+
+class Part(NamedTuple):
+    """The files of a checkpoint that one rank has written."""
+
+    described: dict[str, list]  # descriptions of its shards, by folder
+    checksums: dict[str, str]  # SHA-256 by file
 
 
 def state_of(c: Controller) -> tuple[dict, dict]:
-    """What is the same on every controller between two steps, and this one's own. JSON, floats exactly."""
+    """Return what is the same on every controller between two steps, and this one's own: exact JSON."""
     import torch
 
-    common = {"ranks": c.world.size, "config": dict(vars(c.config)), "files": c.checkpoints.files}
-    common |= {"prompts": c.prompts.state()} | {name: vars(c.state)[name] for name in COUNTERS}
-    common |= {
+    common = {
+        "ranks": c.world.size,
+        "config": dict(vars(c.config)),
+        "files": c.checkpoints.files,
+        "prompts": c.prompts.state(),
         "split": c.placement.plan.split,
         "history": [asdict(stats) for stats in c.state.history],
     }
-    own = {
-        "groups": [[dict(vars(sample)) for sample in group] for group in c.prompts.groups.values()]
-    }
-    return common, own | {"rewards": c.rewards.state(), "random": torch.get_rng_state().tolist()}
+    common |= {name: vars(c.state)[name] for name in COUNTERS}
+    own = {"groups": [], "rewards": c.rewards.state(), "random": torch.get_rng_state().tolist()}
+    for group in c.prompts.groups.values():
+        own["groups"].append([dict(vars(sample)) for sample in group])
+    return common, own
 
 
 def trainers_of(c: Controller) -> dict[str, Trainer]:
-    """The models that are trained, by their folder in a checkpoint."""
-    return {"megatron": c.placement.actor} | {
-        f"critic_{each.name}": each for each in c.placement.critics
-    }
+    """Return the models that are trained, by their folder in a checkpoint."""
+    critics = {f"critic_{critic.name}": critic for critic in c.placement.critics}
+    return {"megatron": c.placement.actor} | critics
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective)."""
+    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective).
+
+    On another number of ranks the run begins with its first plan.
+    """
+    import torch
+
     for name, trainer in trainers_of(c).items():
         await c.placement.give_device_to(trainer)
         await c.world.run(trainer.restore, folder / name)
     common = json.loads((folder / COMMON).read_text())
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
-    restore_controller(c, common, [json.loads(path.read_text()) for path in paths])
-
-
-def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> None:
-    """Take what `state_of` returned on all. On another number of ranks the run begins with its first plan."""
-    import torch
-
-    actor, rank = c.placement.actor, c.world.rank
+    controllers = [json.loads(path.read_text()) for path in paths]
     vars(c.state).update({name: common[name] for name in COUNTERS})
-    rows = [group for own in controllers for group in own["groups"]]
-    groups = [[Sample(**row | {"media": ()}) for row in group] for group in rows]
-    c.prompts.load_state(
-        common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1
-    )
-    # to be summed
-    c.rewards.load_state([own["rewards"] for own in controllers] if rank == 0 else [])
-    split, history = Split(*common["split"]), [stats_from(row) for row in common["history"]]
+    groups = []
+    for own in controllers:
+        for rows in own["groups"]:
+            groups.append([Sample(**row | {"media": ()}) for row in rows])
+    actor = c.placement.actor
+    holder = actor.dp_rank if actor.is_head else -1
+    c.prompts.load_state(common["prompts"], groups, actor.dp_size, holder)
+    # they are summed over the ranks, so rank 0 alone takes them
+    c.rewards.load_state([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
+    split = Split(*common["split"])
+    history = [stats_from(row) for row in common["history"]]
+    splits = {split, *(stats.split for stats in history)}
     plans = {plan.split: plan for plan in c.placement.plans}
-    if (
-        common["ranks"] == c.world.size
-        and {split, *(stats.split for stats in history)} <= plans.keys()
-    ):
-        c.placement.plan, c.state.history = plans[split], history
-    if rank < len(controllers):
-        torch.set_rng_state(torch.tensor(controllers[rank]["random"], dtype=torch.uint8))
+    if common["ranks"] == c.world.size and splits <= plans.keys():
+        c.placement.plan = plans[split]
+        c.state.history = history
+    if c.world.rank < len(controllers):
+        random = controllers[c.world.rank]["random"]
+        torch.set_rng_state(torch.tensor(random, dtype=torch.uint8))
 
 
 def stats_from(row: dict) -> StepStats:
-    """The inverse of asdict."""
-    roles = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
-    return StepStats(
-        **row | roles | {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
-    )
+    """Return the inverse of asdict."""
+    fields = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
+    fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
+    return StepStats(**row | fields)
 
 
-def write_part(
-    folder: Path, rank: int, state: tuple[dict, dict], shards: Writers, hf: Writers
-) -> Part:
-    """Write one rank's files. Runs in the forked process. hf: empty on most ranks."""
-    common = {COMMON: state[0]} if rank == 0 else {}
-    own = {f"controllers/rank_{rank}.json": state[1]}
-    mine = [*common, *own, *(f"{name}/__{rank}_*" for name in shards)]
-    mine += [f"{name}/*" for name in hf]
-    mine += [f"{name}/common.pt" for name in shards if rank == 0]
-    try:
-        described = {name: write() for name, write in shards.items()}
-        for name, value in (common | own).items():
-            (folder / name).write_text(json.dumps(value))
-        for name, write in hf.items():
-            write(folder / name)
-        return described, sync_and_hash(folder, mine)
-    except OSError:  # a disk that is full: the run needs what is left of it
-        for path in [path for name in mine for path in folder.glob(name)]:
-            path.unlink()
-        raise
+def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
+    """Write one rank's files in the forked process: JSON by file, Shards and what writes hf/ by folder."""
+    described = {name: each.write() for name, each in shards.items()}
+    for name, value in state.items():
+        (folder / name).write_text(json.dumps(value))
+    for name, write in hf.items():
+        write(folder / name)
+    patterns = [*state, *(f"{name}/__{rank}_*" for name in shards), *(f"{name}/*" for name in hf)]
+    if rank == 0:
+        patterns += [f"{name}/common.pt" for name in shards]
+    return Part(described, sync_and_hash(folder, patterns))
 
 
 def sync_and_hash(folder: Path, patterns: list[str]) -> dict[str, str]:
-    """Put files of a checkpoint on the disk; returns their SHA-256 by name."""
-    files = [path for pattern in patterns for path in folder.glob(pattern)]
-    for path in files:
+    """Put files of a checkpoint on the disk; return their SHA-256 by name."""
+    checksums = {}
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
         sync(path)
-    return {str(path.relative_to(folder)): atomic_files.sha256(path) for path in files}
+        checksums[str(path.relative_to(folder))] = atomic_files.sha256(path)
+    return checksums
 
 
 @dataclass
@@ -157,7 +164,7 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    complete_shards: Writers
+    shards: dict[str, Shards]  # by folder
 
 
 @dataclass
@@ -176,7 +183,7 @@ class Checkpoints:
         self.files = {} if self.world.rank else sums_of_files(self.config)
 
     def is_due(self, step: int, *every: int) -> bool:
-        """Whether `step` is one of those every so many (0: never), or the last."""
+        """Tell if `step` is one of those every so many (0: never), or the last."""
         return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
@@ -212,54 +219,59 @@ class Checkpoints:
                 waited_s += POLL_S
 
     async def _begin(self, c: Controller) -> None:
-        step, rank, state, trainers = c.state.step, self.world.rank, state_of(c), trainers_of(c)
+        """Take a snapshot, which a process of its own begins to write."""
+        step = c.state.step
+        common, own = state_of(c)
+        trainers = trainers_of(c)
         folder_name = await self.world.broadcast(f"step_{step}{PARTIAL}{os.getpid()}")
         folder = self.out / "checkpoints" / folder_name
         try:
             await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
-        shards, complete_shards, hf = {}, {}, {}
+        shards = {}
+        hf = {}
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.placement.give_device_to(trainer)
-            shards[name], complete_shards[name] = await self.world.run(
-                trainer.snapshot, folder / name
-            )
+            shards[name] = Shards(*await self.world.run(trainer.snapshot, folder / name))
             if self.is_due(step, self.config.save_hf_every):
                 weights = await self.world.run(trainer.whole_weights)
-                as_hf = "hf" if name == "megatron" else f"hf_{name}"
-                hf |= {as_hf: partial(trainer.write_hf, weights)} if weights else {}
-        work = partial(write_part, folder, rank, state, shards, hf)
+                if weights:
+                    as_hf = "hf" if name == "megatron" else f"hf_{name}"
+                    hf[as_hf] = partial(trainer.write_hf, weights)
+        state = {f"controllers/rank_{self.world.rank}.json": own}
+        if self.world.rank == 0:
+            state[COMMON] = common
+        work = partial(write_part, folder, self.world.rank, state, shards, hf)
         # its thread lives as long as the run
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, complete_shards)
+        self.saving = Saving(step, folder, writer, shards)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
-        saving, self.saving = self.saving, None
+        saving = self.saving
+        self.saving = None
         parts = await self.world.gather_on_0(None if error else saving.writer.result()[0])
         saving.writer.close()
         await self.world.barrier()  # nobody writes any more
+        if not error:
+            try:
+                await on_rank_0(self.world, complete, saving, parts, self.config.keep)
+            except OSError as caught:
+                error = str(caught)
         if error:
             return self._give_up(c, saving.step, saving.folder, error)
-        try:
-            await on_rank_0(self.world, complete, saving, parts, self.config.keep)
-        except OSError as caught:
-            return self._give_up(c, saving.step, saving.folder, str(caught))
         self.newest = saving.step
 
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         if self.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        left = (
-            "there is none yet"
-            if self.newest is None
-            else f"that of step {self.newest} stays the newest"
-        )
-        c.report.note(
-            f"CHECKPOINT FAILED: step {step} could not be saved: {error}; {left}, training goes on"
-        )
+        left = f"that of step {self.newest} stays the newest"
+        if self.newest is None:
+            left = "there is none yet"
+        why = f"step {step} could not be saved: {error}"
+        c.report.note(f"CHECKPOINT FAILED: {why}; {left}, training goes on")
 
 
 def make_folders(folder: Path, *names: str) -> None:
@@ -268,11 +280,14 @@ def make_folders(folder: Path, *names: str) -> None:
 
 
 def complete(saving: Saving, parts: list[Part], keep: int) -> None:
-    """Every rank's files are on the disk. In this order, because rank 0 may die between any two lines."""
-    folder, checkpoints = saving.folder, saving.folder.parent
-    checksums = {name: checksum for _, files in parts for name, checksum in files.items()}
-    for trainer, complete_shards in saving.complete_shards.items():
-        complete_shards([described[trainer] for described, _ in parts])
+    """Name the folder, whose files are on the disk. In this order: rank 0 may die between any two lines."""
+    folder = saving.folder
+    checkpoints = folder.parent
+    checksums = {}
+    for part in parts:
+        checksums |= part.checksums
+    for trainer, shards in saving.shards.items():
+        shards.complete([part.described[trainer] for part in parts])
         checksums |= sync_and_hash(folder, [f"{trainer}/.metadata", f"{trainer}/metadata.json"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
@@ -287,16 +302,14 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
 
 
 class ResumePoint(NamedTuple):
-    """A whole checkpoint that the run goes on from, and where on the run's own clock (s) its record ends."""
+    """A whole checkpoint that the run continues from."""
 
     folder: Path
     step: int
-    ended_s: float = 0.0
+    ended_s: float = 0.0  # where its record ends on the run's own clock
 
 
-async def prepare_out(
-    config: Config, world: World, say: Callable[[str], None]
-) -> ResumePoint | None:
+async def prepare_out(config: Config, world: World, say: Say) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if any(await world.gather(was_obeyed(config))):
@@ -309,48 +322,53 @@ async def prepare_out(
 
 
 def was_obeyed(config: Config) -> bool:
-    """Whether --resume was: torchrun has started this rank again, and a checkpoint since it began."""
+    """Tell if --resume was: torchrun has started this rank again, and a checkpoint is newer than torchrun."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # without torchrun the parent may be outside the container, where psutil can't look
         return False
-    folder, began = Path(config.out, "checkpoints"), psutil.Process(os.getppid()).create_time()
+    folder = Path(config.out, "checkpoints")
+    began = psutil.Process(os.getppid()).create_time()
     return any((folder / f"step_{n}").stat().st_mtime > began for n in steps_in(folder))
 
 
-async def find_checkpoint(config: Config, world: World, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint, or that of --resume (collective: each reads a share). UserError: none."""
-    resume, checkpoints = config.resume, Path(config.out) / "checkpoints"
-    steps = await world.broadcast(steps_in(checkpoints)) if resume == "auto" else []
-    named = [Path(resume)] if resume not in ("auto", "never") else []
-    if named and step_of(named[0]) is None:
-        choice = "which is called step_<n>; or say auto or never"
-        raise UserError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
-    for folder in named or [checkpoints / f"step_{step}" for step in steps]:
-        found = await world.gather(
-            await world.run(atomic_files.verify, folder, world.rank, world.size)
-        )
-        if not (damage := next(filter(None, found), "")):
+async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None:
+    """Return the newest whole checkpoint, or that of --resume (collective). UserError if none is whole."""
+    resume = config.resume
+    checkpoints = Path(config.out) / "checkpoints"
+    folders = []
+    if resume == "auto":
+        steps = await world.broadcast(steps_in(checkpoints))
+        folders = [checkpoints / f"step_{step}" for step in steps]
+    elif resume != "never":
+        folders = [Path(resume)]
+        if step_of(folders[0]) is None:
+            choice = "which is called step_<n>; or say auto or never"
+            raise UserError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
+    for folder in folders:
+        found = await world.run(atomic_files.verify, folder, world.rank, world.size)
+        damage = next(filter(None, await world.gather(found)), "")  # each has read a share
+        if not damage:
             return folder
-        if named:
-            raise UserError(f"--resume {folder}: the checkpoint is damaged: {damage}")
+        if resume != "auto":
+            raise UserError(f"--resume {resume}: the checkpoint is damaged: {damage}")
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}; the one before is used")
-    if steps:
+    if folders:
         choice = (
             "--resume never moves them aside and starts anew, --resume DIR takes one of your choice"
         )
-        raise UserError(f"{checkpoints}/: none of its {len(steps)} checkpoints is whole; {choice}")
+        raise UserError(
+            f"{checkpoints}/: none of its {len(folders)} checkpoints is whole; {choice}"
+        )
     return None
 
 
-def make_ready(
-    config: Config, folder: Path | None, say: Callable[[str], None]
-) -> ResumePoint | None:
-    """Move away what an earlier run left, or cut it back to the checkpoint that this one goes on from."""
-    out, step = Path(config.out), step_of(folder) if folder else 0
-    last = max(
-        (row["step"] for row in atomic_files.complete_rows(out / "metrics.jsonl")), default=-1
-    )
+def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | None:
+    """Move away what an earlier run left, or cut it back to the checkpoint that this one continues from."""
+    out = Path(config.out)
+    step = step_of(folder) if folder else 0
+    rows = atomic_files.complete_rows(out / "metrics.jsonl")
+    last = max((row["step"] for row in rows), default=-1)
     if config.resume == "auto" and (step > config.steps or step == config.steps <= last):
         folder = None  # the run did its steps: it left a last row then, after its last checkpoint
     if folder:
@@ -365,42 +383,50 @@ def make_ready(
     return ResumePoint(folder, step, truncate_to(out, step))
 
 
-def compare(config: Config, folder: Path, say: Callable[[str], None]) -> None:
-    """Raises UserError for a setting or file that would make another run of it; says what else differs."""
-    common, now = json.loads((folder / COMMON).read_text()), json.loads(json.dumps(vars(config)))
+def compare(config: Config, folder: Path, say: Say) -> None:
+    """Raise UserError for a setting or file that would make another run of it; say what else differs."""
+    common = json.loads((folder / COMMON).read_text())
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
+    now = json.loads(json.dumps(vars(config)))
     # before there was --lr-decay-to, all rates fell to a tenth
-    before, changed = now | {"lr_decay_to": 0.1} | common["config"], []
-    for name in [name for name in now if name not in FREE and now[name] != before[name]]:
-        new, old = (as_text(settings[name]) or '""' for settings in (now, before))
+    before = now | {"lr_decay_to": 0.1} | common["config"]
+    changed = []
+    for name in now:
+        if name in FREE or now[name] == before[name]:
+            continue
+        new = as_text(now[name]) or '""'
+        old = as_text(before[name]) or '""'
         if name in SAME and (name != "algorithm" or now[name][0] != before[name][0]):
             made = f"the checkpoint {folder} was made with {old}"
             raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
         changed.append(f"--{dashed(name)} {new} (was {old})")
     for path, checksum in sums_of_files(config).items():
         if common.get("files", {}).get(path, checksum) != checksum:  # an older checkpoint has none
-            raise UserError(
-                f"{path} has changed since {folder} was made; --resume never starts anew"
-            )
+            why = f"{path} has changed since {folder} was made"
+            raise UserError(f"{why}; --resume never starts anew")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
 
 
 def sums_of_files(config: Config) -> dict[str, str]:
-    """SHA-256 by path of --data and of the files with rules, which may be spelled FILE.py:name."""
-    specs = (config.data, *config.rule, *config.cost_rule)
-    paths = [spec if Path(spec).is_file() else spec.rpartition(":")[0] for spec in specs]
-    return {path: atomic_files.sha256(Path(path)) for path in paths if Path(path).is_file()}
+    """Return SHA-256 by path of --data and of files with rules, which may be spelled FILE.py:name."""
+    checksums = {}
+    for spec in (config.data, *config.rule, *config.cost_rule):
+        path = spec if Path(spec).is_file() else spec.rpartition(":")[0]
+        if Path(path).is_file():
+            checksums[path] = atomic_files.sha256(Path(path))
+    return checksums
 
 
 def truncate_to(out: Path, step: int) -> float:
     """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
+    checkpoints = out / "checkpoints"
     for name in ("metrics.jsonl", "samples.jsonl"):
         atomic_files.keep_rows(out / name, lambda row: row["step"] < step)
-    for folder in (out / "checkpoints").glob(f"step_*{PARTIAL}*"):
+    for folder in checkpoints.glob(f"step_*{PARTIAL}*"):
         shutil.rmtree(folder)
-    for later in [later for later in steps_in(out / "checkpoints") if later > step]:
-        target = next_free(out / "checkpoints" / f"archived_{later}")
-        (out / "checkpoints" / f"step_{later}").rename(target)
+    for later in steps_in(checkpoints):
+        if later > step:
+            (checkpoints / f"step_{later}").rename(next_free(checkpoints / f"archived_{later}"))
     return timeline.truncate(out / "spans", step)

@@ -157,7 +157,7 @@ class Counted(Simulation):
         )
         self.held[unit] = self.drawn[unit] + sum(sample.key not in mine for sample in samples)
         self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
-        served = (span.rank for span in c.timeline.spans if span.name in self.engines)
+        served = (span.rank for span in c.timeline.events if span.name in self.engines)
         self.requests.update(served)
         await super().step(c, step, batch, samples, stats)
 

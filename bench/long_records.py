@@ -28,10 +28,12 @@ def write_run(out: Path, steps: int, answers: int) -> None:
     """What one rank leaves, its times made up: seven records an answer, as in the demo."""
     rows = [["span", "train", 0, STEP + 0.91, STEP + 0.99, STEP]]
     for index in range(answers):
-        rows += [["span", role, 0, STEP, STEP + 0.9, STEP] for role in ("rollout", "genrm")]
+        for role in ("rollout", "genrm"):
+            rows.append(tl.Event("span", role, 0, STEP, STEP + 0.9, STEP))
         for state, part in STATES:
             begin, end = STEP + 0.05 * index / answers, STEP + 0.1 * index / answers + 0.8 * part
-            rows.append(["sample", state, STEP, index, 0, begin, end, STEP])
+            answer = {"answer": f"{STEP}.{index}"}
+            rows.append(tl.Event("sample", state, 0, begin, end, STEP, answer))
     metrics = {"step": STEP} | {f"group/metric_{number}": 0.123456 for number in range(70)}
     files = {"spans": rows, "metrics": [metrics]}
     files["samples"] = 2 * [{"step": STEP, "response": 2000 * "x"}]

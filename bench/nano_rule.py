@@ -40,7 +40,7 @@ class MeasuredReport:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
-        spans = list(c.timeline.spans)
+        spans = list(c.timeline.events)
         await self._report.step(c, step, batch, samples, stats)
         now = self._meter.mark()
         self._meter.rows[-1] |= {

@@ -128,26 +128,24 @@ def print_instances(path: str) -> None:
     )
 
 
-def draw_passes(records: timeline.Records, step: int, path: Path) -> None:
+def draw_passes(events: list[timeline.Event], step: int, path: Path) -> None:
     """A step's passes by rank: forward pale, backward full, the micro-batch's number. UserError if none."""
-    passes = [done for done in records.passes if done.step == step]
+    passes = [done for done in timeline.of_kind(events, "pass") if done.step == step]
     if not passes:
         raise UserError(f"no pass of a pipeline was recorded in step {step}")
     ranks, begin = sorted({done.rank for done in passes}), min(done.start for done in passes)
     with picture(path, 1, 13) as (axes,):
         for done in passes:
             row, left, width = ranks.index(done.rank), done.start - begin, done.end - done.start
-            style = dict(
-                color=PASSES[done.model], edgecolor="white", alpha=1.0 if done.backward else 0.5
-            )
+            alpha = 1.0 if done.args["backward"] else 0.5
+            style = dict(color=PASSES[done.name], edgecolor="white", alpha=alpha)
             axes.barh(row, width, left=left, height=0.8, **style)
-            axes.text(
-                left + width / 2, row, f"{done.micro_batch}", fontsize=7, ha="center", va="center"
-            )
+            number = str(done.args["micro_batch"])
+            axes.text(left + width / 2, row, number, fontsize=7, ha="center", va="center")
         axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
         axes.invert_yaxis()
         axes.set_xlabel(f"seconds since the first pass of step {step}; forward pale, backward full")
-        for model in sorted({done.model for done in passes}):
+        for model in sorted({done.name for done in passes}):
             axes.barh(0, 0, color=PASSES[model], label=model)
         axes.legend(loc="lower right", fontsize=8)
 

@@ -1,4 +1,4 @@
-"""What a run is: for people, once, at its start; and in config.json, to make its numbers again."""
+"""The description of a run: for people, at its start; and in config.json, to make its numbers again."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
 def describe(config: Config, plans: list[Plan], ranks: int) -> str:
-    """Who runs where, what a step is, and the settings that were chosen."""
-    samples = config.prompts_per_step * config.answers_per_prompt
-    values = [(field, vars(config)[field.name]) for field in dataclasses.fields(config)]
-    changed = [f"--{dashed(f.name)} {as_text(value)}" for f, value in values if value != f.default]
-    varies = config.device == "cuda" and not config.deterministic
-    return (
-        f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
-        f"  {config.steps} steps of {samples} samples: {config.answers_per_prompt} answers to each of "
-        f"{config.prompts_per_step} prompts\n"
-        f"  settings other than the defaults: {' '.join(changed)}"
-        + f"\n  {NOT_DETERMINISTIC}"
-        * varies
-    )
+    """Say who runs where, what a step is, and which settings were chosen."""
+    prompts = config.prompts_per_step
+    answers = config.answers_per_prompt
+    changed = []
+    for field in dataclasses.fields(config):
+        value = vars(config)[field.name]
+        if value != field.default:
+            changed.append(f"--{dashed(field.name)} {as_text(value)}")
+    step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
+    text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
+    text += f"  {config.steps} steps of {step}\n"
+    text += f"  settings other than the defaults: {' '.join(changed)}"
+    if config.device == "cuda" and not config.deterministic:
+        text += f"\n  {NOT_DETERMINISTIC}"
+    return text
 
 
 def run_metadata(config: Config) -> dict:
-    """Every setting, those of the algorithm, versions and commit."""
+    """Return every setting, those of the algorithm, versions and commit."""
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return dataclasses.asdict(config) | {

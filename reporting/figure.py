@@ -15,88 +15,97 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 
+import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from config import UserError
-from reporting.timeline import COLORS, INSTANTS, STATES, Mark, Records, SampleSpan, lanes, read
+from reporting.timeline import COLORS, INSTANTS, MARKS, STATES, Event, lanes, of_kind, read
 
-# inches of an answer's row, and of all of them at most: more answers, thinner rows
-ROW, MOST = 0.011, 2.75
-INK, GREY = "#333333", "#6b7178"
-UPPER, MIDDLE, LOWER = -1.14, -0.87, -0.6  # rows of texts over the lanes; lane 0 lies at 0
+ROW = 0.011  # inches of an answer's row
+MOST = 2.75  # inches of all rows: where there are more answers, rows are thinner
+INK = "#333333"
+GREY = "#6b7178"
+UPPER = -1.14  # the highest of three rows of texts over the lanes; lane 0 lies at 0
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
     "weights": (UPPER, "right", COLORS["sync"]),  # the next step begins right behind it
-    "split": (MIDDLE, "right", INK),
-    "tail": (MIDDLE, "right", INK),
-    "wave": (LOWER, "left", GREY),
+    "split": (-0.87, "right", INK),
+    "tail": (-0.87, "right", INK),
+    "wave": (-0.6, "left", GREY),
 }
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What the figure shows. capacity: answers that an engine decodes at once, full shade."""
+    """The events that a figure shows. capacity: answers that an engine decodes at once, full shade."""
 
     title: str
-    records: Records
+    events: list[Event]
     capacity: int
 
     @cached_property
-    def begins(self) -> dict[int, float]:
-        last_first = sorted(self.records.spans, key=lambda s: s.start, reverse=True)
-        return {s.step: s.start for s in last_first}
+    def spans(self) -> list[Event]:
+        return of_kind(self.events, "span")
 
     @cached_property
-    def marks(self) -> list[Mark]:
+    def begins(self) -> dict[int, float]:
+        """The time at which each step begins."""
+        last_first = sorted(self.spans, key=lambda span: span.start, reverse=True)
+        return {span.step: span.start for span in last_first}
+
+    @cached_property
+    def marks(self) -> list[Event]:
         """The lowest rank's, as all make them at once; not wave 1, nor a tail when one role has all."""
-        lowest = min((mark.rank for mark in self.records.marks), default=0)
-        shared = [m for m in self.records.marks if m.kind != "tail" or "0" not in m.text.split("|")]
-        return [mark for mark in shared if mark.rank == lowest and mark.text != "wave 1"]
+        marks = of_kind(self.events, *MARKS)
+        lowest = min((mark.rank for mark in marks), default=0)
+        shared = [mark for mark in marks if mark.kind != "tail" or "0" not in mark.name.split("|")]
+        return [mark for mark in shared if mark.rank == lowest and mark.name != "wave 1"]
 
 
-def of_steps(records: Records, first: int, last: int) -> Records:
-    """What was done for the steps `first` to `last`; negative numbers count back from the last, -1."""
-    spans = [span for span in records.spans if span.name in COLORS]
+def of_steps(events: list[Event], first: int, last: int) -> list[Event]:
+    """Return what is drawn of the steps `first` to `last`; negative numbers count back from the last, -1."""
+    events = [event for event in events if event.kind != "span" or event.name in COLORS]
+    spans = of_kind(events, "span")
     # an evaluation after the last trained step belongs to none
     steps = {span.step for span in spans if span.name == "train"} or {span.step for span in spans}
     end = max(steps, default=-1) + 1
     first, last = (number + end if number < 0 else number for number in (first, last))
     shown = range(max(first, 0), min(last + 1, end))
-    kinds = (spans, records.samples, records.marks)
-    return Records(*([record for record in kind if record.step in shown] for kind in kinds))
+    return [event for event in events if event.step in shown]
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """What a run left of these steps. UserError when `out` is no run."""
+    """Return the picture of these steps of a run. UserError when `out` is no run."""
     if not (out / "config.json").is_file():
         raise UserError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
-    records = of_steps(read(out / "spans", first, last), first, last)
+    events = of_steps(read(out / "spans", first, last), first, last)
     title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
-    return Picture(title, records, config["max_running_requests"])
+    return Picture(title, events, config["max_running_requests"])
 
 
-def rows_of(samples: list[SampleSpan]) -> list[tuple[int, SampleSpan]]:
-    """The row of every stretch. In each step an answer has a row, from the top as their first ones end."""
-    answers = defaultdict(list)
-    for s in sorted(samples, key=lambda s: (s.step, s.end)):
-        answers[s.step, s.prompt_id, s.index].append(s)
-    steps = groupby(answers.values(), key=lambda answer: answer[0].step)
-    return [
-        (row, s) for _, in_order in steps for row, answer in enumerate(in_order) for s in answer
-    ]
+def rows_of(samples: list[Event]) -> list[tuple[int, Event]]:
+    """Return the row of every stretch. In each step an answer has a row, from the top as first ones end."""
+    steps = defaultdict(dict)  # step -> answer -> its row
+    rows = []
+    for sample in sorted(samples, key=lambda s: (s.step, s.end)):
+        row_of = steps[sample.step]
+        row = row_of.setdefault(sample.args["answer"], len(row_of))
+        rows.append((row, sample))
+    return rows
 
 
 def make_figure(picture: Picture) -> Figure:
-    """A panel of the lanes and, where there are any, one of the answers."""
-    ranks = sorted({span.rank for span in picture.records.spans})
-    rows = rows_of(picture.records.samples)
+    """Draw a panel of the lanes and, where there are any, one of the answers."""
+    ranks = sorted({span.rank for span in picture.spans})
+    rows = rows_of(of_kind(picture.events, "sample"))
     answers_height = min(MOST, ROW * (1 + max((row for row, _ in rows), default=0)))
-    heights = [1.0 + 0.52 * max(1, len(ranks)), 0.75 + answers_height][: 2 if rows else 1]  # inches
+    heights = [1.0 + 0.52 * max(1, len(ranks))]  # inches
+    if rows:
+        heights.append(0.75 + answers_height)
     figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -111,20 +120,20 @@ def make_figure(picture: Picture) -> Figure:
         for begin in picture.begins.values():
             axes.axvline(begin, color=INK, linewidth=0.8)
         for wave in (mark for mark in picture.marks if mark.kind == "wave"):
-            axes.axvline(wave.time, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+            axes.axvline(wave.start, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
     panels[-1].tick_params(axis="x", length=3, color=GREY)
     panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
-    names = defaultdict(list)
+    names_of = defaultdict(list)
     for name, color in (*COLORS.items(), *STATES.items()):
-        names[color].append(name)
-    handles = [Patch(color=color, label=", ".join(names[color])) for color in names]
+        names_of[color].append(name)
+    handles = [Patch(color=color, label=", ".join(names)) for color, names in names_of.items()]
     figure.legend(handles=handles, ncols=len(handles), loc="lower right", fontsize=8, frameon=False)
     return figure
 
 
 def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
-    """A lane per rank, never paler than 0.35; over them where steps begin, and the marks."""
-    for (rank, name), stretches in lanes(picture.records.spans).items():
+    """Draw a lane for each rank, never paler than 0.35; over them where steps begin, and the marks."""
+    for (rank, name), stretches in lanes(picture.spans).items():
         for start, end, in_flight in stretches:
             full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
             style = dict(height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
@@ -133,22 +142,22 @@ def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
         axes.text(begin, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
     for mark in picture.marks:
         y, side, color = LABELS[mark.kind]
-        text = f" {mark.kind} {mark.text} " if mark.kind in ("split", "tail") else f" {mark.text} "
-        axes.text(mark.time, y, text, fontsize=7.5, color=color, ha=side, va="center")
+        text = f"{mark.kind} {mark.name}" if mark.kind in ("split", "tail") else mark.name
+        axes.text(mark.start, y, f" {text} ", fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(max(1, len(ranks)) - 0.5, -1.32)
     axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
 
 
-def _draw_answers(axes: Axes, rows: list[tuple[int, SampleSpan]], height: float) -> None:
-    """A thin row per answer, coloured by state; `height` inches for all of them."""
+def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> None:
+    """Draw a thin row for each answer, coloured by state; `height` inches for all of them."""
     count = 1 + max(row for row, _ in rows)
     for state, color in STATES.items():
-        found = [(row, s.start, s.end) for row, s in rows if s.state == state]
-        y, start, end = zip(*found, strict=True) if found else ((), (), ())
+        y = numpy.array([row for row, sample in rows if sample.name == state])
+        start = [sample.start for _, sample in rows if sample.name == state]
+        end = [sample.end for _, sample in rows if sample.name == state]
         if state in INSTANTS:
-            low, high = [row - 0.6 for row in y], [row + 0.6 for row in y]
-            axes.vlines(start, low, high, color=color, linewidth=1.6)
+            axes.vlines(start, y - 0.6, y + 0.6, color=color, linewidth=1.6)
         else:  # the width in points, 72 an inch: rows touch
             axes.hlines(y, start, end, color=color, linewidth=max(0.5, 130 * height / count))
     axes.set_ylim(count + 0.5, -1.5)
@@ -160,14 +169,13 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
-    parser.add_argument(
-        "--steps", type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last"
-    )
+    steps = dict(type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
+    parser.add_argument("--steps", **steps)
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
         picture = read_run(given.run, *given.steps)
-        if not picture.records.spans:
+        if not picture.spans:
             raise UserError("{} has no steps {} to {}".format(given.run, *given.steps))
         make_figure(picture).savefig(given.figure)
     except UserError as error:

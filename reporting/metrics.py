@@ -1,21 +1,19 @@
-"""What a step came to, as numbers and texts.
+"""Metrics and texts of a step.
 
-Controllers tell rank 0 small facts, which works out the metrics and writes them. Files under --out:
+Controllers send small facts to rank 0, which works out the metrics and writes them. Files under --out:
 metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.json and timeline.png.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy
-
 from config import Config
-from images.reader import decoded
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
@@ -36,11 +34,14 @@ PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")
 # no costs, judges, keys, training
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac", "train/bubble_frac")
 
+Metrics = dict[str, float | str]  # by name; texts such as a split's
+
 
 class MetricsWriter:
-    """metrics.jsonl and TensorBoard under `out`, which forgets an earlier try from purge_step on.
+    """Writes metrics.jsonl and TensorBoard's curves under `out`. Only metrics.jsonl has texts.
 
     Rows that can't be written wait for the next. `say` hears of it once, and once when all are there.
+    purge_step: TensorBoard forgets what an earlier try wrote from there on.
     """
 
     def __init__(self, out: Path, say: Callable[[str], None], purge_step: int | None = None):
@@ -54,8 +55,8 @@ class MetricsWriter:
         # None after an error: its thread is gone then
         self._board = self._open_board(purge_step=purge_step)
 
-    def write(self, step: int, metrics: dict[str, float | str], problem: str = "") -> None:
-        """Row k: what k updates came to, and the update that followed. problem: of other records."""
+    def write(self, step: int, metrics: Metrics, problem: str = "") -> None:
+        """Write row k: what k updates came to, and the update that followed. problem: of other records."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
@@ -64,7 +65,7 @@ class MetricsWriter:
         try:
             while self._waiting:
                 atomic_files.append(self._path, self._waiting[:1])
-                self._show_row(**self._waiting.pop(0))
+                self._show(**self._waiting.pop(0))
         except OSError as error:
             self._board = None
             problem = str(error)
@@ -75,71 +76,54 @@ class MetricsWriter:
             self._say("records are written again, and all rows of metrics.jsonl are there")
         self._problem = problem
 
-    def _show_row(self, step: int, **metrics: float | str) -> None:
+    def _show(self, step: int, **metrics: float | str) -> None:
+        """Add the numbers of a row to TensorBoard's curves."""
         self._board = self._board or self._open_board()
         for name, value in metrics.items():
-            add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
-            add(name, value, step)
+            if not isinstance(value, str):
+                self._board.add_scalar(name, value, step)
         self._board.flush()
-
-    def show(self, title: str, sample: Sample, answer: str, step: int) -> None:
-        """The images of a prompt and one of its answers, in TensorBoard."""
-        self._board = self._board or self._open_board()
-        for number, image in enumerate(sample.media):
-            pixels = numpy.asarray(decoded(image.read(), title))
-            self._board.add_image(f"{title}/{number}", pixels, step, dataformats="HWC")
-        key = f"(answer key: {sample.answer_key}) " if sample.answer_key else ""
-        self._board.add_text(title, f"{key}{answer}", step)
 
     def close(self) -> None:
         if self._board:
             self._board.close()
 
 
+@dataclass
 class Report:
-    """Metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
+    """The metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        out: Path,
-        progress: Progress,
-        decode: Callable[[list[int]], str],
-        found: ResumePoint | None = None,
-    ):
-        """decode: the policy's tokens -> text. found: the checkpoint that the run goes on from."""
-        self.config = config
-        self.world = world
-        self.out = out
-        self.progress = progress
-        self.decode = decode
+    config: Config
+    world: World
+    out: Path
+    progress: Progress
+    decode: Callable[[list[int]], str]  # the policy's tokens -> text
+    found: ResumePoint | None = None  # the checkpoint that the run continues from
+
+    def __post_init__(self) -> None:
         # waits for the other metrics of its step: one row a step
         self._evaluated: dict[str, float] = {}
         # when the step before ended, on the timeline's clock
-        self._ended = found.ended_s if found else 0.0
+        self._ended = self.found.ended_s if self.found else 0.0
         self._writer = None
-        if world.rank == 0:
-            self._writer = MetricsWriter(out, self.note, found and found.step)
-        if found:
-            progress.resume_at(found.step)
+        if self.world.rank == 0:
+            self._writer = MetricsWriter(self.out, self.note, self.found and self.found.step)
+        if self.found:
+            self.progress.resume_at(self.found.step)
 
     def accuracy(self, step: int, value: float, now: float) -> None:
-        """Greedy accuracy on held-out prompts after `step` updates; the step's own time begins now."""
-        self._evaluated, self._ended = {"eval/accuracy": value}, now
+        """Take the greedy accuracy on held-out prompts after `step` updates; the step's time begins now."""
+        self._evaluated = {"eval/accuracy": value}
+        self._ended = now
         self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
 
     async def step(
-        self,
-        c: Controller,
-        step: int,
-        batch: RolloutBatch,
-        samples: list[Sample],
-        stats: dict[str, float | str],
+        self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
     ) -> None:
         """Write a step's metrics (collective). samples: what this rank trained on; stats: further metrics."""
-        facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
-        gathered = await self.world.gather_on_0(facts)
+        facts = local_facts(c, batch, samples, c.timeline.drain())
+        now = c.timeline.now()
+        gathered = await self.world.gather_on_0(facts._replace(problem=c.timeline.problem))
         if not self._writer:
             return
         metrics = summarize(gathered) | serving_metrics(c.state.history[-1], self.config) | stats
@@ -150,14 +134,14 @@ class Report:
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
         }
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
-        c.prompts.attach_images(shown)
         problem = max(each.problem for each in gathered)
         try:
             self._write_samples(step, shown)
         except OSError as error:
             problem = str(error)
         self._writer.write(step, metrics | self._evaluated, problem)
-        self._evaluated, self._ended = {}, now
+        self._evaluated = {}
+        self._ended = now
         self.progress.step(step, metrics)
         if batch.missing_groups:
             lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
@@ -175,7 +159,7 @@ class Report:
         return path
 
     def close(self) -> None:
-        """The last row, then trace and picture. Call it after a barrier: it reads all ranks' spans."""
+        """Write the last row, then trace and picture. Call it after a barrier: it reads all ranks' spans."""
         if not self._writer:
             return
         from reporting import figure  # matplotlib is slow to import, and one rank draws
@@ -190,29 +174,27 @@ class Report:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
 
     def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        for number, sample in enumerate(samples):
+        for sample in samples:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
             row["response"] = self.decode(sample.response)
             atomic_files.append(self.out / "samples.jsonl", [row])
-            if sample.media:
-                self._writer.show(f"sample {number}", sample, row["response"], step)
 
 
 class Facts(NamedTuple):
-    """What one controller saw in a step, by how it is reduced over the controllers."""
+    """The facts that one controller saw in a step, by how they are reduced over the controllers."""
 
     means: dict[str, list[float]]  # of all values of all controllers
     sums: dict[str, int]
     maxima: dict[str, float]
     latencies: list[float]  # of judgements, seconds
     work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
-    problem: str = ""  # why its records could not be written
+    problem: str = ""  # why its events could not be written
 
 
 def local_facts(
-    c: Controller, batch: RolloutBatch, samples: list[Sample], records: tl.Records
+    c: Controller, batch: RolloutBatch, samples: list[Sample], events: list[tl.Event]
 ) -> Facts:
-    """What this controller saw: `batch` is what it had written, `samples` are those it trained on."""
+    """Return this controller's facts: `batch` is what it had written, `samples` are those it trained on."""
     filtered = [sample for group in batch.filtered for sample in group]
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
@@ -230,7 +212,7 @@ def local_facts(
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
-        "train/bubble_frac": bubble(records),
+        "train/bubble_frac": bubble(events),
     }
     sums = {
         "rollout/tokens": batch.tokens,
@@ -242,25 +224,26 @@ def local_facts(
         "rollout/carried_groups": len(batch.carried),
         "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
     }
-    maxima = {f"time/{name}_s": tl.seconds(records.spans, name) for name in PHASES} | {
+    maxima = {f"time/{name}_s": tl.seconds(events, name) for name in PHASES}
+    maxima |= {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
         "rollout/waves": float(batch.waves),  # as all other controllers
         "sync/received_mb": c.placement.actor.gathering.received / 1e6,
     }
-    actor, lengths = c.placement.actor, [len(s.prompt) + len(s.response) for s in samples]
-    work = {actor.dp_rank: sum(map(actor.cost, lengths))}
-    return Facts(means, sums, maxima, c.rewards.latencies, work, records.problem)
+    actor = c.placement.actor
+    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
+    return Facts(means, sums, maxima, c.rewards.latencies, work)
 
 
-def bubble(records: tl.Records) -> list[float]:
-    """The part of its pipelines' time in which this rank ran no pass; nothing where it didn't train."""
-    elapsed_s = tl.seconds(records.spans, "pipeline")
-    worked_s = sum(done.end - done.start for done in records.passes)
+def bubble(events: list[tl.Event]) -> list[float]:
+    """Return the part of its pipelines' time in which this rank ran no pass; [] where it didn't train."""
+    elapsed_s = tl.seconds(events, "pipeline")
+    worked_s = sum(done.end - done.start for done in tl.of_kind(events, "pass"))
     return [1 - worked_s / elapsed_s] if elapsed_s else []
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
-    """The metrics of a step from every controller's facts (pure). Times are the slowest controller's."""
+    """Return the metrics of a step from every controller's facts. Times are the slowest controller's."""
     metrics = {}
     for name in facts[0].means:
         values = [value for each in facts for value in each.means[name]]
@@ -271,18 +254,20 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
         del metrics["genrm/false_positive_frac"]
     if "rollout/wrong_frac" in metrics:
         metrics["rollout/correct_frac"] = 1 - metrics.pop("rollout/wrong_frac")
-    metrics |= {name: float(sum(each.sums[name] for each in facts)) for name in facts[0].sums}
-    metrics |= {name: max(each.maxima[name] for each in facts) for name in facts[0].maxima}
+    for name in facts[0].sums:
+        metrics[name] = float(sum(each.sums[name] for each in facts))
+    for name in facts[0].maxima:
+        metrics[name] = max(each.maxima[name] for each in facts)
     latencies = sorted(latency for each in facts for latency in each.latencies)
     for name, part in (("genrm/p50_s", 0.5), ("genrm/p99_s", 0.99)):
         place = min(len(latencies) - 1, int(part * len(latencies)))
         metrics[name] = latencies[place] if latencies else 0.0
-    work = {rank: each.work[rank] for each in facts for rank in each.work}.values()
+    work = {rank: work for each in facts for rank, work in each.work.items()}.values()
     return metrics | {"balance/max_over_mean": max(work) / max(1e-9, fmean(work))}
 
 
 def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
-    """Of all controllers' requests. Occupancy: those in flight over those that engines can decode at once."""
+    """Return the requests' metrics. Occupancy: those in flight over those that engines decode at once."""
     metrics = {
         "time/swap_s": stats.swap_s,
         "split/swaps": float(stats.rollout.wakes + stats.genrm.wakes),

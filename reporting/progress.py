@@ -15,10 +15,11 @@ PHASES = dict(
 
 
 class Progress:
-    """What the run is doing now, how it does, and the time left. Other ranks than 0 are silent."""
+    """The bar: what the run is doing, how it does, and the time left. Other ranks than 0 are silent."""
 
     def __init__(self, steps: int, is_main: bool):
-        self._steps, self._is_main = steps, is_main
+        self._steps = steps
+        self._is_main = is_main
         disable = None if is_main else True  # None: no bar in a log file, only the lines
         self._bar = tqdm(
             total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False
@@ -40,21 +41,19 @@ class Progress:
         self._bar.set_description_str(what)
 
     def phase(self, name: str, step: int) -> None:
-        """A span opened: the phases of a step show up in the bar."""
+        """Show the phase of a step in the bar, as its span opens."""
         if name in PHASES:
             self.doing(f"step {step + 1}: {PHASES[name]}")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """A step of reinforcement learning is done; --rollout-only has no loss."""
+        """Write the line of a step of reinforcement learning; --rollout-only has no loss."""
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
-        length, waves = metrics["rollout/response_len_mean"], metrics["rollout/waves"]
-        seconds = [metrics[f"time/{name}_s"] for name in ("step", "serve", "train")]
-        step_s, serve_s, train_s = seconds
         self.line(
             f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {loss}"
-            f"length {length:.0f}  waves {waves:.0f}  {metrics['perf/tokens_per_s']:.0f} tokens/s  "
-            f"step {step_s:.1f} s (serve {serve_s:.1f}, train {train_s:.1f})"
+            f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  "
+            f"{metrics['perf/tokens_per_s']:.0f} tokens/s  step {metrics['time/step_s']:.1f} s "
+            f"(serve {metrics['time/serve_s']:.1f}, train {metrics['time/train_s']:.1f})"
         )
 
     def line(self, text: str) -> None:

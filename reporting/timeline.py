@@ -6,8 +6,8 @@ itself (train, switch, sync) are opened around the work. Beside them stand the l
 stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
 split), and the passes of the pipelines.
 
-Every rank appends what it saw to files of its own, OUT/spans/rank<r>.<first step>.jsonl: trace.json and
-the pictures come from these.
+Every rank appends its events to files of its own, OUT/spans/rank<r>.<first step>.jsonl: trace.json and the
+pictures come from these. Of an earlier version's lines only spans are read: their layout is the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runtime import atomic_files
 
@@ -37,242 +37,229 @@ STATES = {  # of an answer, in the order of its life
     "done": COLORS["train"],
 }
 INSTANTS = ("moved", "aborted", "done")  # the other states last
+MARKS = ("wave", "weights", "split", "tail")
+KINDS = ("span", "sample", "pass", *MARKS)
 
 
-class Span(NamedTuple):
-    """`name` was at work on `rank` in training step `step`. Times in seconds since the run's start."""
+class Event(NamedTuple):
+    """Something that a rank saw in a training step. Times in seconds since the run's start.
 
+    kind             name                                         args
+    span             what was at work: a role's engine, `train`
+    sample           state of an answer                           answer: `12.3`, number 3 to prompt 12
+    pass             model of a pipeline's pass                   stage, backward, micro_batch
+    wave, weights    `wave 2`, `v3`: the end is the start
+    split, tail      ranks of the two roles from then on: `3|1`
+    """
+
+    kind: str
     name: str
-    rank: int
+    rank: int  # whose engine or trainer was at work
     start: float
     end: float
     step: int
+    args: dict[str, Any] | None = None
 
 
-class SampleSpan(NamedTuple):
-    """Answer `index` to prompt `prompt_id` was in `state`, on the engine of `rank`."""
+class Stretch(NamedTuple):
+    """Seconds in which at least one span of a lane was open."""
 
-    state: str
-    prompt_id: int
-    index: int
-    rank: int
     start: float
     end: float
-    step: int
+    in_flight: float  # how many were open, in the mean
 
 
-class Mark(NamedTuple):
-    """`rank` saw a wave (`wave 2`), a push of weights (`v3`), a new split or a tail's (`3|1`)."""
-
-    kind: str  # wave, weights, split, tail
-    text: str
-    rank: int
-    time: float
-    step: int
+def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event.kind in kinds]
 
 
-class PassSpan(NamedTuple):
-    """`rank` ran a stage's forward or backward pass over a micro-batch of `model`."""
-
-    model: str
-    stage: int
-    backward: bool
-    micro_batch: int
-    rank: int
-    start: float
-    end: float
-    step: int
-
-
-@dataclass(frozen=True)
-class Records:
-    spans: list[Span] = field(default_factory=list)
-    samples: list[SampleSpan] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    passes: list[PassSpan] = field(default_factory=list)
-    problem: str = ""  # why they could not be written
-
-
-# first entry of a row in a file; in the order of Records
-KINDS = {"span": Span, "sample": SampleSpan, "mark": Mark, "pass": PassSpan}
-
-
+@dataclass
 class Timeline:
-    """What one controller sees: its own work, the requests that it sent, and how its answers fared."""
+    """The events that one controller sees: its own work, the requests that it sent, how its answers fare."""
 
-    def __init__(
-        self,
-        rank: int,
-        clock: Callable[[], float],
-        folder: Path | None = None,
-        on_open: Callable[[str, int], None] = lambda name, step: None,
-    ):
-        """clock: the event loop's; folder: of the rank's files; on_open(name, step): as a span opens."""
-        self.rank, self._clock, self._zero, self._on_open = rank, clock, clock(), on_open
-        self.spans, self.samples, self.marks, self.passes, self.step = [], [], [], [], 0
-        self._folder = folder
+    rank: int
+    clock: Callable[[], float]  # the event loop's
+    folder: Path | None = None  # of the rank's files
+    on_open: Callable[[str, int], None] = lambda name, step: None  # told of each span that opens
+    step: int = 0
+    events: list[Event] = field(default_factory=list)
+    problem: str = ""  # why the last events could not be written
+
+    def __post_init__(self) -> None:
+        self._zero = self.clock()
 
     def start(self, ran_s: float = 0.0) -> None:
-        """The clock's zero, or where a resumed run's stood. Every rank calls it right after a barrier."""
-        self._zero = self._clock() - ran_s
+        """Set the clock to 0, or to where a resumed run's stood. All ranks call it right after a barrier."""
+        self._zero = self.clock() - ran_s
 
     def now(self) -> float:
-        return self._clock() - self._zero
+        return self.clock() - self._zero
+
+    def _add(self, kind: str, name: str, rank: int, start: float, end: float, **args: Any) -> None:
+        """Add an event; times of the event loop's clock, as in all methods below."""
+        times = (start - self._zero, end - self._zero)
+        self.events.append(Event(kind, name, rank, *times, self.step, args or None))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        start = self.now()
-        self._on_open(name, self.step)
+        start = self.clock()
+        self.on_open(name, self.step)
         try:
             yield
         finally:
-            self.spans.append(Span(name, self.rank, start, self.now(), self.step))
+            self._add("span", name, self.rank, start, self.clock())
 
     def request(self, role: str, rank: int, start: float, end: float) -> None:
-        """One request to the engine of `role` on `rank`; times of the event loop's clock."""
-        self.spans.append(Span(role, rank, start - self._zero, end - self._zero, self.step))
+        """Add one request to the engine of `role` on `rank`."""
+        self._add("span", role, rank, start, end)
 
     def sample(
         self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float
     ) -> None:
-        """One stretch in the life of an answer, on the engine of `rank`; times of the event loop's clock."""
-        times = (start - self._zero, end - self._zero)
-        self.samples.append(SampleSpan(state, prompt_id, index, rank, *times, self.step))
+        """Add one stretch in the life of an answer, on the engine of `rank`."""
+        self._add("sample", state, rank, start, end, answer=f"{prompt_id}.{index}")
 
     def mark(self, kind: str, text: str) -> None:
-        """Something happened on every rank, now."""
-        self.marks.append(Mark(kind, text, self.rank, self.now(), self.step))
+        """Add what happens on every rank, now. kind: one of MARKS."""
+        now = self.clock()
+        self._add(kind, text, self.rank, now, now)
 
     def ran(self, phases: Iterable[Phase]) -> None:
-        """Tables of passes that this rank ran; times of the event loop's clock."""
+        """Add tables of passes that this rank ran."""
         for phase in phases:
             self.request("pipeline", self.rank, phase.start, phase.end)
-            for title, task, start, end in phase.passes:
-                place = (title, task.stage, task.backward, task.micro_batch, self.rank)
-                times = (start - self._zero, end - self._zero)
-                self.passes.append(PassSpan(*place, *times, self.step))
+            for model, task, start, end in phase.passes:
+                what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
+                self._add("pass", model, self.rank, start, end, **what)
 
-    def drain(self) -> Records:
-        """What was recorded since the last call. It goes to a file, if it can, and is forgotten."""
-        drained = (self.spans, self.samples, self.marks, self.passes)
-        self.spans, self.samples, self.marks, self.passes = [], [], [], []
-        rows = []
-        for kind, records in zip(KINDS, drained, strict=True):
-            rows += [[kind, *record] for record in records]
-        problem = ""
-        if self._folder and rows:
+    def drain(self) -> list[Event]:
+        """Return the events since the last call. They go to a file, if they can, and are forgotten."""
+        events = self.events
+        self.events = []
+        self.problem = ""
+        if self.folder and events:
+            first = self.step // STEPS_PER_FILE * STEPS_PER_FILE
             try:
-                first = self.step // STEPS_PER_FILE * STEPS_PER_FILE
-                atomic_files.append(self._folder / f"rank{self.rank}.{first}.jsonl", rows)
+                atomic_files.append(self.folder / f"rank{self.rank}.{first}.jsonl", events)
             except OSError as error:  # a full disk: pictures will lack them
-                problem = str(error)
-        return Records(*drained, problem)
+                self.problem = str(error)
+        return events
 
 
 def files_in(folder: Path) -> list[tuple[int, Path]]:
-    """All ranks' files, in order, each with the first step that it is for."""
+    """Return all ranks' files, in order, each with the first step that it is for."""
     return sorted((int(path.stem.split(".")[1]), path) for path in folder.glob("rank*.*.jsonl"))
 
 
-def records_in(path: Path) -> Iterator[tuple[str, NamedTuple]]:
-    """The lines of a file, and what they say; but for those that a crash of the machine spoiled."""
+def events_in(path: Path) -> Iterator[tuple[str, Event]]:
+    """Yield the lines of a file with their events, but for lines that a crash of the machine spoiled."""
     for line in path.open(errors="replace"):
         with suppress(ValueError, LookupError, TypeError):
-            kind, *fields = json.loads(line)
-            yield line, KINDS[kind](*fields)
+            event = Event(*json.loads(line))
+            if event.kind in KINDS:
+                yield line, event
 
 
-def read(folder: Path, first: int = 0, last: int = -1) -> Records:
-    """What all ranks recorded of these steps, and of others in the same files. -1: the last step."""
-    found = {kind: [] for kind in KINDS.values()}
+def read(folder: Path, first: int = 0, last: int = -1) -> list[Event]:
+    """Return all ranks' events of these steps, and of others in the same files. -1: the last step."""
+    events = []
     files = files_in(folder)
     newest = files[-1][0] if files else 0  # the last step is this one, or one of the next few
     low = first if first >= 0 else newest + first
     for start, path in files:
         if low - STEPS_PER_FILE < start and (last < 0 or start <= last):
-            for _, record in records_in(path):
-                found[type(record)].append(record)
-    return Records(*found.values())
+            events += [event for _, event in events_in(path)]
+    return events
 
 
 def truncate(folder: Path, step: int) -> float:
-    """Drop what is recorded of `step` and later ones. Returns when the one before ended (s)."""
+    """Drop the events of `step` and later ones. Returns when the one before ended (s)."""
     for first, path in files_in(folder):
         if first >= step:
             path.unlink()
         elif first + STEPS_PER_FILE > step:
-            lines = [line for line, record in records_in(path) if record.step < step]
+            lines = [line for line, event in events_in(path) if event.step < step]
             path.write_text("".join(lines))
-    return max((span.end for span in read(folder, step - 1, step - 1).spans), default=0.0)
+    spans = of_kind(read(folder, step - 1, step - 1), "span")
+    return max((span.end for span in spans), default=0.0)
 
 
-def busy(spans: Iterable[Span]) -> list[tuple[float, float, float]]:
-    """(start, end, mean number in flight) of every stretch with a span in flight."""
-    # what began and ended in one instant kept nobody busy
-    spans = [s for s in spans if s.end > s.start]
-    edges = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
-    stretches, in_flight, work, opened, last = [], 0, 0.0, 0.0, 0.0
-    for time, change in edges:
-        if in_flight == 0 and change == 1:
-            opened, work = time, 0.0
-        work += in_flight * (time - last)
-        in_flight, last = in_flight + change, time
+def busy(spans: Iterable[Event]) -> list[Stretch]:
+    """Return every stretch with a span in flight."""
+    edges = []
+    for span in spans:
+        if span.end > span.start:  # else it kept nobody busy
+            edges += [(span.start, 1), (span.end, -1)]
+    stretches = []
+    in_flight = 0
+    work = opened = last = 0.0
+    for time, change in sorted(edges):
         if in_flight == 0:
-            stretches.append((opened, time, work / (time - opened)))
+            opened = time
+            work = 0.0
+        work += in_flight * (time - last)
+        in_flight += change
+        last = time
+        if in_flight == 0:
+            stretches.append(Stretch(opened, time, work / (time - opened)))
     return stretches
 
 
-def seconds(spans: Iterable[Span], name: str) -> float:
-    """Wall-clock seconds with at least one span called `name` open."""
-    return sum(end - start for start, end, _ in busy([s for s in spans if s.name == name]))
+def seconds(events: Iterable[Event], name: str) -> float:
+    """Return the wall-clock seconds with at least one span called `name` open."""
+    spans = [span for span in of_kind(events, "span") if span.name == name]
+    return sum(stretch.end - stretch.start for stretch in busy(spans))
 
 
-def lanes(spans: Iterable[Span]) -> dict[tuple[int, str], list[tuple[float, float, float]]]:
-    """(rank, name) -> the lane's busy stretches; requests of all controllers to one engine fall together."""
+def lanes(spans: Iterable[Event]) -> dict[tuple[int, str], list[Stretch]]:
+    """Return (rank, name) -> busy stretches; requests of all controllers to one engine fall together."""
     grouped = defaultdict(list)
     for span in spans:
         grouped[span.rank, span.name].append(span)
     return {key: busy(group) for key, group in sorted(grouped.items())}
 
 
-def write_trace(records: Records, path: Path) -> None:
-    """A Chrome/Perfetto trace, in microseconds: a process per rank, a thread per role, tracks of answers."""
-    events = list(_events(records))
-    for rank in sorted({event["pid"] for event in events}):
-        event = {"ph": "M", "pid": rank}
-        events.append(event | {"name": "process_name", "args": {"name": f"rank {rank}"}})
-        for row, name in enumerate((*COLORS, "passes")):
-            events.append(event | {"name": "thread_name", "tid": row, "args": {"name": name}})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+def write_trace(events: list[Event], path: Path) -> None:
+    """Write a Chrome/Perfetto trace: a process for each rank, a thread for each role, tracks of answers."""
+    rows = list(_trace_rows(events))
+    for rank in sorted({row["pid"] for row in rows}):
+        row = {"ph": "M", "pid": rank}
+        rows.append(row | {"name": "process_name", "args": {"name": f"rank {rank}"}})
+        for thread, name in enumerate((*COLORS, "passes")):
+            rows.append(row | {"name": "thread_name", "tid": thread, "args": {"name": name}})
+    path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
 
 
-def _events(records: Records) -> Iterator[dict]:
-    """Busy stretches and passes (X: complete), marks (i: instant), answers by id (b, e: slice; n: mark)."""
-
-    def complete(name: str, rank: int, row: int, start: float, end: float, args: dict) -> dict:
-        times = {"ts": _microseconds(start), "dur": _microseconds(end) - _microseconds(start)}
-        return {"name": name, "ph": "X", "pid": rank, "tid": row} | times | {"args": args}
-
-    for (rank, name), stretches in lanes(s for s in records.spans if s.name in COLORS).items():
-        for start, end, number in stretches:
-            args = {"in_flight": round(number, 2)}
-            yield complete(name, rank, list(COLORS).index(name), start, end, args)
+def _trace_rows(events: list[Event]) -> Iterator[dict]:
+    """Yield stretches, passes (X: complete), answers by id (b, e: slice; n: instant), marks (i: instant)."""
+    threads = list(COLORS)
+    spans = [span for span in of_kind(events, "span") if span.name in COLORS]
+    for (rank, name), stretches in lanes(spans).items():
+        for stretch in stretches:
+            args = {"in_flight": round(stretch.in_flight, 2)}
+            yield _complete(name, rank, threads.index(name), stretch, args)
     # readers keep this order at one time
-    for s in sorted(records.samples, key=lambda s: (s.start, s.end)):
-        name = f"{s.prompt_id}.{s.index}"
-        event = {"name": s.state, "cat": "sample", "id": name, "pid": s.rank, "tid": 0}
-        begin = event | {"ts": _microseconds(s.start), "args": {"step": s.step}}
-        yield begin | {"ph": "n" if s.state in INSTANTS else "b"}
-        if s.state not in INSTANTS:
-            yield event | {"ph": "e", "ts": _microseconds(s.end)}
-    for mark in records.marks:
+    for sample in sorted(of_kind(events, "sample"), key=lambda s: (s.start, s.end)):
+        row = {"name": sample.name, "cat": "sample", "id": sample.args["answer"]}
+        row |= {"pid": sample.rank, "tid": 0}
+        begin = row | {"ts": _microseconds(sample.start), "args": {"step": sample.step}}
+        yield begin | {"ph": "n" if sample.name in INSTANTS else "b"}
+        if sample.name not in INSTANTS:
+            yield row | {"ph": "e", "ts": _microseconds(sample.end)}
+    for mark in of_kind(events, *MARKS):
         # wave 2; weights v3
-        name = mark.text if mark.kind in mark.text else f"{mark.kind} {mark.text}"
-        event = {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0}
-        yield event | {"ts": _microseconds(mark.time)}
-    for p in records.passes:
-        name = f"{p.model} {'B' if p.backward else 'F'}{p.micro_batch}"
-        yield complete(name, p.rank, len(COLORS), p.start, p.end, {"stage": p.stage})
+        name = mark.name if mark.kind in mark.name else f"{mark.kind} {mark.name}"
+        row = {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0}
+        yield row | {"ts": _microseconds(mark.start)}
+    for each in of_kind(events, "pass"):
+        name = f"{each.name} {'B' if each.args['backward'] else 'F'}{each.args['micro_batch']}"
+        yield _complete(name, each.rank, len(threads), each, {"stage": each.args["stage"]})
+
+
+def _complete(name: str, rank: int, thread: int, span: Stretch | Event, args: dict) -> dict:
+    start = _microseconds(span.start)
+    times = {"ts": start, "dur": _microseconds(span.end) - start}
+    return {"name": name, "ph": "X", "pid": rank, "tid": thread} | times | {"args": args}
 
 
 def _microseconds(seconds: float) -> int:

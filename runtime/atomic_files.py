@@ -29,47 +29,46 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal. Reads every byte."""
+    """Return a file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(folder: Path, rank: int = 0, size: int = 1) -> str:
-    """What is wrong with a checkpoint, empty if nothing is. Each of `size` ranks reads a share of it."""
+    """Return what is wrong with a checkpoint, or "". Each of `size` ranks reads a share of it."""
+    checksums = {}
     try:
-        path = folder / CHECKSUMS
-        lines = path.read_bytes().decode(errors="replace").split("\n") if path.is_file() else []
-        checksums = {
-            name: checksum for checksum, _, name in (line.partition("  ") for line in lines if line)
-        }
+        if (folder / CHECKSUMS).is_file():
+            for line in (folder / CHECKSUMS).read_bytes().decode(errors="replace").split("\n"):
+                checksum, _, name = line.partition("  ")
+                if line:
+                    checksums[name] = checksum
         missing = [name for name in checksums if not (folder / name).is_file()]
         if missing or not checksums:
             return f"{min(missing, default=CHECKSUMS)} is missing or was changed"
-        largest_first = sorted(
-            checksums, key=lambda name: (folder / name).stat().st_size, reverse=True
-        )
-        changed = (
-            name for name in largest_first[rank::size] if sha256(folder / name) != checksums[name]
-        )
-        return next((f"{name} is missing or was changed" for name in changed), "")
+        largest_first = sorted(checksums, key=lambda name: -(folder / name).stat().st_size)
+        for name in largest_first[rank::size]:
+            if sha256(folder / name) != checksums[name]:
+                return f"{name} is missing or was changed"
     except OSError as error:
         return f"it can't be read: {error}"
+    return ""
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a checkpoint by its name; None of another folder, also of one that is being written."""
+    """Return the step of a checkpoint by its name; None of another folder, also of one being written."""
     number = folder.name.removeprefix("step_")
     return int(number) if folder.name != number and number.isdecimal() and folder.is_dir() else None
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, newest first."""
+    """Return the steps of the checkpoints in a folder, newest first."""
     steps = map(step_of, checkpoints.glob("step_*"))
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
 def remove_atomically(folder: Path) -> None:
-    """Remove a checkpoint, which is no checkpoint any more before its first file goes."""
+    """Remove a checkpoint. It loses its name before its first file goes."""
     if folder.exists():
         gone = folder.with_name(f"{folder.name}{PARTIAL}{os.getpid()}.old")
         folder.rename(gone)
@@ -92,7 +91,7 @@ def append(path: Path, rows: Iterable[Any]) -> None:
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
-    """Drop the other rows of a JSONL file, and a last one that was cut short."""
+    """Drop the rows of a JSONL file that `keep` refuses, and a last one that was cut short."""
     if path.exists():
         new = path.with_name(f"{path.name}.new")
         new.write_text("".join(json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)))
@@ -100,7 +99,7 @@ def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
 
 
 def complete_rows(path: Path) -> Iterator[Any]:
-    """The rows of a JSONL file, but one at its end that was cut short."""
+    """Yield the rows of a JSONL file, but one at its end that was cut short. UserError: it is no JSON."""
     for number, line in enumerate(path.open() if path.exists() else (), 1):
         if line.endswith("\n"):
             try:

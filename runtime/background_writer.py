@@ -1,4 +1,4 @@
-"""A process forked from a rank: writes what the rank had in memory at that moment while the rank goes on."""
+"""A process forked from a rank: it writes what the rank had in memory then, while the rank goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NICENESS = 10  # the engines go first
 
 
 class BackgroundWriter:
-    """Runs `work` in a process forked from this rank as it is now, which dies with the forking thread."""
+    """Runs `work` in a process forked from this rank as it is now. It dies with the forking thread."""
 
     def __init__(self, work: Callable[[], Any]):
         context = multiprocessing.get_context("fork")
@@ -36,14 +36,14 @@ class BackgroundWriter:
         sender.close()
 
     def result(self) -> tuple[Any, str] | None:
-        """None while it writes; then what `work` returned and "", or None and why it failed."""
+        """Return None while it writes; then what `work` returned and "", or None and why it failed."""
         if self._result is None and self._receiver.poll():  # true at the end of the pipe, too
             try:
                 self._result = self._receiver.recv()
             except (EOFError, OSError):  # at its end, or in the middle of what it sends
                 self._process.join()
-                status = self._process.exitcode
-                self._result = (None, f"the writing process ended with status {status}")
+                why = f"the writing process ended with status {self._process.exitcode}"
+                self._result = (None, why)
         return self._result
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class BackgroundWriter:
 
 
 def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None:
-    """The forked process: run `work` and send what it returns, or why it failed."""
+    """Run `work` in the forked process and send what it returns, or why it failed."""
     import torch
 
     signal.set_wakeup_fd(-1)  # the event loop's: a signal here would be heard there

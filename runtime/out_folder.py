@@ -41,24 +41,22 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
-                say(
-                    f"--out {out} is on a disk without locks: who is suspended there is taken for gone"
-                )
+                trouble = "is on a disk without locks: who is suspended there is taken for gone"
+                say(f"--out {out} {trouble}")
             await locks.enter_async_context(lease)
         except Timeout:
             who = f"a run, unless {path}.lease is left of a crash,"  # empty: it is kept for ever
             if owner := lease.owner:
                 who = f"process {owner.pid} on {owner.hostname.partition('?')[0]}"
-            raise UserError(
-                f"--out {out}: {who} is at work there: stop it, or choose another"
-            ) from None
+            why = f"{who} is at work there: stop it, or choose another"
+            raise UserError(f"--out {out}: {why}") from None
         except OSError as error:
             raise UserError(f"--out {out} can't be used: {error}") from None
         yield
 
 
 def make_out(out: Path) -> Path:
-    """Make the folder. Returns how its lock's files begin: beside it; in it where it can't be renamed."""
+    """Make the folder. Returns how its locks' files begin: beside it; in it where it can't be renamed."""
     out.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=out).close()  # an error if nothing can be written there
     folder = out.resolve()  # whatever it is called here
@@ -67,24 +65,25 @@ def make_out(out: Path) -> Path:
 
 
 def archive(out: Path, say: Callable[[str], None]) -> None:
-    """What an earlier run left is moved, not overwritten. UserError where it can't be."""
+    """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
     left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
-    if any(any(out.glob(name)) for name in left):
-        # behind a link, which stays: the new run has to write to the same disk
-        there = out.resolve()
-        try:
-            # relative paths would lead to the folder that was moved
-            if Path.cwd().is_relative_to(there):
-                raise OSError(errno.EBUSY, "it is the working directory")
-            target = there.rename(next_free(there))
-            there.mkdir(exist_ok=True)  # who waits for the lock may have made it
-        except OSError as error:  # a mount point, too, is busy
-            why = f"the earlier run there can't be moved aside ({error.strerror})"
-            raise UserError(f"--out {out}: {why}: name a folder in it, or another") from None
-        say(f"moved the earlier run in {out} to {target}")
+    if not any(any(out.glob(name)) for name in left):
+        return
+    # behind a link, which stays: the new run has to write to the same disk
+    there = out.resolve()
+    try:
+        # relative paths would lead to the folder that was moved
+        if Path.cwd().is_relative_to(there):
+            raise OSError(errno.EBUSY, "it is the working directory")
+        target = there.rename(next_free(there))
+        there.mkdir(exist_ok=True)  # who waits for the lock may have made it
+    except OSError as error:  # a mount point, too, is busy
+        why = f"the earlier run there can't be moved aside ({error.strerror})"
+        raise UserError(f"--out {out}: {why}: name a folder in it, or another") from None
+    say(f"moved the earlier run in {out} to {target}")
 
 
 def next_free(path: Path) -> Path:
-    """The path with the first number behind it that isn't taken."""
+    """Return the path with the first number behind it that isn't taken."""
     numbered = (path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
     return next(path for path in numbered if not path.exists())

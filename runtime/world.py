@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,29 +20,86 @@ from config import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import Store
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
 # gloo's words where a rank hangs or is gone
 BROKEN = ("imed out", "closed by peer", "reset by peer")
 
 
+@dataclass
+class Notes:
+    """The ranks' notes of what they do, so that an error can name the rank that didn't come.
+
+    torch's monitored_barrier names it to rank 0 alone, and to nobody where a rank has died.
+    """
+
+    rank: int
+    size: int
+    store: Store  # of the process group
+    folder: Path | None  # one that all ranks share: used in place of the store
+    arrivals: int = 0  # the collectives that this rank has come to
+    phase: str = "starting"
+
+    def arrive(self) -> None:
+        """Note that this rank has come to one more collective."""
+        self.arrivals += 1
+        self.write()
+
+    def write(self) -> None:
+        name = f"note of rank {self.rank}"
+        note = f"{self.arrivals} {os.getpid()} {self.phase}"
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
+            if self.folder:
+                (self.folder / name).write_text(note)
+            else:
+                self.store.set(name, note)
+
+    def _read(self, rank: int) -> str:
+        """Return a rank's note; OSError or RuntimeError if the folder or the store is gone."""
+        name = f"note of rank {rank}"
+        note = b""
+        if self.folder and name in os.listdir(self.folder):
+            note = (self.folder / name).read_bytes()
+        elif not self.folder and self.store.check([name]):
+            note = self.store.get(name)
+        return note.decode() or "0 0 starting"
+
+    def late(self) -> list[str]:
+        """Name those who have come to fewer collectives: the dead of this machine alone, if any are."""
+        late = []
+        dead = []
+        for rank in [rank for rank in range(self.size) if rank != self.rank]:
+            try:
+                arrivals, pid, phase = self._read(rank).split(" ", 2)
+            except (OSError, RuntimeError):
+                return ["the ranks' notes are gone, so who didn't come is unknown"]
+            if int(arrivals) < self.arrivals:
+                late.append(f"rank {rank} didn't come, last seen in phase: {phase}")
+                if self.folder and not is_alive(int(pid)):
+                    dead.append(late[-1])
+        return dead or late
+
+
 class World:
     """Rank, size and the collectives of the parallel controllers, over a gloo group of their own.
 
-    ONE thread for all that blocks keeps their order. Each rank notes its phase and how many it has come to:
-    an error names who didn't come. notes: a folder that all ranks share; None: the process group's store.
+    ONE thread for all that blocks keeps their order. notes: see Notes.
     """
 
     def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
         import torch
         import torch.distributed as dist
 
-        self._dist, self._torch = dist, torch
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._store, self._notes = dist.distributed_c10d._get_default_store(), notes
-        self._timeout_s, self._arrivals, self._phase = timeout_s, 0, "starting"
+        self._dist = dist
+        self._torch = torch
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.device = device
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        store = dist.distributed_c10d._get_default_store()
+        self._notes = Notes(self.rank, self.size, store, notes)
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
 
@@ -56,23 +114,25 @@ class World:
         return await loop.run_in_executor(self._thread, self._explained, function, args)
 
     async def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank, on every rank (collective). For counts and flags, not payloads."""
-        values, group = [None] * self.size, self._group
-        await self.run(self._meet, lambda: self._dist.all_gather_object(values, value, group))
+        """Return every rank's `value`, by rank (collective). For counts and flags, not payloads."""
+        values = [None] * self.size
+        await self.run(self._meet, self._dist.all_gather_object, values, value, self._group)
         return values
 
     async def gather_on_0(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank, on rank 0; nothing on the others (collective)."""
-        values, group = [None] * self.size if self.rank == 0 else None, self._group
-        await self.run(self._meet, lambda: self._dist.gather_object(value, values, 0, group))
+        """Return every rank's `value`, by rank, on rank 0; nothing on the others (collective)."""
+        values = [None] * self.size if self.rank == 0 else None
+        await self.run(self._meet, self._dist.gather_object, value, values, 0, self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        """`total` of every rank's `value`, pair by pair, then of such totals, on every rank (collective)."""
+        """Return `total` of every rank's `value`, pair by pair, then of such totals (collective)."""
         return await self.run(self._meet, self._reduce, value, total)
 
     def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        dist, box, distance = self._dist, [None], 1
+        dist = self._dist
+        box = [None]
+        distance = 1
         while distance < self.size and self.rank % (2 * distance) == 0:
             if self.rank + distance < self.size:
                 dist.recv_object_list(box, src=self.rank + distance, group=self._group)
@@ -85,89 +145,52 @@ class World:
         return box[0]
 
     async def broadcast(self, value: Any) -> Any:
-        """The value of rank 0, on every rank (collective)."""
-        box, group = [value], self._group
-        await self.run(self._meet, lambda: self._dist.broadcast_object_list(box, 0, group))
+        """Return the value of rank 0 (collective)."""
+        box = [value]
+        await self.run(self._meet, self._dist.broadcast_object_list, box, 0, self._group)
         return box[0]
 
     async def barrier(self) -> None:
-        """Returns once every rank has called it (collective)."""
-        await self.run(self._meet, lambda: self._dist.barrier(group=self._group))
+        """Return once every rank has called it (collective)."""
+        await self.run(self._meet, self._dist.barrier, self._group)
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
-        """`outgoing[r]` goes to rank r; returns what came of `senders`, exactly those (collective)."""
+        """Send `outgoing[r]` to rank r; return what came of `senders`, exactly those (collective)."""
         leaving = {rank: value for rank, value in outgoing.items() if rank != self.rank}
+        # by identity: what goes to several ranks is pickled once
         pickled = {id(value): bytearray(pickle.dumps(value)) for value in leaving.values()}
-        payloads = {rank: pickled[id(value)] for rank, value in leaving.items()}
+        parcels = {rank: pickled[id(value)] for rank, value in leaving.items()}
         others = set(senders) - {self.rank}
-        received = await self.run(self._meet, self._send_and_receive, payloads, others)
+        received = await self.run(self._meet, self._send_and_receive, parcels, others)
         return received | {rank: value for rank, value in outgoing.items() if rank == self.rank}
 
-    def _send_and_receive(
-        self, payloads: dict[int, bytearray], senders: set[int]
-    ) -> dict[int, Any]:
+    def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
+        """Exchange the sizes, then the bytes."""
         torch = self._torch
         sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
-        own_sizes = {rank: torch.tensor([len(payload)]) for rank, payload in payloads.items()}
-        self._transfer(own_sizes, sizes)
+        self._transfer({rank: torch.tensor([len(data)]) for rank, data in parcels.items()}, sizes)
         byte = torch.uint8
         buffers = {sender: torch.empty(int(size), dtype=byte) for sender, size in sizes.items()}
-        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in payloads.items()}
+        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in parcels.items()}
         self._transfer(outgoing, buffers)
-        return {
-            sender: pickle.loads(buffer.numpy().tobytes()) for sender, buffer in buffers.items()
-        }
+        return {rank: pickle.loads(buffer.numpy().tobytes()) for rank, buffer in buffers.items()}
 
     def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        dist, group = self._dist, self._group
-        requests = [
-            dist.irecv(tensor, src=sender, group=group) for sender, tensor in incoming.items()
-        ]
-        requests += [dist.isend(tensor, dst=rank, group=group) for rank, tensor in outgoing.items()]
+        dist = self._dist
+        group = self._group
+        requests = [dist.irecv(tensor, rank, group) for rank, tensor in incoming.items()]
+        requests += [dist.isend(tensor, rank, group) for rank, tensor in outgoing.items()]
         for request in requests:
             request.wait()
 
     def _meet(self, collective: Callable, *args: Any) -> Any:
-        self._arrivals += 1
-        self._write_note()
+        self._notes.arrive()
         return collective(*args)
 
     def doing(self, phase: str) -> None:
         """Note what this rank is doing now, for the others, if it should hang. Not collective."""
-        self._phase = phase
-        self._thread.submit(self._write_note)
-
-    def _write_note(self) -> None:
-        note = f"{self._arrivals} {os.getpid()} {self._phase}"
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
-            if self._notes:
-                (self._notes / f"rank{self.rank}").write_text(note)
-            else:
-                self._store.set(f"note of rank {self.rank}", note)
-
-    def _read_note(self, rank: int) -> tuple[int, int, str]:
-        """How many collectives a rank has come to, its process, its phase."""
-        name, key = f"rank{rank}", f"note of rank {rank}"
-        if self._notes:
-            note = (self._notes / name).read_text() if name in os.listdir(self._notes) else ""
-        else:
-            note = self._store.get(key).decode() if self._store.check([key]) else ""
-        arrivals, pid, phase = (note or "0 0 starting").split(" ", 2)
-        return int(arrivals), int(pid), phase
-
-    def _late(self) -> list[str]:
-        """Who has come to fewer collectives, in words: those of this machine who are gone, if any are."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            notes = [(rank, *self._read_note(rank)) for rank in others]
-        except (OSError, RuntimeError):
-            return ["the ranks' notes are gone, so who didn't come is unknown"]
-        late = [
-            (rank, pid, phase) for rank, arrivals, pid, phase in notes if arrivals < self._arrivals
-        ]
-        gone = [each for each in late if self._notes and not is_alive(each[1])]
-        sentence = "rank {} didn't come, last seen in phase: {}"
-        return [sentence.format(rank, phase) for rank, _, phase in gone or late]
+        self._notes.phase = phase
+        self._thread.submit(self._notes.write)
 
     def _explained(self, function: Callable, args: tuple) -> Any:
         """Call; if a collective fails because of another rank, the error names it, where that can be told."""
@@ -175,11 +198,11 @@ class World:
             return function(*args)
         except RuntimeError as error:
             if any(words in str(error) for words in BROKEN):  # also of Megatron's collectives
-                # all who wait give up at about the same time: who doesn't is late
-                self._arrivals += 1
-                self._write_note()
+                # all who wait give up at about the same time, and say so: who doesn't is late
+                self._notes.arrive()
                 time.sleep(OTHERS_GIVE_UP_S)
-            if not (late := self._late()):
+            late = self._notes.late()
+            if not late:
                 raise
             waited = f"rank {self.rank} waited in vain, for {self._timeout_s:g} s at most"
             raise RuntimeError(f"{waited}: {', '.join(late)}") from error
@@ -190,7 +213,7 @@ class World:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs: a zombie only waits for its parent."""
+    """Tell whether a process of this machine runs: a zombie only waits for its parent."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -204,12 +227,13 @@ async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
         await work
     except UserError as caught:
         error = str(caught)
-    if error := await world.reduce(error, lambda errors: next(filter(None, errors), "")):
+    error = await world.reduce(error, lambda errors: next(filter(None, errors), ""))
+    if error:
         raise UserError(error)
 
 
 async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
-    """A function's result on rank 0, or its OSError or UserError, on every rank (collective)."""
+    """Return a function's result on rank 0, or raise its OSError or UserError (collective)."""
     value = error = None
     if world.rank == 0:
         try:

@@ -281,7 +281,7 @@ class Simulation:
             self.steps.append(
                 StepFacts(batch.waves, batch.missing_groups, c.state.history[-1], stats)
             )
-        facts, spans = self.steps[step], c.timeline.drain().spans
+        facts, spans = self.steps[step], c.timeline.drain()
         facts.seconds |= {name: tl.seconds(spans, name) for name in PHASES}
         facts.ended_s = c.timeline.now()
         facts.trained[c.world.rank] = [sample.key for sample in samples]

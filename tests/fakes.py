@@ -24,7 +24,7 @@ from data import Prompt, Prompts
 from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
 from engines.pool import Pool
 from images.tokens import Image
-from reporting.timeline import Timeline
+from reporting.timeline import MARKS, Timeline, of_kind
 from runtime.background_writer import BackgroundWriter
 from scheduling.balance import flat
 from scheduling.pipeline import SCHEDULES
@@ -477,8 +477,9 @@ class FakeReport:
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
         self.restarts.append(stats["faults/engine_restarts"])
-        self.marks += c.timeline.marks
-        self.steps.append((step, batch, samples, c.timeline.drain().spans))
+        events = c.timeline.drain()
+        self.marks += of_kind(events, *MARKS)
+        self.steps.append((step, batch, samples, of_kind(events, "span")))
 
 
 def requests_of(prompts, sampling, limits=(), seeds=()):

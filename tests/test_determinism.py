@@ -13,7 +13,6 @@ from columns import timing_free
 from engines.engine import seed_of
 from fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 from reporting import metrics
-from reporting.timeline import Records
 
 # ---------------------------------------------------------------- seeds
 
@@ -53,7 +52,7 @@ class MeasuredReport(FakeReport):
         self.metrics = []
 
     async def step(self, c, step, batch, samples, stats):
-        mine = metrics.local_facts(c, batch, samples, Records(c.timeline.spans))
+        mine = metrics.local_facts(c, batch, samples, c.timeline.events)
         row = metrics.summarize(await c.world.gather(mine)) | stats
         row |= metrics.serving_metrics(c.state.history[-1], c.config)
         self.metrics.append(row | {"rollout/groups_per_kept": c.state.groups_per_kept})

@@ -13,7 +13,8 @@ from test_timeline import MIXED, spans_of
 
 def life(prompt_id, *stretches):
     """The stretches (state, start, end, step) of answer 0 to a prompt."""
-    return [tl.SampleSpan(state, prompt_id, 0, 0, *times) for state, *times in stretches]
+    answer = {"answer": f"{prompt_id}.0"}
+    return [tl.Event("sample", state, 0, *times, answer) for state, *times in stretches]
 
 
 CUT = life(  # in step 0, and written to its end in step 1
@@ -39,12 +40,14 @@ def test_the_answers_are_drawn_as_they_lived():
     """A row in each step, coloured by state, on the clock of the lanes."""
     spans = spans_of([(-1.0, 5.0)]) + spans_of([(4.0, 0.5)], "train")
     spans += spans_of([(9.0, 0.5)], "train", step=1)
-    picture = figure.Picture("t", tl.Records(spans, [*LATER, *CUT, *WHOLE]), 4)
+    picture = figure.Picture("t", [*spans, *LATER, *CUT, *WHOLE], 4)
     lanes, answers = figure.make_figure(picture).axes
-    # (prompt, step): 8 left the queue before 7, and 9 in step 1
-    rows = {(8, 0): 0, (7, 0): 1, (9, 1): 0, (7, 1): 1}
+    # (answer, step): 8 left the queue before 7, and 9 in step 1
+    rows = {("8.0", 0): 0, ("7.0", 0): 1, ("9.0", 1): 0, ("7.0", 1): 1}
     stretches = [*CUT, *WHOLE, *LATER]
-    expected = [(tl.STATES[s.state], rows[s.prompt_id, s.step], s.start, s.end) for s in stretches]
+    expected = [
+        (tl.STATES[s.name], rows[s.args["answer"], s.step], s.start, s.end) for s in stretches
+    ]
     assert lines(answers) == sorted(expected)
     assert lanes.get_shared_x_axes().joined(lanes, answers)
     assert lanes.get_position().y0 > answers.get_position().y0
@@ -52,7 +55,7 @@ def test_the_answers_are_drawn_as_they_lived():
 
 def test_a_figure_of_nothing_is_a_picture(tmp_path):
     """A PNG that isn't blank."""
-    figure.make_figure(figure.Picture("a title", tl.Records(), 4)).savefig(tmp_path / "none.png")
+    figure.make_figure(figure.Picture("a title", [], 4)).savefig(tmp_path / "none.png")
     picture = matplotlib.image.imread(tmp_path / "none.png")
     assert picture.std() > 0 and picture.shape[1] > 1000
 
@@ -63,14 +66,15 @@ def test_a_figure_of_nothing_is_a_picture(tmp_path):
 )
 def test_steps_of_a_run(first, last, steps):
     """Of 12 steps; the evaluation after the last belongs to none; what has no colour isn't drawn."""
-    spans = [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    spans += [tl.Span("rollout", 1, 120.0, 121.0, 12), tl.Span("evaluate", 0, 0.0, 9.0, 3)]
-    samples = [tl.SampleSpan("decoding", 0, 0, 0, 10.0 * i, 10.0 * i + 4, i) for i in range(13)]
-    marks = [tl.Mark("wave", "wave 1", 0, 10.0 * i, i) for i in range(13)]
-    chosen = figure.of_steps(tl.Records(spans, samples, marks), first, last)
-    assert {s.name for s in chosen.spans} <= {"train"}
-    for kind in (chosen.spans, chosen.samples, chosen.marks):
-        assert {record.step for record in kind} == steps
+    events = [tl.Event("span", "train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
+    events += spans_of([(120.0, 1.0)], "rollout", 1, 12) + spans_of([(0.0, 9.0)], "evaluate", 0, 3)
+    for i in range(13):
+        events.append(tl.Event("sample", "decoding", 0, 10.0 * i, 10.0 * i + 4, i))
+        events.append(tl.Event("wave", "wave 1", 0, 10.0 * i, 10.0 * i, i))
+    chosen = figure.of_steps(events, first, last)
+    assert {span.name for span in tl.of_kind(chosen, "span")} <= {"train"}
+    for kind in ("span", "sample", "wave"):
+        assert {event.step for event in tl.of_kind(chosen, kind)} == steps
 
 
 def write_run(out, mode, spans):
@@ -78,7 +82,7 @@ def write_run(out, mode, spans):
     (out / "spans").mkdir(parents=True)
     config = {"mode": mode, "ranks": 2, "max_running_requests": 4}
     (out / "config.json").write_text(json.dumps(config))
-    lines = [json.dumps(["span", *span]) + "\n" for span in spans]
+    lines = [json.dumps(span) + "\n" for span in spans]
     (out / "spans" / "rank0.0.jsonl").write_text("".join(lines))
 
 
@@ -100,10 +104,10 @@ def test_steps_of_a_run_are_drawn(tmp_path, monkeypatch):
 
 def test_the_bars_are_the_spans():
     """Of 12 steps the last three, on the run's clock. Shade is occupancy."""
-    spans = [tl.Span("rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
-    spans += [tl.Span("train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    records = figure.of_steps(tl.Records(spans), -3, -1)
-    (axes,) = figure.make_figure(figure.Picture("t", records, 2)).axes
+    spans = [tl.Event("span", "rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
+    spans += [tl.Event("span", "train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
+    events = figure.of_steps(spans, -3, -1)
+    (axes,) = figure.make_figure(figure.Picture("t", events, 2)).axes
     half, full = 0.35 + 0.65 / 2, 1.0  # one request where two have room; training
     expected = [(tl.COLORS["rollout"], 10.0 * i, 4.0, half) for i in range(9, 12)]
     expected += [(tl.COLORS["train"], 10.0 * i + 5, 1.0, full) for i in range(9, 12)]

@@ -83,7 +83,7 @@ def test_kept_engines():
 def tail_marks(controllers):
     """Who holds the ranks: time, step, and what rollout and genrm have from then on."""
     marks = [mark for mark in controllers[0].report.marks if mark.kind == "tail"]
-    return [(mark.time, mark.step, mark.text) for mark in marks]
+    return [(mark.start, mark.step, mark.name) for mark in marks]
 
 
 def test_the_tail_moves_and_every_answer_is_judged_beside_it():

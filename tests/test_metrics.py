@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from columns import numbers
 from config import Config
 from controller import State
 from fakes import FakeWorld, VirtualClock
-from images.tokens import Image
 from reporting import timeline as tl
 from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
 from reporting.progress import Progress
@@ -22,7 +20,6 @@ from rollout import RolloutBatch
 from sample import Sample
 from scheduling.rebalance import RequestStats, Split, StepStats
 from test_atomic_files import full_disk
-from vision_models import encoded_picture
 
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
     rollout/trained_len_mean rollout/truncated_frac rollout/wrong_frac genrm/accept_frac
@@ -150,17 +147,17 @@ def batch_of(kept, filtered=(), carried=()):
 
 
 def spans_of(name, *intervals, rank=0):
-    return [tl.Span(name, rank, start, start + length, 0) for start, length in intervals]
+    return [tl.Event("span", name, rank, at, at + length, 0) for at, length in intervals]
 
 
 def test_local_facts_on_a_hand_worked_step():
     """One group is kept, one filtered, one carried, whose answers don't count."""
     batch = batch_of([group_of(4, 1.0, 0.0)], [group_of(6, 0.0, 0.0)], [group_of(5, 0.0, 1.0)])
-    spans = spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1)
-    spans += spans_of("serve", (0, 4)) + spans_of("pipeline", (5, 2), (8, 2))
-    passes = [tl.PassSpan("actor", 0, False, 0, 0, 5.0, 6.5, 0)]
-    passes.append(tl.PassSpan("actor", 0, True, 0, 0, 8.0, 9.5, 0))
-    found = local_facts(controller_of(), batch, batch.kept, tl.Records(spans, passes=passes))
+    events = spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1)
+    events += spans_of("serve", (0, 4)) + spans_of("pipeline", (5, 2), (8, 2))
+    events.append(tl.Event("pass", "actor", 0, 5.0, 6.5, 0))
+    events.append(tl.Event("pass", "actor", 0, 8.0, 9.5, 0))
+    found = local_facts(controller_of(), batch, batch.kept, events)
     assert found.means == columns("""
         reward/mean=1,0 reward/unfiltered_mean=1,0,0,0 reward/zero_std_frac=0,1
         rollout/response_len_mean=1,2,1,2 rollout/trained_len_mean=1,2
@@ -178,7 +175,7 @@ def test_failed_judgements_are_counted(kept):
     """A sample without a verdict is dropped AND counted, in kept groups and in filtered ones."""
     group = group_of(4, 1.0, 0.0, None)
     batch = batch_of([group]) if kept else batch_of([], [group])
-    found = local_facts(controller_of(), batch, batch.kept, tl.Records())
+    found = local_facts(controller_of(), batch, batch.kept, [])
     assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
     assert found.means["rollout/response_len_mean"] == [1, 2, 3]
     assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
@@ -204,7 +201,7 @@ def test_a_line_a_step(capsys, is_main):
 
 
 def test_a_writer_of_metrics(tmp_path):
-    """A row a step with sorted names and six digits, and text as it is; all of it in TensorBoard, too."""
+    """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too."""
     writer = MetricsWriter(tmp_path, print)
     first = {"b/loss": 0.123456789, "lr": 5.55e-7, "tokens": 12345678.0, "a/reason": "3|1: why"}
     writer.write(0, first)
@@ -212,7 +209,7 @@ def test_a_writer_of_metrics(tmp_path):
     board = board_in(tmp_path)  # before `close`: a row is safe once written
     scalars = [(event.step, event.value) for event in board.Scalars("b/loss")]
     assert scalars == [(0, pytest.approx(0.123457)), (3, 2)]
-    assert "a/reason/text_summary" in board.Tags()["tensors"]
+    assert board.Tags()["scalars"] == ["b/loss", "lr", "tokens"] and not board.Tags()["tensors"]
     writer.close()
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     rounded = {"b/loss": 0.123457, "lr": 5.55e-7, "tokens": 12345678}
@@ -260,15 +257,10 @@ def report_in(out, world, progress=None):
     return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
 
 
-def with_a_picture(samples):
-    """The first of them sees one."""
-    samples[0].media = (Image(b"", (1, 1, 1), 5, partial(encoded_picture, 6, 4)),)
-
-
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_report_writes_rows_samples_and_pictures(tmp_path, monkeypatch, is_full):
-    """An object a step, two groups' first samples, images beside answers; trace and picture at the
-    end. is_full: the disk, after the first step: it costs a line, and another at the end."""
+def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
+    """An object a step, two groups' first samples; trace and picture at the end. is_full: the disk,
+    after the first step: it costs a line, and another at the end."""
     (tmp_path / "spans").mkdir()
     run = {"mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))
@@ -277,7 +269,6 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path, monkeypatch, is_ful
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
     c.state = State(groups_per_kept=1.25, history=history)
-    c.prompts = SimpleNamespace(attach_images=with_a_picture)
     progress = SimpleNamespace(line=lines.append, step=lambda *_: None)
     report = report_in(tmp_path, FakeWorld(0, 1, {}), progress)
     batch = batch_of([group_of(i, 1.0, 0.0, critique="c") for i in range(3)])
@@ -317,11 +308,6 @@ def test_a_report_writes_rows_samples_and_pictures(tmp_path, monkeypatch, is_ful
     assert [s["prompt_id"] for s in samples] == [0, 1]
     assert all(list(s) == FIELDS.split() for s in samples)
     assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0
-    board = board_in(tmp_path)
-    (picture,) = board.Images("sample 0/0")
-    assert (picture.width, picture.height, board.Tags()["images"]) == (6, 4, ["sample 0/0"])
-    (text,) = board.Tensors("sample 0/text_summary")
-    assert text.tensor_proto.string_val == [b"(answer key: 5) <b>*"]
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.schedules import draw_passes, print_instances
-from reporting.timeline import PassSpan, Records
+from reporting.timeline import Event
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused, interleaved
 
@@ -195,9 +195,10 @@ def test_a_row_of_each_instance(tmp_path, capsys):
 
 def test_the_passes_of_a_step_are_drawn(tmp_path):
     """Only those of the step."""
-    done = [PassSpan("actor", 0, False, 0, 0, 1.0, 2.0, 3)]
-    done.append(PassSpan("actor", 0, False, 0, 0, 9.0, 9.5, 4))
-    draw_passes(Records(passes=done), 3, tmp_path / "passes.png")
+    what = {"stage": 0, "backward": False, "micro_batch": 0}
+    done = [Event("pass", "actor", 0, 1.0, 2.0, 3, what)]
+    done.append(Event("pass", "actor", 0, 9.0, 9.5, 4, what))
+    draw_passes(done, 3, tmp_path / "passes.png")
     assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no pass of a pipeline was recorded in step 5"):
-        draw_passes(Records(passes=done), 5, tmp_path / "none.png")
+        draw_passes(done, 5, tmp_path / "none.png")

@@ -144,7 +144,7 @@ def test_another_engine_goes_on_with_the_tokens_so_far(trouble, parts):
         at(written + 1, first.die if trouble == "dies" else first.hang)
         answers = await ask(pool, prompts, [1, 2, 3], limits=limits)
         assert not pool.status().outstanding
-        return answers, pool.pop_stats(), pool.timeline.spans
+        return answers, pool.pop_stats(), pool.timeline.events
 
     (answers, stats, spans), _ = run_alone([first, second], work)
     [(asked_at, _)], [requests] = second.asked, second.requests

@@ -17,7 +17,7 @@ INTERVALS = st.lists(st.tuples(QUARTERS, LENGTHS), max_size=12)
 
 
 def spans_of(intervals, name="rollout", rank=0, step=0):
-    return [tl.Span(name, rank, start, start + length, step) for start, length in intervals]
+    return [tl.Event("span", name, rank, at, at + length, step) for at, length in intervals]
 
 
 def test_busy_on_hand_worked_spans():
@@ -63,13 +63,13 @@ def test_a_timeline_on_a_clock(tmp_path):
     with pytest.raises(KeyError), line.span("train"):
         now[0] = 113.0
         raise KeyError
-    expected = [tl.Span("rollout", 1, 1.0, 2.0, 2), tl.Span("serve", 3, 0.0, 2.5, 2)]
-    expected.append(tl.Span("train", 3, 2.5, 3.0, 2))
-    assert line.drain() == tl.Records(expected) and line.drain() == tl.Records()
+    expected = spans_of([(1.0, 1.0)], "rollout", 1, 2) + spans_of([(0.0, 2.5)], "serve", 3, 2)
+    expected += spans_of([(2.5, 0.5)], "train", 3, 2)
+    assert line.drain() == expected and line.drain() == []
     assert opened == [("serve", 2), ("train", 2)]
     line.request("genrm", 0, 113.0, 114.0)
     line.drain()
-    assert tl.read(tmp_path) == tl.Records([*expected, tl.Span("genrm", 0, 3.0, 4.0, 2)])
+    assert tl.read(tmp_path) == expected + spans_of([(3.0, 1.0)], "genrm", 0, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["rank3.0.jsonl"]
 
 
@@ -81,7 +81,7 @@ def test_steps_are_read_without_all_others(tmp_path):
         line.drain()
     cases = {(0, -1): (0, 43), (12, 14): (10, 20), (12, -1): (10, 43), (-4, -1): (30, 43)}
     for asked, found in cases.items():
-        assert [mark.step for mark in tl.read(tmp_path, *asked).marks] == list(range(*found))
+        assert [mark.step for mark in tl.read(tmp_path, *asked)] == list(range(*found))
 
 
 def test_tables_that_were_run(tmp_path):
@@ -92,34 +92,36 @@ def test_tables_that_were_run(tmp_path):
     passes = [("actor", Task(0, 1, False, 3), 111.0, 111.5)]
     passes.append(("actor", Task(0, 1, True, 3), 112.0, 113.0))
     line.ran([SimpleNamespace(start=111.0, end=113.0, passes=passes)])
-    records = line.drain()
-    assert records.spans == [tl.Span("pipeline", 1, 1.0, 3.0, 2)]
-    first = tl.PassSpan("actor", 1, False, 3, 1, 1.0, 1.5, 2)
-    assert records.passes == [first, tl.PassSpan("actor", 1, True, 3, 1, 2.0, 3.0, 2)]
-    assert tl.read(tmp_path) == records
-    events = [(e["name"], e["ts"], e["dur"]) for e in events_of(records, tmp_path, "X")]
-    assert events == [("actor F3", 1_000_000, 500_000), ("actor B3", 2_000_000, 1_000_000)]
+    events = line.drain()
+    assert tl.of_kind(events, "span") == spans_of([(1.0, 2.0)], "pipeline", 1, 2)
+    forward, backward = tl.of_kind(events, "pass")
+    where = {"stage": 1, "backward": False, "micro_batch": 3}
+    assert forward == tl.Event("pass", "actor", 1, 1.0, 1.5, 2, where)
+    assert backward == tl.Event("pass", "actor", 1, 2.0, 3.0, 2, where | {"backward": True})
+    assert tl.read(tmp_path) == events
+    drawn = [(e["name"], e["ts"], e["dur"]) for e in rows_of(events, tmp_path, "X")]
+    assert drawn == [("actor F3", 1_000_000, 500_000), ("actor B3", 2_000_000, 1_000_000)]
 
 
-def events_of(records, folder, phases):
-    """Those of these kinds in the trace of the records."""
+def rows_of(events, folder, phases):
+    """Those of these kinds in the trace of the events."""
     path = folder / "trace.json"
-    tl.write_trace(records, path)
-    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] in phases]
+    tl.write_trace(events, path)
+    return [row for row in json.loads(path.read_text())["traceEvents"] if row["ph"] in phases]
 
 
 MIXED = [
     *spans_of([(0, 2), (1, 2)], "rollout", 0),
     *spans_of([(0.5, 1), (3, 0.5)], "genrm", 1),
-    *[tl.Span(name, rank, 4.0, 5.0, 0) for name in ("train", "switch", "sync") for rank in (0, 1)],
-    *[tl.Span("train", rank, 9.0, 9.5, 1) for rank in (0, 1)],
+    *[tl.Event("span", n, r, 4.0, 5.0, 0) for n in ("train", "switch", "sync") for r in (0, 1)],
+    *[tl.Event("span", "train", rank, 9.0, 9.5, 1) for rank in (0, 1)],
 ]
 
 
 def test_the_trace_is_a_chrome_trace(tmp_path):
     """Complete events in microseconds, and a name for every process and thread."""
-    records = tl.Records([*MIXED, tl.Span("evaluate", 0, 0.0, 9.0, 0)])
-    events, names = events_of(records, tmp_path, "X"), events_of(records, tmp_path, "M")
+    spans = MIXED + spans_of([(0.0, 9.0)], "evaluate")
+    events, names = rows_of(spans, tmp_path, "X"), rows_of(spans, tmp_path, "M")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["displayTimeUnit"] == "ms"
     assert len(events) + len(names) == len(trace["traceEvents"])
@@ -136,24 +138,25 @@ def test_the_trace_is_a_chrome_trace(tmp_path):
     assert all(threads[e["pid"], e["tid"]] == e["name"] for e in events)
 
 
-# of an answer: cut in step 0 on rank 0, written to its end in step 1 on rank 1, judged on rank 2
+# an answer: cut in step 0 on rank 0, written to its end in step 1 on rank 1, judged on rank 2
+ANSWER = {"answer": "12.3"}
 LIFE = [
-    tl.SampleSpan("queued", 12, 3, 0, 0.0, 0.25, 0),
-    tl.SampleSpan("decoding", 12, 3, 0, 0.25, 2.0, 0),
-    tl.SampleSpan("aborted", 12, 3, 0, 2.0, 2.0, 0),
-    tl.SampleSpan("queued", 12, 3, 1, 5.0, 5.5, 1),
-    tl.SampleSpan("resumed", 12, 3, 1, 5.5, 6.5, 1),
-    tl.SampleSpan("judging", 12, 3, 2, 6.5, 7.0, 1),
-    tl.SampleSpan("done", 12, 3, 2, 7.0, 7.0, 1),
+    tl.Event("sample", "queued", 0, 0.0, 0.25, 0, ANSWER),
+    tl.Event("sample", "decoding", 0, 0.25, 2.0, 0, ANSWER),
+    tl.Event("sample", "aborted", 0, 2.0, 2.0, 0, ANSWER),
+    tl.Event("sample", "queued", 1, 5.0, 5.5, 1, ANSWER),
+    tl.Event("sample", "resumed", 1, 5.5, 6.5, 1, ANSWER),
+    tl.Event("sample", "judging", 2, 6.5, 7.0, 1, ANSWER),
+    tl.Event("sample", "done", 2, 7.0, 7.0, 1, ANSWER),
 ]
 
 
 def test_an_answer_over_two_steps_in_the_trace(tmp_path):
     """One id through abort and resumption; each stretch on its engine, closed before the next opens."""
-    events = events_of(tl.Records(samples=LIFE), tmp_path, "ben")
+    events = rows_of(LIFE, tmp_path, "ben")
     assert {(e["id"], e["cat"]) for e in events} == {("12.3", "sample")}
     expected = []
-    for state, *_, rank, start, end, step in LIFE:
+    for _, state, rank, start, end, step, _ in LIFE:
         if start == end:
             expected.append((state, "n", rank, start * 1e6, step))
         else:
@@ -163,5 +166,5 @@ def test_an_answer_over_two_steps_in_the_trace(tmp_path):
     steps = [e["args"]["step"] if e["ph"] != "e" else None for e in in_order]
     found = [(e["name"], e["ph"], e["pid"], e["ts"]) for e in in_order]
     assert found == [row[:4] for row in expected] and steps == [row[4] for row in expected]
-    names = events_of(tl.Records(samples=LIFE), tmp_path, "M")
+    names = rows_of(LIFE, tmp_path, "M")
     assert {e["pid"] for e in names} == {0, 1, 2}
