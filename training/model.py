@@ -37,8 +37,7 @@ from training.hf_weights import Family
 from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
-# how transformers names the tensors of a model that sees: its text's, its tower's
-NESTED = ("model.language_model.", "model.visual.")
+NESTED = ("model.language_model.", "model.visual.")  # transformers' names of text and tower
 FAMILIES = {  # by config.json's model_type
     "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}),
