@@ -13,6 +13,7 @@ from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server
 from placement import Plan
+from runtime import hf_directory
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -126,7 +127,7 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
 
 def read_model(path: str, config: Config) -> tuple[Shapes, int]:
     """Tensors and context of a model's directory."""
-    return server.checkpoint_shapes(path), server.context_length(path, config)
+    return hf_directory.checkpoint_shapes(path), server.context_length(path, config)
 
 
 def on_this_machine(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:

@@ -18,6 +18,7 @@ import aiohttp
 from config import Config, UserError
 from engines import server
 from images.tokens import Image, collapse
+from runtime import hf_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +123,10 @@ class Engine:
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
         server.check_port(config.host, port, engine.name)
         engine._silence_s, engine._move_s = config.engine_silence_s, config.stalled_s
-        engine._tp, engine._shapes = vars(config)[f"{role}_tp"], server.checkpoint_shapes(model_dir)
+        engine._tp, engine._shapes = (
+            vars(config)[f"{role}_tp"],
+            hf_directory.checkpoint_shapes(model_dir),
+        )
         flags = [*server.server_flags(role, rank, port, model_dir, config), *cls.flags]
         command = [sys.executable, "-m", cls.module, *flags]
         environment = server.image_environment(role, model_dir)

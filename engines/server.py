@@ -21,9 +21,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from config import Config, UserError
-from images.reader import read_model_config, sees
+from images.reader import sees
 from images.tokens import Image
 from runtime.devices import cuda_libraries
+from runtime.hf_directory import read_model_config
 
 if TYPE_CHECKING:
     import aiohttp
@@ -157,33 +158,6 @@ def context_length(model_dir: str | Path, config: Config) -> int:
             f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len"
         )
     return found["max_position_embeddings"]
-
-
-def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
-    """By name, the open file of each tensor in a Hugging Face directory; only heads are read.
-
-    framework: "pt" to load tensors; torch maps whole files, which a host may have no memory for.
-    UserError names the setting and the directory.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    where = f"{setting} {model_dir}".strip()
-    files = {}
-    for path in sorted(Path(model_dir).glob("*.safetensors")):
-        try:
-            file = safe_open(path, framework=framework)
-        except SafetensorError as error:  # as of a download that broke off
-            raise UserError(f"{where}: {path.name} is damaged or incomplete: {error}") from None
-        files |= dict.fromkeys(file.keys(), file)
-    if not files:
-        raise UserError(f"{where}: no *.safetensors file in it")
-    return files
-
-
-def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
-    """Of every tensor in a Hugging Face directory."""
-    files = tensor_files(model_dir).items()
-    return {name: file.get_slice(name).get_shape() for name, file in files}
 
 
 def check_port(host: str, port: int, name: str) -> None:

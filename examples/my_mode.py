@@ -30,6 +30,7 @@ async def serve_group(step, group):  # its answers are judged when all of them a
     await rollout.judge(step, group)
 
 
-placement.PLANS["by_group"], rollout.MODES["by_group"] = plans, judge_by_group
+placement.PLANS["by_group"] = plans
+rollout.MODES["by_group"] = judge_by_group
 if __name__ == "__main__":
     run.main(sys.argv[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import struct
 import warnings
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from config import UserError
 from images.tokens import Image
+from runtime.hf_directory import read_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +25,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would 
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-# what names files with classes in JSON, or one that transformers reads in config.json's place
-CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
 
 
@@ -94,23 +92,6 @@ class ImageReader:
             pixels.append(found["pixel_values"])
             grids.append(found["image_grid_thw"])
         return torch.cat(pixels), torch.cat(grids)
-
-
-def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
-    """The config.json of a Hugging Face directory. UserError names the setting and the directory."""
-    where = f"{setting} {model_dir}".strip()
-    found = {}
-    for path in sorted(Path(model_dir).glob("*config.json")):  # also a tokenizer's, processors'
-        try:
-            found[path.name] = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
-        text = json.dumps(found[path.name])  # escapes quotes within a text, which so can't match
-        if named := CODE.search(text):
-            raise UserError(f"{where}: {path.name} has {named[1]}: a model's own code never runs")
-    if "config.json" not in found:
-        raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
-    return found["config.json"]
 
 
 def sees(model_dir: str | Path) -> bool:

@@ -27,19 +27,18 @@ if sys.argv[2] == "cpu":
 import torch
 
 from config import Config
-from engines import server
 from engines.engine import Answer, Engine, Request, Sampling
 from gpu_model import SIZES
 from parallel_worker import balanced, set_constants
 from placement import make_plans
-from runtime import rendezvous
+from runtime import hf_directory, rendezvous
 from sample import Sample
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
 START_S = 400.0  # for an engine to come up
 WEIGHT_BYTES = 2 * sum(
-    torch.Size(shape).numel() for shape in server.checkpoint_shapes(MODEL).values()
+    torch.Size(shape).numel() for shape in hf_directory.checkpoint_shapes(MODEL).values()
 )
 
 figures: dict[str, dict[str, float]] = {}
@@ -168,7 +167,7 @@ def nap() -> None:
             torch.cuda.empty_cache()  # what passes left isn't counted
         before = used_bytes()
         actor.sleep()
-        parts = trainer_parts(server.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
+        parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
         states = parts["weights"] + parts["gradients"] + parts["optimizer"]
         note("release", given_back=before - used_bytes(), states=states)
         fill_the_device()
@@ -196,7 +195,7 @@ def training_pass(recompute: str = "") -> None:
         torch.cuda.reset_peak_memory_stats()
     actor.optimizer_step(packed, cross_entropy_loss, (), 1e-6)
     peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
-    parts = trainer_parts(server.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
+    parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
     note("memory", peak=peak, predicted=sum(parts.values()))
     seconds = statistics.median(
         timed(lambda: actor._passes(packed, cross_entropy_loss)) for _ in range(5)

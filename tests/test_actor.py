@@ -362,7 +362,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
 def test_the_names_of_a_directorys_tensors_are_known(tmp_path, family):
     """Exactly those that transformers writes, with an output layer if it isn't tied; also where the
     file asks for kernels of a hub."""
-    from engines.server import tensor_files
+    from runtime.hf_directory import tensor_files
     from training.model import read_hf_config, tensor_names
 
     make = make_model if family in CONFIGS else make_vision_model

@@ -21,8 +21,8 @@ from commands.dry_run import device_map, grid
 from commands.memory import engine_parts, read_model, trainer_parts
 from config import Config, parse_config
 from engines import server
-from engines.server import checkpoint_shapes
 from models import save_model
+from runtime.hf_directory import checkpoint_shapes
 from tiny_models import make_tiny_qwen3
 from vision_models import make_vision_model
 

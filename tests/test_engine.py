@@ -26,8 +26,9 @@ from engines import server
 from engines.engine import Engine, EngineLost, Request, Sampling, read_part
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
-from engines.server import STREAM_INTERVAL, buckets, checkpoint_shapes
+from engines.server import STREAM_INTERVAL, buckets
 from reporting.timeline import Timeline
+from runtime.hf_directory import checkpoint_shapes
 from tests.fakes import VirtualClock, requests_of
 from tests.launched import free_port
 from tests.tiny_models import EOS, make_tiny_qwen3

@@ -1,7 +1,8 @@
 """HybridFlow's resharding: its groups and table 2 by hand, and real shards put together on gloo groups."""
 
+from collections import defaultdict
 from fractions import Fraction
-from itertools import chain
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -30,31 +31,22 @@ def test_every_shard_lies_in_its_rank_s_part(layout):
 
 
 @given(layouts)
-def test_groups_divide_the_ranks(layout):
-    """Each kind has every rank once; an engine has all parts of a copy, who gathers all shards of a part."""
-    tensor, micro_data = layout.groups()
-    ranks = range(layout.pp * layout.tp * layout.copies)
-    gathering = layout.pp * layout.tp // layout.parts
-    for groups, size in ((tensor, layout.parts), (micro_data, gathering)):
-        assert sorted(chain(*groups)) == [*ranks]
-        assert {len(group) for group in groups} == {size} and len(groups) * size == len(ranks)
-    for group in tensor:
-        places = [layout.place(rank) for rank in group]
-        assert [place.part for place in places] == [*range(layout.parts)]
-        assert len({place.copy for place in places}) == 1
-    for group in micro_data:
-        places = [layout.place(rank) for rank in group]
-        assert [place.member for place in places] == [*range(len(group))]
-        assert len({(place.copy, place.part) for place in places}) == 1
-        shards = {(rank // (layout.tp * layout.copies), rank % layout.tp) for rank in group}
-        assert len(shards) == len(group)
+def test_an_engine_has_every_part_and_who_gathers_one_all_of_its_shards(layout):
+    """Each place once; a micro-data-parallel group has as many members as a part has shards."""
+    members = range(layout.pp * layout.tp // layout.parts)
+    places = sorted(map(layout.place, range(layout.pp * layout.tp * layout.copies)))
+    assert places == [*product(range(layout.copies), range(layout.parts), members)]
 
 
 def test_the_paper_s_example():
-    """Training 1-4-2, generation 1-2-2-2 (section 5.3)."""
-    tensor, micro_data = Layout(1, 4, 2, 2).groups()
-    assert tensor == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert micro_data == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """Training 1-4-2, generation 1-2-2-2 (section 5.3): engines, and micro-data-parallel groups."""
+    engines, micro_data = defaultdict(list), defaultdict(list)
+    for rank in range(8):
+        copy, part, member = Layout(1, 4, 2, 2).place(rank)
+        engines[copy, member].append(rank)
+        micro_data[copy, part].append(rank)
+    assert [*engines.values()] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert [*micro_data.values()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize(

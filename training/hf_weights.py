@@ -1,4 +1,4 @@
-"""A model's weights, from and to Hugging Face's names and layout, tensor by tensor. Not collective."""
+"""Translates weights from and to Hugging Face's names and layout, tensor by tensor. Not collective."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from config import UserError
-from engines.server import tensor_files
+from runtime.hf_directory import tensor_files
 
 TOP_NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "decoder.final_layernorm.weight": "norm.weight",
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # in files; all others need a scale
 TOWER = "visual."  # of images; whole on every tensor-parallel rank
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -48,30 +47,17 @@ class HFWeights:
         return self.file_of[name].get_tensor(name)
 
 
-def check_tensors(model_dir: str, setting: str, known: set[str] | None = None) -> set[str]:
-    """UserError for a tensor that is quantized or, if `known` is given, not one of them; or names."""
-    files = tensor_files(model_dir, setting)
-    for name, file in sorted(files.items()):
-        if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
-            raise UserError(
-                f"{setting} {model_dir}: {name} is {kind}: quantized weights can't be taken"
-            )
-        if known and name not in known and not name.endswith("inv_freq"):  # which is made anew
-            raise UserError(f"{setting} {model_dir}: nothing here reads {name}, one of its tensors")
-    return {*files}
-
-
 class Family(NamedTuple):
-    """What sets an architecture apart."""
+    """The marks of an architecture."""
 
-    architecture: str  # the class of what writes
-    layers: dict[str, bool]  # in Megatron's words
-    text: str = "model."  # its tensors' names begin so
+    architecture: str  # transformers' class of a model that writes
+    layers: dict[str, bool]  # settings of Megatron's
+    text: str = "model."  # the names of the text model's tensors begin so
     tower: str = ""  # and those of the image tower, if there is one
 
 
 def hf_names(name: str, family: Family) -> list[str]:
-    """The Hugging Face tensors that Megatron's parameter `name` is made of: one, or those that it fuses."""
+    """Name the Hugging Face tensors that Megatron's parameter `name` is made of: one, or those it fuses."""
     if name == "output_layer.weight":
         return ["lm_head.weight"]
     if name in TOP_NAMES:
@@ -79,7 +65,8 @@ def hf_names(name: str, family: Family) -> list[str]:
     if name.startswith(TOWER):
         return [family.tower + name.removeprefix(TOWER)]
     layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name).groups()
-    prefix, kind = f"{family.text}layers.{layer}.", rest.rsplit(".", 1)[1]  # kind: weight or bias
+    prefix = f"{family.text}layers.{layer}."
+    kind = rest.rsplit(".", 1)[1]  # weight or bias
     if "linear_qkv" in rest:
         return [f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv"]
     if "linear_fc1" in rest:
@@ -88,18 +75,16 @@ def hf_names(name: str, family: Family) -> list[str]:
 
 
 def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
-    """Hugging Face's tensors as Megatron's, which orders q, k, v by group: query heads, key, value."""
-    if "linear_qkv" in name:
-        rest = tensors[0].shape[1:]
-        by_group = [
-            x.reshape(config.num_query_groups, -1, config.kv_channels, *rest) for x in tensors
-        ]
-        return torch.cat(by_group, dim=1).reshape(-1, *rest)
-    return torch.cat(tensors)
+    """Make Megatron's tensor, which has q, k, v by group: the group's query heads, its key, its value."""
+    if "linear_qkv" not in name:
+        return torch.cat(tensors)
+    rest = tensors[0].shape[1:]
+    shape = (config.num_query_groups, -1, config.kv_channels, *rest)
+    return torch.cat([x.reshape(shape) for x in tensors], dim=1).reshape(-1, *rest)
 
 
 def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]:
-    """The inverse of `fuse`, of the whole tensor or of what `join` makes."""
+    """Undo `fuse`, of the whole tensor or of what `join` makes."""
     if "linear_qkv" in name:
         queries = config.num_attention_heads // config.num_query_groups  # of a group
         rest = tensor.shape[1:]
@@ -110,20 +95,19 @@ def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of a chunk, layers numbered over the whole model instead of within the pipeline stage."""
-    offset = get_transformer_layer_offset(
-        model.config, model.vp_stage, model.pg_collection.pp.rank()
-    )
+    """Yield a chunk's parameters, layers numbered over the whole model instead of within the stage."""
+    stage = model.pg_collection.pp.rank()
+    offset = get_transformer_layer_offset(model.config, model.vp_stage, stage)
     for name, param in model.named_parameters():
-        yield (
-            re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + offset), name),
-            param,
-        )
+        if found := re.fullmatch(r"(decoder\.layers\.)(\d+)(.+)", name):
+            name = f"{found[1]}{int(found[2]) + offset}{found[3]}"
+        yield name, param
 
 
 def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
-    """This tensor-parallel rank's part of a full tensor."""
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    """Return this tensor-parallel rank's part of a full tensor."""
+    size = mpu.get_tensor_model_parallel_world_size()
+    rank = mpu.get_tensor_model_parallel_rank()
     if size == 1 or not param.tensor_model_parallel:
         return full
     # gate and up are split each, so that a rank holds matching halves of both
@@ -133,7 +117,7 @@ def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
 
 
 def join(name: str, shards: list[Tensor], dim: int) -> Tensor:
-    """The inverse of `tp_shard`, of some neighbours or of all: what lies together in the full tensor."""
+    """Undo `tp_shard`, of some neighbours or of all: return what lies together in the full tensor."""
     if "linear_fc1" in name:
         halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
         shards = [half for both in halves for half in both]
@@ -141,7 +125,7 @@ def join(name: str, shards: list[Tensor], dim: int) -> Tensor:
 
 
 def is_tied_copy(model: GPTModel, name: str) -> bool:
-    """Of the last stage's copy of tied embeddings, which Hugging Face does not store."""
+    """Return whether it is the last stage's copy of tied embeddings, which Hugging Face does not store."""
     return name == "output_layer.weight" and model.share_embeddings_and_output_weights
 
 
@@ -151,11 +135,9 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
     for name, param in global_parameters(model):
         own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)
-        shard = tp_shard(
-            name, param, fuse(name, [weights[hf_name] for hf_name in names], model.config)
-        )
+        full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
+        shard = tp_shard(name, param, full)
         if shard.shape != param.shape:
-            raise UserError(
-                f"{weights.where}: {names[0]} does not have the shape that config.json says"
-            )
+            reason = f"{names[0]} does not have the shape that config.json says"
+            raise UserError(f"{weights.where}: {reason}")
         param.copy_(shard)

@@ -1,13 +1,14 @@
-"""A Megatron-Core GPTModel as a Hugging Face directory describes it. hf_weights.py fills it.
+"""A Megatron-Core GPTModel as a Hugging Face directory describes it: dense Qwen2, Qwen3, Llama and Qwen-VL.
 
-Dense Qwen2, Qwen3 and Llama. Two modules are our own: Megatron's that need neither Transformer Engine nor
-Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
+hf_weights.py fills it. Two modules are our own, RMSNorm and the attention: Megatron's without Transformer
+Engine and Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
 """
 
 from __future__ import annotations
 
 import time
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,36 +29,35 @@ from torch.nn.attention.varlen import varlen_attn
 import data
 from config import Config, UserError
 from engines.reward_model import HEAD
-from images.reader import ImageReader, read_model_config
+from images.reader import ImageReader
+from runtime.hf_directory import check_tensors, read_model_config
 from scheduling.pipeline import schedule_of
 from training import lm_head
-from training.hf_weights import Family, check_tensors
+from training.hf_weights import Family
 from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
-QWEN2 = {"add_qkv_bias": True, "qk_layernorm": False}
-QWEN3 = {"add_qkv_bias": False, "qk_layernorm": True}
-LLAMA = {"add_qkv_bias": False, "qk_layernorm": False}
-NESTED = ("model.language_model.", "model.visual.")  # text and tower of what sees, for transformers
+NESTED = ("model.language_model.", "model.visual.")  # transformers' names of text and tower
 FAMILIES = {  # by config.json's model_type
-    "qwen2": Family("Qwen2ForCausalLM", QWEN2),
-    "qwen3": Family("Qwen3ForCausalLM", QWEN3),
-    "llama": Family("LlamaForCausalLM", LLAMA),
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", QWEN2, tower="visual."),
-    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", QWEN3, *NESTED),
+    "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}),
+    "llama": Family("LlamaForCausalLM", {}),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration", {"add_qkv_bias": True}, tower="visual."
+    ),
+    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", {"qk_layernorm": True}, *NESTED),
 }
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
-RECOMPUTE |= {"recompute_num_layers": 1}
-FUSIONS = ("gradient_accumulation", "masked_softmax", "bias_dropout", "apply_rope")
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-# for an engine to give its memory back: of its ranks the first to sleep says that it does
+# an engine of several ranks says that it sleeps when the first of them does: the others get so long
 RELEASE_S = 10.0
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
+GIB = 2**30
+# the only factors of llama3 that Megatron has
+LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-class RMSNorm:
-    """torch's, marked so that sequence parallelism sums its gradient over the tensor-parallel ranks."""
+class RMSNorm:  # a class, because Megatron would not call a function
+    """torch's RMSNorm, marked so that sequence parallelism sums its gradient over tensor-parallel ranks."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
         norm = torch.nn.RMSNorm(hidden_size, eps=eps)
@@ -67,14 +67,14 @@ class RMSNorm:
 
 
 def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
-    """frequencies: `rotary_frequencies`. Megatron's layers would make the table anew, with a wait each."""
+    """Make the rotary table once: Megatron's layers would each make it anew. See `rotary_frequencies`."""
     angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
     table = torch.cat((angles, angles), -1)[:, None]
     return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of [tokens, heads, dim], in float32 and rounded once, as engines do it."""
+    """Rotate [tokens, heads, dim] by position, in float32 and rounded once, as engines do it."""
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
@@ -84,78 +84,80 @@ class PackedAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, softmax_scale=None, pg_collection=None, **unused):
         super().__init__(config=config)
-        self.cp_group, self.scale = pg_collection.cp, softmax_scale
+        self.cp_group = pg_collection.cp
+        self.scale = softmax_scale
 
-    def forward(
-        self, query, key, value, attention_mask, *, packed_seq_params: Packing, **unused
-    ) -> Tensor:
-        """query [tokens, heads, dim], key and value [tokens, kv heads, dim] -> [tokens, heads, dim].
-
-        With context parallelism a rank gathers the keys and values of all (collective over that group).
-        """
-        batch, rope = packed_seq_params.batch, packed_seq_params.rope
-        query, key = rotate(query, *rope), rotate(key, *rope)
+    def forward(self, query, key, value, mask, *, packed_seq_params: Packing, **unused) -> Tensor:
+        """Return [tokens, heads, dim], of key and value [tokens, kv heads, dim] (collective: `cp_group`)."""
+        batch = packed_seq_params.batch
+        query = rotate(query, *packed_seq_params.rope)
+        key = rotate(key, *packed_seq_params.rope)
         if self.cp_group.size() > 1:
-            parts = (x.contiguous() for x in (key, value))
-            whole = (gather_from_sequence_parallel_region(x, group=self.cp_group) for x in parts)
-            key, value = (x.index_select(0, batch.keys) for x in whole)
-        attend = attend_at_once if has_varlen(query) else attend_by_length
+            key = self._gather(key, batch)
+            value = self._gather(value, batch)
+        takes_flash = query.is_cuda and query.dtype != torch.float32
+        attend = attend_at_once if takes_flash else attend_by_length
         return attend(query, key, value, batch, self.scale)
 
-
-def has_varlen(query: Tensor) -> bool:
-    """Whether torch's variable-length attention can do it: FlashAttention, of 16 bits on CUDA."""
-    return query.is_cuda and query.dtype != torch.float32
+    def _gather(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        whole = gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
+        return whole.index_select(0, batch.keys)
 
 
 def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """All pieces in one call. Not yet run on a GPU."""
+    """Attend in all pieces with one call, FlashAttention of 16 bits on CUDA. Not yet run on a GPU."""
     longest = [max(sizes) for sizes in zip(*batch.lengths, strict=True)]
-    options = {"scale": scale, "enable_gqa": query.size(1) != key.size(1)}
     # window: all keys behind, none ahead; a piece's last query stands at its last key
-    causal = (-1, 0)
-    return varlen_attn(query, key, value, *batch.starts, *longest, window_size=causal, **options)
+    options = {"window_size": (-1, 0), "scale": scale, "enable_gqa": query.size(1) != key.size(1)}
+    return varlen_attn(query, key, value, *batch.starts, *longest, **options)
+
+
+class Run(NamedTuple):
+    """Pieces of equal lengths, side by side in a micro-batch."""
+
+    length: int  # queries of a piece
+    seen: int  # keys up to the last of them
+    count: int  # pieces
 
 
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """A call of scaled_dot_product_attention for each length: balance.py puts equal ones side by side."""
-    runs = [(*sizes, len(list(run))) for sizes, run in groupby(batch.lengths)]
-    queries = query.split([count * length for length, _, count in runs])
-    keys, values = (x.split([count * length for _, length, count in runs]) for x in (key, value))
+    """Attend with one call for each run of equal lengths: balance.py puts equal ones side by side."""
+    runs = [Run(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
+    sizes = [run.count * run.seen for run in runs]
+    queries = query.split([run.count * run.length for run in runs])
     outputs = []
-    for (length, seen, count), *parts in zip(runs, queries, keys, values, strict=True):
-        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
-        options = {
-            "scale": scale,
-            "enable_gqa": q.size(1) != k.size(1),
-            "is_causal": length == seen,
-        }
-        if length < seen:  # is_causal would put the first query at the first key
-            ones = torch.ones(length, seen, dtype=torch.bool, device=q.device)
-            options["attn_mask"] = ones.tril(seen - length)
-        outputs.append(
-            F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(0, 1)
-        )
+    for run, *parts in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in parts)
+        options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
+        if run.length == run.seen:
+            options["is_causal"] = True
+        else:  # is_causal would put the first query at the first key
+            ones = torch.ones(run.length, run.seen, dtype=torch.bool, device=q.device)
+            options["attn_mask"] = ones.tril(run.seen - run.length)
+        output = F.scaled_dot_product_attention(q, k, v, **options)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 
 
 def read_family(model_dir: str, setting: str) -> str:
-    """config.json's model_type. UserErrors name the setting and the directory."""
+    """Return config.json's model_type. UserErrors name the setting and the directory."""
     found = read_model_config(model_dir, setting)
     where = f"{setting} {model_dir}"
-    if (model_type := found.get("model_type")) not in FAMILIES:
-        raise UserError(
-            f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}"
-        )
-    # a class that SGLang lacks it would look for in the directory's code; unnamed, it fails
-    known = FAMILIES[model_type].architecture, f"{model_type.capitalize()}ForSequenceClassification"
-    if (named := found.get("architectures")) not in ([known[0]], [known[1]]):
-        raise UserError(f"{where}: architectures {named} are not {' or '.join(known)}")
+    model_type = found.get("model_type")
+    if model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise UserError(f"{where}: model_type {model_type!r} is not supported, only {supported}")
+    # SGLang looks for a class that it lacks in the directory's code; without a name it fails
+    named = found.get("architectures")
+    writes = FAMILIES[model_type].architecture
+    scores = f"{model_type.capitalize()}ForSequenceClassification"
+    if named not in ([writes], [scores]):
+        raise UserError(f"{where}: architectures {named} are not {writes} or {scores}")
     return model_type
 
 
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
-    """config.json with transformers' defaults. UserErrors name the setting and the directory."""
+    """Return config.json with transformers' defaults. UserErrors name the setting and the directory."""
     from transformers import AutoConfig
 
     where = f"{setting} {model_dir}"
@@ -170,7 +172,8 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
         hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
-    rope, kind = hf["rope_parameters"], hf["rope_parameters"]["rope_type"]
+    rope = hf["rope_parameters"]
+    kind = rope["rope_type"]
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
         "quantized weights": bool((hf | whole.to_dict()).get("quantization_config")),
@@ -186,7 +189,7 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
 
 
 def transformer_config(hf: dict, config: Config) -> TransformerConfig:
-    """Megatron's description of the model. UserError if the parallel sizes do not divide it."""
+    """Describe the model to Megatron. UserError if the parallel sizes do not divide it."""
     check_sizes(hf, config)
     per_rank = schedule_of(config).stages_per_rank
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
@@ -219,60 +222,60 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
-        persist_layer_norm=False,
         **(RECOMPUTE if config.recompute else {}),
         # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass; not yet run on a GPU
         bias_activation_fusion=torch.cuda.is_available(),
-        **{f"{name}_fusion": False for name in FUSIONS},  # without Apex and Transformer Engine
         **FAMILIES[hf["model_type"]].layers,
     )
 
 
 def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
-    """Of the rotary embedding, radians a token: [axes, dim / 2], 0 where another axis turns the pair.
+    """Return the rotary embedding's radians a token: [axes, dim / 2], 0 where another axis turns the pair.
 
-    Megatron's; with images of frame, row and column (Qwen2-VL, 2409.12191, section 2.1), in sections, which
-    Qwen3-VL deals in turns.
+    Images have three axes: frame, row, column (Qwen2-VL, arXiv 2409.12191, section 2.1). Each turns a
+    section of the pairs; in Qwen3-VL they take turns.
     """
     rope = hf["rope_parameters"]
-    scaling = dict(
-        rope_scaling=rope["rope_type"] == "llama3", rope_scaling_factor=rope.get("factor", 1.0)
-    )
-    base = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
-    frequencies = RotaryEmbedding(config.kv_channels, **base, **scaling).inv_freq
-    sections, pairs = rope.get("mrope_section", [len(frequencies)]), range(len(frequencies))
-    turns = [axis for axis, size in enumerate(sections) for _ in range(size)]
+    options = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
+    options["rope_scaling"] = rope["rope_type"] == "llama3"
+    options["rope_scaling_factor"] = rope.get("factor", 1.0)
+    frequencies = RotaryEmbedding(config.kv_channels, **options).inv_freq
+    pairs = range(len(frequencies))
+    sections = rope.get("mrope_section", [len(pairs)])  # pairs of each axis
+    axis_of = [axis for axis, size in enumerate(sections) for _ in range(size)]
     if rope.get("mrope_interleaved"):
-        turns = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in pairs]
-    return torch.stack(
-        [frequencies.where(torch.tensor(turns) == axis, 0) for axis in range(len(sections))]
-    )
+        axis_of = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in pairs]
+    axis_of = torch.tensor(axis_of)
+    return torch.stack([frequencies.where(axis_of == axis, 0) for axis in range(len(sections))])
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
-    """Multiply-adds of a forward pass over a sequence: every matrix once a token, and causal attention."""
-    hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
+    """Return a forward pass's multiply-adds: every matrix once a token, and causal attention."""
+    hidden = hf["hidden_size"]
+    layers = hf["num_hidden_layers"]
+    heads = hf["num_attention_heads"]
     dim = hf.get("head_dim") or hidden // heads
-    layer = (
-        hidden * dim * 2 * (heads + hf["num_key_value_heads"])
-        + 3 * hidden * hf["intermediate_size"]
-    )
+    projections = hidden * dim * 2 * (heads + hf["num_key_value_heads"])
+    mlp = 3 * hidden * hf["intermediate_size"]
+    matrices = layers * (projections + mlp) + hidden * hf["vocab_size"]
     # times tokens^2: scores and weighted values, half of each masked
     attention = layers * heads * dim
-    return tokens * (layers * layer + hidden * hf["vocab_size"]) + tokens**2 * attention
+    return tokens * matrices + tokens**2 * attention
 
 
 def check_sizes(hf: dict, config: Config) -> None:
-    sizes = dict.fromkeys(SPLIT_BY_TP, (f"--tp {config.tp}", config.tp))
-    stages, per_rank = f"--pp {config.pp}", schedule_of(config).stages_per_rank
+    """UserError if the tensor-parallel ranks or the stages don't divide the model."""
+    per_rank = schedule_of(config).stages_per_rank
+    stages = f"--pp {config.pp}"
     if per_rank > 1:
-        stages = f"{stages} x {per_rank} stages a rank of --schedule {config.schedule}"
-    sizes["num_hidden_layers"] = (stages, config.pp * per_rank)
-    for name, (setting, size) in sizes.items():
+        stages += f" x {per_rank} stages a rank of --schedule {config.schedule}"
+    cuts = [(f"--tp {config.tp}", config.tp, name) for name in SPLIT_BY_TP]
+    cuts.append((stages, config.pp * per_rank, "num_hidden_layers"))
+    for setting, size, name in cuts:
         if hf[name] % size:
             raise UserError(f"{setting} does not divide {name} = {hf[name]} of --model")
-    deep = deep_features(hf.get("vision"))
     layers = hf["num_hidden_layers"] // (config.pp * per_rank)
+    deep = deep_features(hf.get("vision"))
     if layers < deep:
         raise UserError(
             f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model"
@@ -280,7 +283,7 @@ def check_sizes(hf: dict, config: Config) -> None:
 
 
 def tensor_names(hf: dict) -> set[str]:
-    """As a directory has them of the whole model, with its output layer's, be it tied or not."""
+    """Return the names of a directory's tensors, the output layer's among them even if it is tied."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     family = FAMILIES[hf["model_type"]]
@@ -291,7 +294,7 @@ def tensor_names(hf: dict) -> set[str]:
 
 
 def check_models(config: Config) -> dict:
-    """Look at all directories before a start. UserErrors, or `read_hf_config` of --model."""
+    """Check all directories before a start, and return `read_hf_config` of --model. UserErrors."""
     hf = read_hf_config(config.model)
     check_sizes(hf, config)
     heads = {HEAD} if config.command == "rm" else set()
@@ -312,11 +315,13 @@ def check_critic(config: Config, actor: dict) -> None:
     where = f"--critic {config.critic}"
     if HEAD not in check_tensors(config.critic, "--critic", tensor_names(hf) | {HEAD}):
         raise UserError(f"{where}: it has no {HEAD}, the head of a value or reward model")
-    actors, own = (data.load_tokenizer(path).get_vocab() for path in (config.model, config.critic))
+    actors = data.load_tokenizer(config.model).get_vocab()
+    own = data.load_tokenizer(config.critic).get_vocab()
     if strange := actors.items() - own.items():
         raise UserError(f"{where}: {min(strange)[0]!r} isn't the token it is for --model")
-    if (has := hf["vocab_size"]) < (needed := actor["vocab_size"]):
-        raise UserError(f"{where}: it has {has} tokens, and --model has {needed}")
+    if hf["vocab_size"] < actor["vocab_size"]:
+        sizes = f"it has {hf['vocab_size']} tokens, and --model has {actor['vocab_size']}"
+        raise UserError(f"{where}: {sizes}")
     if "vision" in actor and "vision" not in hf:
         raise UserError(f"{where}: it sees no images, and --model does")
     check_sizes(hf, config)
@@ -325,17 +330,18 @@ def check_critic(config: Config, actor: dict) -> None:
 def build_chunk(
     hf: dict, config: TransformerConfig, groups: ProcessGroupCollection, number: int
 ) -> GPTModel:
-    """One of this rank's, with random weights (collective over the pipeline group if embeddings are tied)."""
-    pp_rank, per_rank = groups.pp.rank(), config.virtual_pipeline_model_parallel_size
-    stage, last = number * groups.pp.size() + pp_rank, (per_rank or 1) * groups.pp.size() - 1
+    """Build one of this rank's chunks, at random (collective over its pipeline if embeddings are tied)."""
+    ranks = groups.pp.size()
+    per_rank = config.virtual_pipeline_model_parallel_size  # None for one
     vp_stage = number if per_rank else None
+    stage = number * ranks + groups.pp.rank()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    layers = [layer] * get_num_layers_to_build(config, vp_stage, pp_rank)
+    layers = [layer] * get_num_layers_to_build(config, vp_stage, groups.pp.rank())
     sees = stage == 0 and "vision" in hf
     gpt = (VisionModel if sees else GPTModel)(
         config,
@@ -343,7 +349,7 @@ def build_chunk(
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=stage == 0,
-        post_process=stage == last,
+        post_process=stage == (per_rank or 1) * ranks - 1,
         pg_collection=groups,
         vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
@@ -358,21 +364,22 @@ def build_chunk(
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether gradients are summed during the backward pass, and AdamW is one fused kernel. Not yet run."""
+    """Return whether the backward pass sums gradients and AdamW is one fused kernel. Not yet run."""
     return device.type == "cuda"  # torch's other AdamW takes 4 bytes a parameter of its shard more
 
 
 def check_room(needed: int, who: str) -> None:
     """UserError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
-    until = time.monotonic() + RELEASE_S
-    while (free := torch.cuda.mem_get_info()[0]) < needed and time.monotonic() < until:
+    deadline = time.monotonic() + RELEASE_S
+    free, total = torch.cuda.mem_get_info()
+    while free < needed and time.monotonic() < deadline:
         time.sleep(0.1)
-    total, own = torch.cuda.mem_get_info()[1], torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved()
+    others = total - free - own
     if needed > free:
-        gib = [f"{size / 2**30:.1f}" for size in (needed, free, total, own, total - free - own)]
         raise UserError(
-            "{} needs {} GiB to wake, and {} of {} GiB are free: this rank holds {} GiB, engines and others "
-            "{} GiB; lower --mem-fraction, or spread the model over more ranks (--tp, --pp)".format(
-                who, *gib
-            )
+            f"{who} needs {needed / GIB:.1f} GiB to wake, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
+            f"free: this rank holds {own / GIB:.1f} GiB, engines and others {others / GIB:.1f} GiB; lower "
+            "--mem-fraction, or spread the model over more ranks (--tp, --pp)"
         )

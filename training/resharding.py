@@ -7,8 +7,6 @@ micro-data-parallel group and gather among themselves; each takes the part of it
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,7 +22,7 @@ from training.hf_weights import global_parameters, hf_names, is_tied_copy, join,
 
 
 class Place(NamedTuple):
-    """Where a rank stands while it generates."""
+    """The place of a rank while it generates."""
 
     copy: int  # of the model, as data and context parallelism make them
     part: int  # of its engine
@@ -32,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a rank, as fractions of the model's bytes M."""
+    """The cost of resharding for a rank, in fractions of the model's bytes M."""
 
     received: Fraction
     peak: Fraction  # of the weights that it generates with and what they are made of
@@ -52,27 +50,20 @@ class Layout:
     parts: int = 1
 
     def place(self, rank: int) -> Place:
-        """Engines take ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3)."""
+        """Put engines on ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3)."""
         assert self.tp % self.parts == 0, "a part is made of whole shards"
-        (others, shard), near = divmod(rank, self.tp), self.tp // self.parts
+        near = self.tp // self.parts
+        others, shard = divmod(rank, self.tp)
         stage, copy = divmod(others, self.copies)
         return Place(copy, shard // near, stage * near + shard % near)
 
-    def groups(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The ranks of each engine (a tensor-parallel group), and of each micro-data-parallel group."""
-        tensor, micro_data = defaultdict(list), defaultdict(list)
-        for rank in range(self.pp * self.tp * self.copies):
-            copy, part, member = self.place(rank)
-            tensor[copy, member].append(rank)
-            micro_data[copy, part].append(rank)
-        return [*tensor.values()], [*micro_data.values()]
-
     def costs(self) -> dict[str, Cost]:
-        """Table 2, which takes stages for equal and all tensors for cut by tensor parallelism.
+        """Compute table 2, which takes stages for equal and all tensors for cut by tensor parallelism.
 
         DeepSpeed-Chat gathers the model over all ranks, HybridFlow-V over each model-parallel group.
         """
-        part, shard = Fraction(1, self.parts), Fraction(1, self.pp * self.tp)
+        part = Fraction(1, self.parts)
+        shard = Fraction(1, self.pp * self.tp)
         return {
             "DeepSpeed-Chat": Cost(1 - shard / self.copies, Fraction(1), shard / self.copies),
             "HybridFlow-V": Cost(1 - shard, Fraction(1), shard),
@@ -84,45 +75,48 @@ class Gathering:
     """Puts an engine's part of each tensor together. `received`: bytes that reached this rank the last time.
 
     near: the neighbours in a stage whose t / t_g shards make up a part, so all of them for whole tensors.
-    They and their like in the other stages are a micro-data-parallel group.
+    With those of the other stages they are a micro-data-parallel group.
     """
 
     def __init__(self, chunks: list[GPTModel], near: ProcessGroup):
-        self.chunks, self.near, self.received = chunks, near, 0
+        self.chunks = chunks
+        self.near = near
+        self.received = 0
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """The part of every tensor by its Hugging Face name (collective: the micro-data-parallel group).
+        """Yield the part of every tensor by its Hugging Face name (collective: micro-data-parallel group).
 
         A part is a slice of its rows, or of columns for Megatron's row-parallel matrices; norms are whole.
         Stages take turns to broadcast theirs, so that every rank yields every tensor, in the same order. The
         tensors may be views of the live weights: use or copy them before the next update.
         """
-        stages, config = self.chunks[0].pg_collection.pp, self.chunks[0].config
-        like = {"dtype": config.params_dtype, "device": next(self.chunks[0].parameters()).device}
         self.received = 0
-        # in the stages' order
-        for chunk, source in itertools.product(self.chunks, range(stages.size())):
-            mine = {
-                name: p for name, p in global_parameters(chunk) if not is_tied_copy(chunk, name)
-            }
-            own = source == stages.rank()
-            listing = [
-                [(name, self._shape(param)) for name, param in mine.items()] if own else None
-            ]
+        for chunk in self.chunks:
+            for source in range(chunk.pg_collection.pp.size()):  # in the stages' order
+                for name, part in self._parts_of_stage(chunk, source):
+                    tensors = unfuse(name, part, chunk.config)
+                    yield from zip(hf_names(name, chunk.family), tensors, strict=True)
+
+    def _parts_of_stage(self, chunk: GPTModel, source: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parts that the pipeline's rank `source` has, under Megatron's names."""
+        stages = chunk.pg_collection.pp
+        own = {name: p for name, p in global_parameters(chunk) if not is_tied_copy(chunk, name)}
+        is_source = source == stages.rank()
+        listing = [[(name, self._shape(p)) for name, p in own.items()] if is_source else None]
+        if stages.size() > 1:
+            dist.broadcast_object_list(listing, group=stages, group_src=source)
+        like = {"dtype": chunk.config.params_dtype, "device": next(chunk.parameters()).device}
+        for name, shape in listing[0]:
+            part = self._part(name, own[name]) if is_source else torch.empty(shape, **like)
             if stages.size() > 1:
-                dist.broadcast_object_list(listing, group=stages, group_src=source)
-            for name, shape in listing[0]:
-                part = self._part(name, mine[name]) if own else torch.empty(shape, **like)
-                if stages.size() > 1:
-                    dist.broadcast(part, group=stages, group_src=source)
-                    self.received += 0 if own else part.nbytes
-                yield from zip(
-                    hf_names(name, chunk.family), unfuse(name, part, config), strict=True
-                )
+                dist.broadcast(part, group=stages, group_src=source)
+            if not is_source:
+                self.received += part.nbytes
+            yield name, part
 
     def _part(self, name: str, param: torch.nn.Parameter) -> Tensor:
-        """Of one of this stage's parameters (collective: `near`)."""
+        """Return the part of a parameter of this stage (collective: `near`)."""
         if self.near.size() == 1 or not param.tensor_model_parallel:
             return param.detach()
         shards = [torch.empty_like(param) for _ in range(self.near.size())]
@@ -131,7 +125,7 @@ class Gathering:
         return join(name, shards, param.partition_dim)
 
     def _shape(self, param: torch.nn.Parameter) -> list[int]:
-        """Of the tensor that `_part` returns."""
+        """Return the shape of what `_part` returns."""
         shape = list(param.shape)
         if param.tensor_model_parallel:
             shape[param.partition_dim] *= self.near.size()

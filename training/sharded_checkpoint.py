@@ -1,7 +1,7 @@
 """A trainer's part of a checkpoint, in Megatron-Core's format, for any number of ranks, --tp, --pp to load.
 
-Training waits for `plan_save` (all ranks) alone, which plans who writes what. What it returns to write is
-called in a process forked from each rank, whose memory stays as it was; to complete, on rank 0 in the end.
+Training waits for `plan_save` (all ranks) alone, which plans who writes what. Of what it returns, `write`
+is called in a process forked from each rank, whose memory stays as it was, and `complete` on rank 0 at last.
 """
 
 from __future__ import annotations
@@ -14,32 +14,23 @@ from collections.abc import Callable, Iterator
 from math import prod
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import base as strategies
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import base, common
 from megatron.core.dist_checkpointing.strategies import torch as mcore
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonSaveStrategy,
-)
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from config import UserError
@@ -49,31 +40,31 @@ if TYPE_CHECKING:
 
     from training.trainer import Trainer
 
-Boxes = dict[MetadataIndex, tuple[torch.Size, Tensor]]  # place -> (shape of the full tensor, box)
+Chunk = dcp.ChunkStorageMetadata  # the place of a box in a full tensor: offsets and sizes
+Sizes = tuple[int, ...]
+Shard = ShardedTensor | ShardedTensorFactory
 # Megatron-Core 0.16.1's default is broken
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 BACKEND = ("torch_dist", 1)  # name and version of the format
 # what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
 ALLOWED = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": (
-        "Size",
-        "float32",
-        "bfloat16",
-        "float16",
-        "float64",
-        "int64",
-        "int32",
-        "uint8",
-        "bool",
-    ),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",),
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
+    "_MEM_FORMAT_ENCODING TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch": "Size float32 bfloat16 float16 float64 int64 int32 uint8 bool",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath",
 }
+
+
+class Box(NamedTuple):
+    """A box of a tensor, to be written."""
+
+    facts: TensorWriteData  # its place in the full tensor, the full tensor's shape, its type
+    numbers: Tensor
+
+
+Boxes = dict[dcp.MetadataIndex, Box]  # by the full tensor's name and the place in it
 
 
 def metadata() -> dict:
@@ -82,14 +73,12 @@ def metadata() -> dict:
 
 
 def state_of(trainer: Trainer) -> dict:
-    """The model's tensors. Each says where it belongs: the names of the chunks aren't in a checkpoint."""
+    """Describe the model's tensors. Each says where it belongs: a checkpoint has no names of chunks."""
     chunks = enumerate(trainer.chunks)
-    return {
-        f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata()) for number, chunk in chunks
-    }
+    return {f"chunk_{n}": chunk.sharded_state_dict(metadata=metadata()) for n, chunk in chunks}
 
 
-class CommonLater(TorchCommonSaveStrategy):
+class CommonLater(common.TorchCommonSaveStrategy):
     """Keeps what isn't sharded. Megatron writes it between collectives: with a full disk others wait."""
 
     def save_common(self, common_state_dict, checkpoint_dir) -> None:
@@ -97,31 +86,28 @@ class CommonLater(TorchCommonSaveStrategy):
 
 
 class Writer(FileSystemWriter):
-    """torch's own, which keeps what there is to write for later."""
+    """A writer of torch's that keeps what there is to write for later."""
 
     def prepare_write_data(self, plan, planner) -> None:
         self.planned = (plan, planner)
 
 
 class Planner(mcore.MCoreSavePlanner):
-    """Megatron's own, and boxes of other tensors."""
+    """Megatron's planner, which also plans the boxes of other tensors."""
 
     def __init__(self, boxes: Boxes):
         super().__init__(flatten_state_dict=False, dedup_replicated_tensors=False)
         self.boxes = boxes
 
     def create_local_plan(self) -> SavePlan:
-        items = []
-        for place, (shape, part) in self.boxes.items():
-            chunk = ChunkStorageMetadata(place.offset, part.size())
-            facts = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), shape)
-            items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=facts))
+        kind = WriteItemType.SHARD
+        items = [WriteItem(index, kind, tensor_data=box.facts) for index, box in self.boxes.items()]
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex):
-        return self.boxes[index][1] if index in self.boxes else super().lookup_object(index)
+    def lookup_object(self, index: dcp.MetadataIndex):
+        return self.boxes[index].numbers if index in self.boxes else super().lookup_object(index)
 
 
 class PlanOnly(mcore.TorchDistSaveShardedStrategy):
@@ -157,22 +143,24 @@ def plan_save(
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
     """
     model = state_of(trainer)
-    common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_boxes(trainer, model))
     state = {"version": trainer.version, "measured": trainer.measured, "model": model}
     state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
-    which = (strategies.StrategyAction.SAVE_COMMON, "torch", 1)
-    default = strategies.get_default_strategy(*which)
-    strategies.register_default_strategy(*which, common)  # `save` has no argument for it
+    later = CommonLater("torch", 1)
+    strategy = PlanOnly(optimizer_boxes(trainer, model))
+    which = (base.StrategyAction.SAVE_COMMON, "torch", 1)
+    default = base.get_default_strategy(*which)
+    base.register_default_strategy(*which, later)  # `save` has no argument for it
     options = dict(async_sharded_save=True, content_metadata=dict(SHARDING))
     dist_checkpointing.save(state, str(folder), strategy, **options)
-    strategies.register_default_strategy(*which, default)
+    base.register_default_strategy(*which, default)
     writer = strategy.writer
-    planned, writer.planned = writer.planned, None
+    planned = writer.planned
+    writer.planned = None  # `complete` keeps the writer, and need not keep the tensors
 
     def write() -> list:
         if dist.get_rank() == 0:
-            torch.save(common.kept, folder / COMMON_STATE_FNAME)
+            torch.save(later.kept, folder / common.COMMON_STATE_FNAME)
         return writer.write_data(*planned).wait()
 
     def complete(written: list[list]) -> None:
@@ -183,10 +171,10 @@ def plan_save(
 
 
 def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
-    """This rank's part of the optimizer's state, where it lies, by Megatron's names of `fully_reshardable`.
+    """Find this rank's part of the optimizer's state, under Megatron's names of `fully_reshardable`.
 
     Megatron's own would gather all of it on every data-parallel rank first, which is most of a save's stall.
-    A rank holds a stretch of a flattened tensor, which is some boxes of it. Readers take any.
+    A rank holds a stretch of a flattened tensor, which is some boxes of it. Readers take any boxes.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
     # the last of replica_id is the data-parallel rank
@@ -195,51 +183,58 @@ def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
     for optimizer in trainer.optimizer.chained_optimizers:
         optimizer.state_dict()  # makes the state of an optimizer that hasn't made a step
         stretches = stretches_of(optimizer)
-        for shard in (shard for shard in mine if shard.data in stretches):
-            held = optimizer._get_main_param_and_optimizer_states(shard.data)
-            for part in shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]:
-                first = part.data.storage_offset() - shard.data.storage_offset()
-                for chunk, where in cut(part, first, stretches[shard.data]):
-                    for name in ("param", "exp_avg", "exp_avg_sq"):
-                        index = MetadataIndex(f"optimizer.state.{name}.{part.key}", chunk.offsets)
-                        box = held[name].detach()[where].view(chunk.sizes)
-                        # itself on CPU
-                        found[index] = (torch.Size(part.global_shape), box.to("cpu"))
+        for shard in mine:
+            if shard.data in stretches:
+                held = optimizer._get_main_param_and_optimizer_states(shard.data)
+                found |= boxes_of(shard, held, stretches[shard.data])
+    return found
+
+
+def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
+    """Cut what is held of a parameter's state, that of a stretch of the flattened parameter, into boxes."""
+    found = {}
+    for part in shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]:
+        first = part.data.storage_offset() - shard.data.storage_offset()
+        for chunk, where in cut(part, first, stretch):
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                index = dcp.MetadataIndex(f"optimizer.state.{name}.{part.key}", chunk.offsets)
+                numbers = held[name].detach()[where].view(chunk.sizes).to("cpu")  # itself on CPU
+                properties = dcp.TensorProperties.create_from_tensor(numbers)
+                facts = TensorWriteData(chunk, properties, torch.Size(part.global_shape))
+                found[index] = Box(facts, numbers)
     return found
 
 
 def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
-    """Of the flattened parameters: the stretch of which this rank holds the optimizer's state."""
-    by_dtype = (buffer.values() for buffer in optimizer.gbuf_ranges)
-    buckets = itertools.chain(*itertools.chain(*by_dtype))
-    maps = (bucket["param_map"].items() for bucket in buckets)
-    held = {param: ranges["param"] for each in maps for param, ranges in each}
-    return {param: range(stretch.start, stretch.end) for param, stretch in held.items()}
+    """Return the stretch of each flattened parameter of which this rank holds the optimizer's state."""
+    stretches = {}
+    by_dtype = itertools.chain(*(buffer.values() for buffer in optimizer.gbuf_ranges))
+    for bucket in itertools.chain(*by_dtype):
+        for parameter, ranges in bucket["param_map"].items():
+            stretches[parameter] = range(ranges["param"].start, ranges["param"].end)
+    return stretches
 
 
-def cut(
-    part: ShardedTensor, first: int, stretch: range
-) -> Iterator[tuple[ChunkStorageMetadata, slice]]:
-    """The boxes of `part` in a stretch of its flattened parameter, in which it begins at `first`.
+def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk, slice]]:
+    """Yield the boxes of `part` in a stretch of its flattened parameter, in which it begins at `first`.
 
-    Yields (where it is in the full tensor, where it is in the stretch).
+    A box is (where it is in the full tensor, where it is in the stretch).
     """
     ahead = part.prepend_axis_num
-    start, stop = max(stretch.start - first, 0), min(stretch.stop - first, part.data.numel())
+    start = max(stretch.start - first, 0)
+    stop = min(stretch.stop - first, part.data.numel())
     at = first + start - stretch.start
     for inner, sizes in boxes(start, stop, part.local_shape):
         moved = map(add, part.global_offset[ahead:], inner)
         offsets = torch.Size([*part.global_offset[:ahead], *moved])
-        place = ChunkStorageMetadata(offsets, torch.Size((1,) * ahead + sizes))
+        place = Chunk(offsets, torch.Size((1,) * ahead + sizes))
         end = at + prod(sizes)
         yield place, slice(at, end)
         at = end
 
 
-def boxes(
-    start: int, end: int, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The stretch [start, end) of a flattened tensor as (where, sizes), in order: of a matrix up to three."""
+def boxes(start: int, end: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+    """Yield the stretch [start, end) of a flattened tensor as (where, sizes), in order: up to 3 a matrix."""
     below = prod(shape[1:])
     while start < end:
         row, column = divmod(start, below)
@@ -255,17 +250,17 @@ def boxes(
 
 
 class OnlyDescriptions(pickle.Unpickler):
-    """Refuses whatever isn't in ALLOWED."""
+    """An unpickler that refuses whatever isn't in ALLOWED."""
 
     def find_class(self, module: str, name: str):
-        if name not in ALLOWED.get(module, ()):
+        if name not in ALLOWED.get(module, "").split():
             what = f"{module}.{name}, which has no place there"
             raise UserError(f"a checkpoint's .metadata names {what}: it was tampered with")
         return super().find_class(module, name)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """What `plan_save` saved on any number of ranks (collective). Refuses code with a UserError."""
+    """Load what `plan_save` saved on any number of ranks (collective). Refuses code with a UserError."""
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
@@ -276,4 +271,5 @@ def load(trainer: Trainer, folder: Path) -> None:
     for number, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(loaded["model"][f"chunk_{number}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
-    trainer.version, trainer.measured = loaded["version"], loaded.get("measured", [])
+    trainer.version = loaded["version"]
+    trainer.measured = loaded.get("measured", [])

@@ -1,4 +1,4 @@
-"""The demo's models before their first step, as Hugging Face directories: a token for each character."""
+"""The demos' models before their first step, as Hugging Face directories: a token for each character."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SHAPE = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24)
-MERGE, MOST_CELLS = 2, 16  # patches of a feature's side; features of an image
-TOWER = dict(
-    depth=2, hidden_size=64, intermediate_size=128, num_heads=4, num_position_embeddings=64
-)
-TOWER |= dict(patch_size=CELL // MERGE, spatial_merge_size=MERGE, deepstack_visual_indexes=[0])
+MERGE = 2  # patches of a feature's side
+MOST_CELLS = 16  # features of an image
+TOWER = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4)
+TOWER |= dict(num_position_embeddings=64, patch_size=CELL // MERGE, spatial_merge_size=MERGE)
+TOWER |= dict(deepstack_visual_indexes=[0])
 
 
 def text_model() -> PreTrainedModel:
@@ -41,9 +41,8 @@ def vision_model() -> PreTrainedModel:
     names = ("vision_start", "vision_end", "image", "video")
     ids = {f"{name}_token_id": number for number, name in enumerate(names, len(SPECIAL))}
     # angles of a head's 12 pairs: 4 for frames, 4 for rows, 4 for columns
-    rope = dict(
-        rope_type="default", rope_theta=10000.0, mrope_section=[4, 4, 4], mrope_interleaved=True
-    )
+    rope = dict(rope_type="default", rope_theta=10000.0)
+    rope |= dict(mrope_section=[4, 4, 4], mrope_interleaved=True)
     text = text_shape() | {"rope_parameters": rope}
     tower = TOWER | {"out_hidden_size": SHAPE["hidden_size"]}
     config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
@@ -57,7 +56,7 @@ def text_shape() -> dict:
 
 
 def new_model(path: Path, seed: int, build: Callable[[], PreTrainedModel] = text_model) -> None:
-    """A freshly initialised model with its tokenizer and, if it sees, its image processor."""
+    """Write a freshly initialised model with its tokenizer and, if it sees, its image processor."""
     torch.manual_seed(seed)
     model = build()
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
@@ -76,7 +75,7 @@ def new_model(path: Path, seed: int, build: Callable[[], PreTrainedModel] = text
 
 
 def write_processors(path: Path) -> None:
-    """Of images; and of videos, without which transformers finds no processor for the directory."""
+    """Write those of images, and of videos: transformers finds none for the directory without both."""
     size = dict(shortest_edge=CELL**2, longest_edge=CELL**2 * MOST_CELLS)  # pixels
     settings = dict(patch_size=CELL // MERGE, merge_size=MERGE, temporal_patch_size=2, size=size)
     settings |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, processor_class="Qwen3VLProcessor")
@@ -92,16 +91,14 @@ def character_tokenizer(vision: tuple[str, ...] = ()) -> PreTrainedTokenizerFast
 
     vocab = {piece: i for i, piece in enumerate((*SPECIAL, *vision, *ALPHABET))}
     vocab |= {f"<unused{i}>": i for i in range(len(vocab), VOCAB)}
-    characters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    characters.decoder = decoders.Fuse()
+    letters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    letters.decoder = decoders.Fuse()
     begin = [("<bos>", vocab["<bos>"])]
-    characters.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=begin
-    )
-    characters.add_special_tokens(list(vision))  # one token each, not one a character
+    letters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
+    letters.add_special_tokens(list(vision))  # one token each, not one a character
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
     if vision:  # as processors of Qwen-VL call them
         called = ("vision_bos_token", "vision_eos_token", "image_token", "video_token")
         names["extra_special_tokens"] = dict(zip(called, vision, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=characters, padding_side="left", **names)
+    return PreTrainedTokenizerFast(tokenizer_object=letters, padding_side="left", **names)

@@ -1,4 +1,4 @@
-"""What the demo's actor and judge learn: demonstrations, and critiques of right and wrong answers.
+"""The demos and what their models learn: demonstrations, and critiques of right and wrong answers.
 
 The judge's negatives decide whether the reward can be hacked: random digits (else it reads the recomputed
 digit off the claim), extra or lost digits, slipped carries, wrong answers of the actor itself.
@@ -7,26 +7,62 @@ digit off the claim), extra or lost digits, slipped carries, wrong answers of th
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
-from examples.make_demo.demos import WRITTEN, Demo
+from examples.make_demo.models import text_model, vision_model
 from recipes.addition import task
 from recipes.addition.pairs import corrupted
 from recipes.addition.task import columns, shown_work, training_problem
 
-# a prompt's text, the response to learn, the prompt's pictures
-Example = tuple[str, str, *tuple[bytes, ...]]
-Problem = tuple[int, int, str]  # two summands, and an answer
+BLURTED = 0.6  # part of the demonstrations that only say the answer
+RIGHT = 0.5  # part of the answers that the judge learns from
+CORRUPTED = 0.3  # another part of them; the rest are the actor's own errors
+
+
+class Demo(NamedTuple):
+    """A pair of models for the problems, written or drawn, and how it is made."""
+
+    show: task.Show
+    build: Callable  # see models.py
+    actor_steps: int
+    actor_batch: int
+    judge_steps: int
+    judge_batch: int
+    pool: int  # problems that the actor answers for the judge to learn from
+
+
+WRITTEN = Demo(task.written, text_model, 250, 128, judge_steps=500, judge_batch=64, pool=1024)
+DRAWN = Demo(task.drawn, vision_model, 220, 64, judge_steps=300, judge_batch=64, pool=512)
+DEMOS = {"written": WRITTEN, "drawn": DRAWN}
+
+
+class Example(NamedTuple):
+    """A prompt, the response to learn, the prompt's pictures."""
+
+    prompt: str
+    response: str
+    pictures: list[bytes]
+
+
+class Answer(NamedTuple):
+    """An answer to a problem, right or wrong."""
+
+    a: int
+    b: int
+    text: str
 
 
 def demonstrations(seed: int, step: int, demo: Demo = WRITTEN) -> list[Example]:
-    """The batch of a step: problems, with the work shown or the answer blurted out."""
-    key, recipe, examples = f"demonstrations {seed} {step}", demo.actor, []
+    """Return the batch of a step: problems, with the work shown or the answer blurted out."""
+    key = f"demonstrations {seed} {step}"
     rng = random.Random(key)
-    for _ in range(recipe["batch"]):
+    examples = []
+    for _ in range(demo.actor_batch):
         a, b = training_problem(rng)
-        response = f">{a + b}" if rng.random() < recipe["blurt"] else shown_work(a, b)
+        response = f">{a + b}" if rng.random() < BLURTED else shown_work(a, b)
         question, *pictures = demo.show(a, b, key)
-        examples.append((question, response, *pictures))
+        examples.append(Example(question, response, pictures))
     return examples
 
 
@@ -34,34 +70,38 @@ def critique(a: int, b: int, answer: str) -> str:
     """57, 68, `135` -> `7+8+0=15:5.5+6+1=12:3x1:1.N`: columns, claimed digits and flags, carry, verdict."""
     if not answer.isdigit() or len(answer) > 10:
         return "N"
-    claimed, columns_shown = answer[::-1], []
+    claimed = answer[::-1]
+    text = ""
     for position, (x, y, carry, total) in enumerate(columns(a, b)):
         digit = claimed[position] if position < len(claimed) else "-"
         flag = "." if digit == str(total % 10) else "x"
-        columns_shown.append(f"{x}+{y}+{carry}={total:02d}:{digit}{flag}")
-    carry, rest = total // 10, claimed[len(columns_shown) :]
-    text = "".join(columns_shown) + f"{carry}:{rest}" + ("." if rest == "1" * carry else "x")
+        text += f"{x}+{y}+{carry}={total:02d}:{digit}{flag}"
+    carry = total // 10
+    rest = claimed[position + 1 :]
+    text += f"{carry}:{rest}" + ("." if rest == "1" * carry else "x")
     return text + ("N" if "x" in text else "Y")
 
 
-def critiques(seed: int, pool: list[Problem], step: int, demo: Demo = WRITTEN) -> list[Example]:
-    """The batch of a step: answers that are right, corrupted, or from `pool`, the actor's own errors."""
-    key, recipe, examples = f"critiques {seed} {step}", demo.judge, []
+def critiques(seed: int, errors: list[Answer], step: int, demo: Demo = WRITTEN) -> list[Example]:
+    """Return the batch of a step: answers that are right, corrupted, or from `errors`, the actor's own."""
+    key = f"critiques {seed} {step}"
     rng = random.Random(key)
-    for _ in range(recipe["batch"]):
-        kind, (a, b) = rng.random(), training_problem(rng)
-        if kind < recipe["right"]:
+    examples = []
+    for _ in range(demo.judge_batch):
+        kind = rng.random()
+        a, b = training_problem(rng)
+        if kind < RIGHT:
             answer = str(a + b)
-        elif kind < recipe["right"] + recipe["corrupted"]:
+        elif kind < RIGHT + CORRUPTED:
             answer = corrupted(rng, a, b)
         else:
-            a, b, answer = rng.choice(pool)
-        prompt, *pictures = judged(demo, a, b, answer, key)
-        examples.append((prompt, critique(a, b, answer), *pictures))
+            a, b, answer = rng.choice(errors)
+        examples.append(judged(demo, a, b, answer, key))
     return examples
 
 
-def judged(demo: Demo, a: int, b: int, answer: str, key: str) -> task.Shown:
-    """The judge's prompt, and the pictures in it."""
+def judged(demo: Demo, a: int, b: int, answer: str, key: str) -> Example:
+    """Return the judge's prompt with its pictures, and the critique to write."""
     question, *pictures = demo.show(a, b, key)
-    return task.addition_prompt(question, answer), *pictures
+    prompt = task.addition_prompt(question, answer)
+    return Example(prompt, critique(a, b, answer), pictures)
