@@ -1,11 +1,9 @@
-"""What a checkpoint costs: the stall of a save in forked processes, beside the same save done synchronously.
+"""The cost of a checkpoint: the stall of a save in forked processes, beside the same save done synchronously.
 
     python bench/checkpoint.py [--ranks 2] [--repeats 3] [--layers 16] [--hidden 1024]
 
 Both make the same files with the same checks, in turns: shards, JSON, SHA-256 of every file, fsync, rename.
-The model is a random Qwen3 whose AdamW state (float32) is real: one update has been made. While a forked
-writer writes, its memory is sampled: USS is what it alone holds, PSS counts what it shares with its rank by
-halves.
+The model is a random Qwen3 whose AdamW state (float32) is real: one update has been made.
 """
 
 from __future__ import annotations
@@ -19,30 +17,23 @@ import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import AsyncMock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import psutil
-from launch import TORCHRUN, end_with_us, run_to_its_end
-from tables import print_table, spread
+from bench.measuring import TORCHRUN, column, print_table, run_to_its_end, spread
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, and the launcher needs none of it
     from actor import Actor
     from config import Config
     from runtime.world import World
 
-SAMPLE_S = 0.1  # between two looks at the writers' memory
+LOOK_S = 0.1  # between two looks whether a checkpoint is complete
 GIB = 2**30
-FIGURES = {
-    "stall": "the run waits, s",
-    "total": "complete after, s",
-    "uss": "writers' peak USS, GiB",
-    "pss": "PSS, GiB",
-}
+KINDS = ("forked", "synchronous")
+FIGURES = {"stall": "the run waits, s", "total": "complete after, s"}
 
 
 class InTheRank:
@@ -59,22 +50,17 @@ class InTheRank:
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> None:
-    """A random Qwen3 directory."""
+    """Write a random Qwen3 directory."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    heads = hidden // 64
-    shape = dict(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, head_dim=64
-    )
-    shape |= dict(num_attention_heads=heads, num_key_value_heads=heads)
-    config = Qwen3Config(
-        **shape, vocab_size=32768, tie_word_embeddings=True, max_position_embeddings=512
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
+    heads = dict(num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, head_dim=64)
+    texts = dict(vocab_size=32768, tie_word_embeddings=True, max_position_embeddings=512)
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **texts)).save_pretrained(folder)
 
 
 def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace:
-    """As much of a Controller as a checkpoint looks at."""
+    """Make as much of a Controller as a checkpoint looks at."""
     from controller import State
     from data import Prompts
     from placement import full_colocation
@@ -95,31 +81,17 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
     )
 
 
-def memory_of_writers() -> tuple[float, float]:
-    """GiB that this rank's writers hold alone (USS), and their share of all that they hold (PSS)."""
-    uss = pss = 0.0
-    for process in psutil.Process().children():
-        try:
-            memory = process.memory_full_info()
-        except psutil.Error:  # it has just ended
-            continue
-        uss, pss = uss + memory.uss / GIB, pss + memory.pss / GIB
-    return uss, pss
-
-
 async def one_save(c: SimpleNamespace) -> dict[str, float]:
-    """Save the run's next step: seconds until the rank may go on, and until the checkpoint is complete."""
-    clock, c.state.step = asyncio.get_running_loop().time, c.state.step + 1
-    start, memory = clock(), [(0.0, 0.0)]
+    """Save the run's next step: seconds until the rank may continue, and until the checkpoint is complete."""
+    clock = asyncio.get_running_loop().time
+    c.state.step += 1
+    start = clock()
     await c.checkpoints.save(c)
     stall = clock() - start
     while c.checkpoints.newest != c.state.step:
-        memory.append(memory_of_writers())
-        await asyncio.sleep(SAMPLE_S)
+        await asyncio.sleep(LOOK_S)
         await c.checkpoints.finish(c)
-    peaks = await c.world.gather([max(column) for column in zip(*memory, strict=True)])
-    uss, pss = (sum(column) for column in zip(*peaks, strict=True))
-    return {"stall": stall, "total": clock() - start, "uss": uss, "pss": pss}
+    return {"stall": stall, "total": clock() - start}
 
 
 async def measure(given: Namespace, folder: Path) -> list[dict]:
@@ -134,9 +106,10 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
     world = rendezvous.join(config)
     actor = Actor(config, str(folder / "model"))
     actor.optimizer_step([[([1] * 8, [2] * 8)]], cross_entropy_loss, (), 1e-4)
-    c, rows = controller_of(config, world, actor), []
+    c = controller_of(config, world, actor)
+    rows = []
     for repeat in range(given.repeats + 1):
-        for name, start in (("forked", BackgroundWriter), ("synchronous", InTheRank)):
+        for name, start in zip(KINDS, (BackgroundWriter, InTheRank), strict=True):
             c.checkpoints = Checkpoints(config, world, folder, start_writer=start)
             row = await one_save(c)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
@@ -148,20 +121,15 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
 
 
 def report(rows: list[dict], folder: Path) -> None:
-    """The table, of rank 0."""
+    """Print rank 0's table."""
     (newest,) = (folder / "checkpoints").glob("step_*")
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     print(f"checkpoint of {size / GIB:.2f} GiB")
-    runs = {
-        name: [row for row in rows if row["name"] == name] for name in ("forked", "synchronous")
-    }
     table = []
-    for name, of_name in runs.items():
-        table.append([name, *(spread([row[key] for row in of_name]) for key in FIGURES)])
+    for name in KINDS:
+        runs = [row for row in rows if row["name"] == name]
+        table.append([name, *(spread(column(runs, key)) for key in FIGURES)])
     print_table(["save", *FIGURES.values()], table)
-    stall = median(row["stall"] for row in runs["forked"])
-    whole = median(row["total"] for row in runs["synchronous"])
-    print(f"stall: {stall / whole:.1%} of the synchronous save")
 
 
 def main() -> None:
@@ -176,14 +144,12 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             (given.folder / "rows.json").write_text(json.dumps(rows))
         return
-    end_with_us()
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder))
     try:
         make_model(folder / "model", given.layers, given.hidden)
         command = [TORCHRUN, "--nproc-per-node", given.ranks, "--master-port", given.port, __file__]
-        run_to_its_end(
-            [*command, "--folder", folder, "--repeats", given.repeats], log=folder / "log"
-        )
+        command += ["--folder", folder, "--repeats", given.repeats]
+        run_to_its_end(command, log=folder / "log")
         report(json.loads((folder / "rows.json").read_text()), folder)
     finally:
         shutil.rmtree(folder)

@@ -23,10 +23,13 @@ def at_pace(forward, pace):
 
     def paced(self, input_ids, positions, forward_batch, *args, **kwargs):
         nonlocal ended
-        reads = bool(read_ms) and forward_batch.forward_mode.is_extend()
-        sequence_ms = each_ms + sum(read_ms) * reads
-        now, lasts = time.perf_counter(), (fixed_ms + sequence_ms * forward_batch.batch_size) / 1000
-        due = (ended if now - ended < lasts else now) + lasts
+        sequence_ms = each_ms
+        if read_ms and forward_batch.forward_mode.is_extend():
+            sequence_ms += read_ms[0]
+        seconds = (fixed_ms + sequence_ms * forward_batch.batch_size) / 1000
+        now = time.perf_counter()
+        begin = ended if now - ended < seconds else now
+        due = begin + seconds
         result = forward(self, input_ids, positions, forward_batch, *args, **kwargs)
         time.sleep(max(0.0, due - time.perf_counter()))
         ended = max(due, time.perf_counter())

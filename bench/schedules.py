@@ -1,15 +1,11 @@
-"""What a fused table of actor and critic saves, run on real stages, beside what its schedule says.
+"""A fused table of actor and critic on real stages: what it saves, beside what its schedule says.
 
     python -m bench.schedules [--ranks 4] [--micro-batches 8 4] [--repeats 5] [--pace 40 80]
-    python -m bench.schedules --instances papers/published/rlhfuse_table3.json    worked out, nothing is run
-    python -m bench.schedules --passes RUN STEP      passes.png: what a run's pipelines did in a step
 
 Both schedules are run as tables of the same two models, of the demo's width, in turns. A pace makes a forward
 and a backward pass last at least so many milliseconds, asleep: then ranks that share this machine's cores
 don't slow each other down, as devices of their own wouldn't. Without it (--pace 0 0) seconds are the CPU's.
 """
-
-from __future__ import annotations
 
 import datetime
 import tempfile
@@ -23,19 +19,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from actor import Actor, cross_entropy_loss
-from bench.tables import picture, print_table, spread
-from config import Config, UserError
-from critic import Critic, returns_loss
+from actor import Actor
+from bench.measuring import print_table, spread
+from config import Config
+from critic import Critic
 from examples.make_demo import models
-from reporting import timeline
-from scheduling.pipeline import SCHEDULES, base_memory, bound, evaluate, fused, read_instances
+from sample import Sample
+from scheduling.pipeline import SCHEDULES, evaluate
 from training import executor
 
-SERIAL, FUSED = "1f1b", "fused"
-LENGTH = 32  # tokens of a micro-batch's only sequence
-PASSES = {"actor": timeline.COLORS["train"], "reward critic": timeline.COLORS["genrm"]}
-PASSES |= {"cost critic": timeline.COLORS["rollout"]}
+SERIAL = "1f1b"
+FUSED = "fused"
+LENGTH = 32  # tokens of a micro-batch's only sequence, of which 8 are its prompt's
 
 
 def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
@@ -52,22 +47,43 @@ def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
 
 def works_of(trainers: list, count: int) -> list[executor.Work]:
     """A pass of each model over `count` micro-batches, not yet run."""
-    packed = [[([1] * 8, [2] * (LENGTH - 8))] for _ in range(count)]
-    values = torch.zeros(count * LENGTH)
-    losses = (returns_loss(values, values, 0.2), cross_entropy_loss)
-    return [next(t.step(packed, loss, (), 0.0)) for t, loss in zip(trainers, losses, strict=True)]
+    micro_batches = []
+    for number in range(count):
+        sample = Sample(0, number, prompt=[1] * 8, response=[2] * (LENGTH - 8))
+        zeros = [0.0] * len(sample.response)
+        sample.versions = [0] * len(sample.response)
+        sample.logprobs = sample.advantages = zeros
+        sample.values = sample.returns = {"reward": zeros}
+        micro_batches.append([sample])
+    return [next(trainer.updating([micro_batches])) for trainer in trainers]
 
 
-def run_once(trainers: list, count: int, schedule: str) -> tuple[float, float]:
-    """Seconds of a table on the slowest rank, and the part of it that ranks waited in the mean."""
+def run_once(trainers: list, count: int, schedule: str) -> float:
+    """Run a table; returns the seconds of the slowest rank (collective)."""
     works = works_of(trainers, count)
     dist.barrier()
     phase = executor.run(works, schedule)
-    elapsed = phase.end - phase.start
-    waited = 1 - sum(done.end - done.start for done in phase.passes) / elapsed
-    facts = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, (elapsed, waited))
-    return max(seconds for seconds, _ in facts), sum(part for _, part in facts) / len(facts)
+    seconds = torch.tensor(phase.end - phase.start)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def compare(trainers: list, count: int, repeats: int) -> list[str]:
+    """Run both schedules in turns; returns a row of the table (collective)."""
+    pipes = [work.pipe(trainers[0].durations[0]) for work in works_of(trainers, count)]
+    planned = {}
+    measured = {SERIAL: [], FUSED: []}
+    for name in measured:
+        planned[name] = evaluate(pipes, SCHEDULES[name].table(pipes)).latency
+    for repeat in range(repeats + 1):
+        for name, seconds in measured.items():
+            took = run_once(trainers, count, name)
+            if repeat:  # the first is a warm-up
+                seconds.append(took)
+    ratio = median(measured[FUSED]) / median(measured[SERIAL])
+    by_table = planned[FUSED] / planned[SERIAL]
+    seconds_shown = [spread(seconds, 3) for seconds in measured.values()]
+    return [str(count), *seconds_shown, f"{ratio:.3f}", f"{by_table:.3f}"]
 
 
 def rank_main(rank: int, given: Namespace, folder: str) -> None:
@@ -76,78 +92,15 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, given.ranks, rank)
     config = Config(pp=given.ranks, schedule=FUSED, algorithm=("ppo",))
     trainers = [Critic(config, f"{folder}/model"), Actor(config, f"{folder}/model")]
-    executor.forward_step, executor.backward_step = (
-        at_pace(run_pass, pace)
-        for run_pass, pace in zip(
-            (executor.forward_step, executor.backward_step), given.pace, strict=True
-        )
-    )
-    for count in given.micro_batches:
-        pipes = [work.pipe(trainers[0].durations[0]) for work in works_of(trainers, count)]
-        planned = {
-            name: evaluate(pipes, SCHEDULES[name].table(pipes)).latency for name in (SERIAL, FUSED)
-        }
-        runs = {name: [] for name in planned}
-        for _ in range(given.repeats + 1):
-            for name, rows in runs.items():
-                rows.append(run_once(trainers, count, name))
-        if rank == 0:
-            report(count, planned, {name: rows[1:] for name, rows in runs.items()}, pipes)
+    forward_ms, backward_ms = given.pace
+    executor.forward_step = at_pace(executor.forward_step, forward_ms)
+    executor.backward_step = at_pace(executor.backward_step, backward_ms)
+    rows = [compare(trainers, count, given.repeats) for count in given.micro_batches]
+    if rank == 0:
+        columns = ["micro-batches", "serial, s", "fused, s", "fused / serial", "the table says"]
+        print_table(columns, rows)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def report(count: int, planned: dict[str, float], runs: dict[str, list], pipes: list) -> None:
-    """The first of each is a warm-up and left out."""
-    busy = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe in pipes)
-    rows = []
-    for name, measured in runs.items():
-        seconds, waited = zip(*measured, strict=True)
-        by_table = f"{1 - busy / planned[name]:.3f}"
-        rows.append([name, spread(seconds, 3), f"{planned[name]:g}", spread(waited, 3), by_table])
-    print_table([f"{count} micro-batches", "seconds", "the table's", "bubble", "the table's"], rows)
-    measured = median(s for s, _ in runs[FUSED]) / median(s for s, _ in runs[SERIAL])
-    expected = planned[FUSED] / planned[SERIAL]
-    print(
-        f"fused / serial: {measured:.3f}, by the tables {expected:.3f}: {measured / expected - 1:+.1%}"
-    )
-
-
-def print_instances(path: str) -> None:
-    """What fusing gains by the tables alone."""
-    rows = []
-    for name, pipes in read_instances(path).items():
-        start = time.perf_counter()
-        latency, memory, _ = evaluate(pipes, fused(pipes))
-        seconds = time.perf_counter() - start
-        serial, least = evaluate(pipes, SCHEDULES[SERIAL].table(pipes)).latency, bound(pipes)
-        numbers = [f"{number:g}" for number in (least, serial, latency)]
-        rows.append([name, *numbers, f"{memory / base_memory(pipes):.2f}", f"{seconds:.1f}"])
-    print_table(
-        ["instance", "bound", "1F1B in turn", "fused", "memory over 1F1B's", "seconds"], rows
-    )
-
-
-def draw_passes(events: list[timeline.Event], step: int, path: Path) -> None:
-    """A step's passes by rank: forward pale, backward full, the micro-batch's number. UserError if none."""
-    passes = [done for done in timeline.of_kind(events, "pass") if done.step == step]
-    if not passes:
-        raise UserError(f"no pass of a pipeline was recorded in step {step}")
-    ranks, begin = sorted({done.rank for done in passes}), min(done.start for done in passes)
-    with picture(path, 1, 13) as (axes,):
-        for done in passes:
-            row, left, width = ranks.index(done.rank), done.start - begin, done.end - done.start
-            alpha = 1.0 if done.args["backward"] else 0.5
-            style = dict(color=PASSES[done.name], edgecolor="white", alpha=alpha)
-            axes.barh(row, width, left=left, height=0.8, **style)
-            number = str(done.args["micro_batch"])
-            axes.text(left + width / 2, row, number, fontsize=7, ha="center", va="center")
-        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"seconds since the first pass of step {step}; forward pale, backward full")
-        for model in sorted({done.name for done in passes}):
-            axes.barh(0, 0, color=PASSES[model], label=model)
-        axes.legend(loc="lower right", fontsize=8)
 
 
 def main() -> None:
@@ -155,17 +108,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--pace", type=float, nargs=2, default=[40, 80], help="ms: forward, backward"
-    )
-    parser.add_argument("--instances", metavar="FILE")
-    parser.add_argument("--passes", nargs=2, metavar=("RUN", "STEP"))
+    pace = "ms: forward, backward"
+    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help=pace)
     given = parser.parse_args()
-    if given.instances:
-        return print_instances(given.instances)
-    if given.passes:
-        run, step = given.passes
-        return draw_passes(timeline.read(Path(run, "spans")), int(step), Path("passes.png"))
     with tempfile.TemporaryDirectory() as folder:
         models.SHAPE["num_hidden_layers"] = 2 * given.ranks
         models.new_model(Path(folder, "model"), seed=0)

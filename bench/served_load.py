@@ -6,8 +6,6 @@ are real, with a learning rate of nearly nothing, so that the load stays the sam
 run, on the same engines and prompts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import dataclasses
@@ -17,172 +15,119 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import meter
-from workloads import WORKLOADS, Workload, critique_of, is_kept, length_of
 
 import controller
 import data
 import genrm
 import rewards
 import run
+from bench.workloads import CRITIQUE, PROMPTS, WORKLOADS, Side, is_kept, length_of
 from config import Config
 from controller import Controller, State, train
-from engines import fleet
 from engines.engine import Answer, Engine, Request, seed_of
 from engines.pool import Pool
-from placement import Plan
 from reporting.metrics import local_facts, serving_metrics, summarize
-from reporting.timeline import Timeline
 from rollout import RolloutBatch
-from sample import Sample
-
-
-class Load:
-    """Workloads in a run: how long its answers are and what they are worth."""
-
-    def __init__(self, name: str, config: Config, timeline: Timeline):
-        """name: of several, `a+b`, each has its part of the steps."""
-        self._names, self._config, self._timeline = name.split("+"), config, timeline
-        self._keys: dict[int, tuple[int, int]] = {}  # seed of an answer -> whose it is
-
-    @property
-    def name(self) -> str:
-        """The workload of the step that runs."""
-        part = self._timeline.step * len(self._names) // self._config.steps
-        return self._names[min(part, len(self._names) - 1)]
-
-    @property
-    def workload(self) -> Workload:
-        return WORKLOADS[self.name]
-
-    def add(self, group: list[Sample]) -> None:
-        """Answers that will be asked for."""
-        for sample in group:
-            self._keys[seed_of(self._config.seed, *sample.key)] = sample.key
-
-    def tokens_left(self, seed: int, done: int) -> int:
-        """Of an answer, `done` tokens of which are there."""
-        return length_of(self.name, *self._keys[seed]) - done
-
-    def critique(self, sample: Sample) -> int:
-        return critique_of(self.name, *sample.key)
-
-    def reward(self, sample: Sample) -> float:
-        return float(sample.index % 2) if is_kept(self.name, sample.prompt_id) else 1.0
-
-
-class PlayedEngine(Engine):
-    """At the pace of BENCH_PACE_MS if that is set: rollout's, and behind a semicolon genrm's.
-
-    swap_s: more that two roles take to change places.
-    """
-
-    swap_s = 0.0
-
-    @classmethod
-    def launch(cls, role: str, *arguments: Any, **more: Any) -> PlayedEngine:
-        paces = os.environ.get("BENCH_PACE_MS", "").split(";")
-        # a server has a copy of ours
-        os.environ["BENCH_PACE_MS"] = paces[-1 if role == "genrm" else 0]
-        engine = super().launch(role, *arguments, **more)
-        os.environ["BENCH_PACE_MS"] = ";".join(paces)
-        return engine
-
-    async def sleep(self, deadline_s: float | None = None) -> None:
-        await super().sleep(deadline_s)
-        await asyncio.sleep(self.swap_s / 2)
-
-    async def wake_weights(self) -> None:
-        await super().wake_weights()
-        await asyncio.sleep(self.swap_s / 2)
-
+from sample import Key, Sample
 
 # ---------------------------------------------------------------- parts of a controller
 
 
-class LoadPrompts(data.Prompts):
-    """The demo's prompts, none held out. The load hears of their answers."""
+class GivenPrompts(data.Prompts):
+    """The demo's prompts, none held out. `keys` says whose answer a request's seed stands for."""
 
-    def __init__(self, load: Load, c: Controller, config: Config):
-        super().__init__(c.prompts.source, config.answers_per_prompt, config.continues_answers)
-        self._load, self.held_out = load, []
+    def __init__(self, c: Controller, config: Config):
+        super().__init__(c.prompts.source, config.answers_per_prompt)
+        self.held_out = []
+        self.keys: dict[int, Key] = {}
+        self._seed = config.seed
 
     def group(self, prompt_id: int) -> list[Sample]:
         group = super().group(prompt_id)
-        self._load.add(group)
+        for sample in group:
+            self.keys[seed_of(self._seed, *sample.key)] = sample.key
         return group
+
+
+class GivenLengths:
+    """The rollout pool's `generate`, but for how many tokens each answer gets."""
+
+    def __init__(self, generate: Callable, workload: str, keys: dict[int, Key]):
+        self._generate = generate
+        self._workload = workload
+        self._keys = keys
+
+    def given(self, request: Request) -> Request:
+        """The same request, whose limit is what the answer still lacks."""
+        written = request.sampling.max_new_tokens - request.limit
+        length = length_of(self._workload, *self._keys[request.seed])
+        sampling = dataclasses.replace(request.sampling, ignore_eos=True)
+        return request._replace(sampling=sampling, limit=length - written)
+
+    async def __call__(self, requests: list[Request]) -> AsyncIterator[Answer]:
+        async for answer in self._generate([self.given(request) for request in requests]):
+            yield answer
 
 
 class GivenRewards(rewards.Rewards):
     """Critiques of a given length by the real judge, numbers from the load. No two answers are the same."""
 
-    def __init__(self, load: Load, c: Controller):
+    def __init__(self, c: Controller, workload: str):
         super().__init__(c.config, c.rewards.judges, [], c.report.decode)
-        self._load = load
+        self._workload = workload
 
     def reset(self) -> None:
         super().reset()
-        self.judges[0].judgements = self._load.workload.judgements
+        self.judges[0].judgements = WORKLOADS[self._workload].judgements
 
     async def score(self, sample: Sample, pool: Pool) -> None:
-        (judge,), answer = self.judges, f"{sample.prompt_id}+{sample.index}"
-        exactly = copy.copy(judge)  # of other lengths for each sample
-        lengths = dict(ignore_eos=True, max_new_tokens=self._load.critique(sample))
-        exactly.sampling = dataclasses.replace(judge.sampling, **lengths)
-        task = self._tasks[answer] = asyncio.create_task(exactly.ask(sample.question, answer, pool))
+        (judge,) = self.judges
+        exactly = copy.copy(judge)
+        exact = dict(ignore_eos=True, max_new_tokens=CRITIQUE)
+        exactly.sampling = dataclasses.replace(judge.sampling, **exact)
+        answer = f"{sample.prompt_id}+{sample.index}"
+        task = asyncio.create_task(exactly.ask(sample.question, answer, pool))
+        self._tasks[answer] = task
         await asyncio.shield(task)
-        sample.reward, sample.verdict = self._load.reward(sample), True
-
-
-def with_given_lengths(generate: Callable, load: Load) -> Callable:
-    """The rollout pool's `generate`, but for how many tokens each answer gets."""
-
-    def given(request: Request) -> Request:
-        rule = request.sampling
-        left = load.tokens_left(request.seed, rule.max_new_tokens - request.limit)
-        return request._replace(sampling=dataclasses.replace(rule, ignore_eos=True), limit=left)
-
-    async def generate_given(requests: list[Request]) -> AsyncIterator[Answer]:
-        async for answer in generate([*map(given, requests)]):
-            yield answer
-
-    return generate_given
+        informs = is_kept(self._workload, sample.prompt_id)
+        sample.reward = float(sample.index % 2) if informs else 1.0
+        sample.verdict = True
 
 
 class Collector:
     """Stands in for the run's report: keeps each step's metrics, and writes them at the end."""
 
     def __init__(self, c: Controller, out: Path):
-        self.decode, self._out, self._is_main = c.report.decode, out, c.world.rank == 0
+        self.decode = c.report.decode
+        self._out = out
+        self._is_main = c.world.rank == 0
         self._rows: list[dict] = []
-        self._meter = meter.Meter(Path(), 1, 0.0)
-        self._meter.start()
 
-    def begin(self, labels: dict, now: float) -> None:
-        """Steps from now on have these labels."""
-        self._labels, self._ended, self._moves, self._mark = labels, now, [], self._meter.mark()
+    def begin(self, side: Side, now: float) -> None:
+        """Label the steps from now on."""
+        self._labels = {"workload": side.workload, "side": side.name, "repeat": side.repeat}
+        self._ended = now
 
     def note(self, text: str) -> None:
-        """Of a step: the split moved, or an engine was lost."""
-        self._moves.append(text)
+        """Print why the split moved, or that an engine was lost."""
+        if self._is_main:
+            print(f"{self._labels['workload']}, {self._labels['side']}: {text}", flush=True)
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         """Gather and keep (collective)."""
-        facts, now = local_facts(c, batch, samples, c.timeline.drain()), c.timeline.now()
+        facts = local_facts(c, batch, samples, c.timeline.drain())
+        now = c.timeline.now()
+        newest = c.state.history[-1]
         metrics = summarize(await c.world.gather(facts))
-        metrics |= serving_metrics(c.state.history[-1], c.config) | stats
-        mark = self._meter.mark()
-        metrics["time/cpu_s"] = sum(await c.world.gather(self._mark.to(mark)["cpu"]))
+        metrics |= serving_metrics(newest, c.config) | stats
         metrics["time/step_s"] = now - self._ended
-        row = {"step": step, "split": str(c.state.history[-1].split), "moves": self._moves}
-        self._rows.append(self._labels | row | {"metrics": metrics})
-        self._mark, self._ended, self._moves = mark, now, []
+        row = {"step": step, "split": str(newest.split), "metrics": metrics}
+        self._rows.append(self._labels | row)
+        self._ended = now
 
     def close(self) -> None:
         if self._is_main:
@@ -192,61 +137,60 @@ class Collector:
 # ---------------------------------------------------------------- measuring
 
 
-async def measure_side(c: Controller, side: dict, plans: list[Plan]) -> int:
-    """Some steps of one side: a plan, or those among which `rebalance` chooses (collective)."""
-    placement, rollout = c.placement, c.placement.rollout
-    placement.plans, placement.plan, c.timeline.step = plans, plans[0], 0
-    PlayedEngine.swap_s = side.get("swap_s", 0.0)
-    prompts = WORKLOADS[side["workload"].partition("+")[0]].prompts
-    settings = dict(over_dispatch=1.0, steps=side["steps"], prompts_per_step=prompts)
-    settings |= side.get("settings", {})
-    config = dataclasses.replace(c.config, **settings)
-    load = Load(side["workload"], config, c.timeline)
-    parts = dict(prompts=LoadPrompts(load, c, config), rewards=GivenRewards(load, c))
-    state = State(groups_per_kept=1 / load.workload.keep)
-    c.report.begin({name: side[name] for name in ("workload", "side", "repeat")}, c.timeline.now())
-    generate, rollout.generate = rollout.generate, with_given_lengths(rollout.generate, load)
-    stopped_by = await train(dataclasses.replace(c, config=config, state=state, **parts))
-    rollout.generate = generate
-    if not stopped_by:
-        await placement.to_training()  # engines sleep, as `train` finds them
-    return stopped_by
+class MeasuredSides:
+    """Takes the place of controller.train: every side, in the order given."""
 
+    def __init__(self, sides: list[Side], out: Path):
+        self._sides = sides
+        self._out = out
 
-def measure(sides: list[dict], out: Path) -> Callable:
-    """In place of controller.train: every side, in the order given."""
-
-    async def measured(c: Controller) -> int:
+    async def __call__(self, c: Controller) -> int:
+        """Returns the signal that asked for a stop, or 0 (collective)."""
         plans = {str(plan.split): plan for plan in c.placement.plans}
-        c.report = Collector(c, out)
-        for side in sides:
-            if stopped_by := await measure_side(
-                c, side, [plans[split] for split in side["splits"]]
-            ):
+        c.report = Collector(c, self._out)
+        for side in self._sides:
+            c.placement.plans = [plans[split] for split in side.plans]
+            stopped_by = await measure_side(c, side)
+            if stopped_by:
                 return stopped_by
         return 0
 
-    return measured
+
+async def measure_side(c: Controller, side: Side) -> int:
+    """Some steps of one side, under the first of the placement's plans (collective)."""
+    rollout = c.placement.rollout
+    workload = WORKLOADS[side.workload]
+    c.placement.plan = c.placement.plans[0]
+    c.timeline.step = 0
+    config = dataclasses.replace(c.config, steps=side.steps, prompts_per_step=PROMPTS)
+    prompts = GivenPrompts(c, config)
+    state = State(groups_per_kept=1 / workload.keep)
+    parts = dict(prompts=prompts, rewards=GivenRewards(c, side.workload))
+    given = dataclasses.replace(c, config=config, state=state, **parts)
+    c.report.begin(side, c.timeline.now())
+    generate = rollout.generate
+    rollout.generate = GivenLengths(generate, side.workload, prompts.keys)
+    stopped_by = await train(given)
+    rollout.generate = generate
+    if not stopped_by:
+        await c.placement.to_training()  # engines sleep, as `train` finds them
+    return stopped_by
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    sides = "JSON: a list of workload, side, repeat, splits, steps, settings, swap_s"
+    sides = "JSON: a list of sides, each a row of `Side`"
     parser.add_argument("--sides", type=Path, required=True, help=sides)
-    parser.add_argument(
-        "--measured", type=Path, required=True, help="where to write each step's metrics"
-    )
+    measured = "where to write each step's metrics"
+    parser.add_argument("--measured", type=Path, required=True, help=measured)
     ours, theirs = parser.parse_known_args()
-    controller.train = measure(json.loads(ours.sides.read_text()), ours.measured)
+    rows = json.loads(ours.sides.read_text())
+    controller.train = MeasuredSides([Side(*row) for row in rows], ours.measured)
     genrm.MAX_JUDGE_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
-        PlayedEngine.module = "bench.paced_server"
-    fleet.Engine = PlayedEngine
-    # --over-dispatch lets the actor take tokens of older weights; whether there are any is up to each side.
-    # --tail adds a plan to those of auto
-    run.main(
-        ["--lr", "1e-12", "--save-every", "0", "--over-dispatch", "1.25", "--tail", "0", *theirs]
-    )
+        Engine.module = "bench.paced_server"
+    # --tail 0 adds a plan to those of auto
+    run.main(["--lr", "1e-12", "--save-every", "0", "--tail", "0", *theirs])
 
 
 if __name__ == "__main__":

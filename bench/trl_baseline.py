@@ -1,17 +1,11 @@
 """TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/torchrun --nproc-per-node 2 bench/trl_baseline.py --model DIR \\
-        --problems FILE --measure DIR
-
-Runs in TRL's own environment, without anything of nanoYATT but the meter.
+It runs in TRL's own environment, without anything of nanoYATT but the meter.
 """
-
-from __future__ import annotations
 
 import json
 import os
 import tempfile
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +14,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import torch
 from datasets import Dataset
-from meter import Mark, Meter
+from measuring import Mark, Meter
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -50,7 +44,7 @@ class MeasuredTrainer(GRPOTrainer):
 
 
 class StepClock(TrainerCallback):
-    """A row of the meter per step, without logging: generation, scoring and the update."""
+    """A row of the meter for each step, without logging: generation, scoring and the update."""
 
     def __init__(self, trainer: MeasuredTrainer):
         self._trainer = trainer
@@ -67,12 +61,11 @@ class StepClock(TrainerCallback):
 
 def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:
     """nanoYATT's settings in TRL's words: constant learning rate, clip-higher, no KL, one update a step."""
+    answers = settings.prompts * settings.answers
     return GRPOConfig(
         output_dir=folder,
         max_steps=settings.steps,
-        per_device_train_batch_size=settings.prompts
-        * settings.answers
-        // int(os.environ["WORLD_SIZE"]),
+        per_device_train_batch_size=answers // int(os.environ["WORLD_SIZE"]),
         num_generations=settings.answers,
         max_completion_length=settings.max_new_tokens,
         temperature=1.0,
@@ -101,13 +94,12 @@ def rule(meter: Meter, eos: int) -> Callable:
     """The reward of nanoYATT's side: 1 for the exact answer, behind the last ">", once it is finished."""
 
     def reward(completions, completion_ids, answer, **columns) -> list[float]:
-        rows = zip(completions, completion_ids, answer, strict=True)
-        right = [
-            ids[-1] == eos and ">" in text and text.rsplit(">")[-1] == key
-            for text, ids, key in rows
-        ]
-        meter.rows[-1]["reward"] = float(sum(right))
-        return [float(r) for r in right]
+        rewards = []
+        for text, ids, key in zip(completions, completion_ids, answer, strict=True):
+            is_right = ids[-1] == eos and ">" in text and text.rsplit(">")[-1] == key
+            rewards.append(float(is_right))
+        meter.rows[-1]["reward"] = sum(rewards)
+        return rewards
 
     return reward
 
@@ -117,16 +109,12 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     order = "JSONL: prompt and answer, in the order of training"
     parser.add_argument("--problems", type=Path, required=True, help=order)
-    parser.add_argument("--measure", type=Path, required=True, help="folder for rank<r>.json")
-    launched = "time.monotonic() at the launch"
-    parser.add_argument("--launched", type=float, default=time.monotonic(), help=launched)
-    defaults = (("steps", 5), ("prompts", 16), ("answers", 8), ("max-new-tokens", 72), ("seed", 0))
-    for name, default in defaults:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    for name in ("steps", "prompts", "answers", "max-new-tokens", "seed"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
     settings = parser.parse_args()
     torch.set_num_threads(1)
-    meter = Meter(settings.measure, int(os.environ["RANK"]), settings.launched)
+    meter = Meter()
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     problems = [json.loads(line) for line in settings.problems.read_text().splitlines()]
     with tempfile.TemporaryDirectory() as folder:

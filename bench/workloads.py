@@ -1,13 +1,23 @@
-"""What bench/modes.py asks of engines: named workloads, from the numbers of prompts and answers alone."""
+"""The loads of bench/modes.py: named workloads, and the sides that take turns on them."""
 
-from __future__ import annotations
-
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-YATT_TOKENS = 20  # of papers/wechat_yatt.py's texts, that one of `yatt ...` stands for
+PROMPTS = 16  # of a step
+ANSWERS = 8  # of a prompt
+CRITIQUE = 32  # tokens
+
+
+class Side(NamedTuple):
+    """Some steps of a workload under one plan, or under those among which the run chooses."""
+
+    workload: str
+    name: str
+    repeat: int
+    plans: list[str]  # as `Plan.split` writes them; the first one begins
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -18,8 +28,6 @@ class Workload:
     length: Callable[[random.Random, random.Random], int]
     judgements: int = 1
     keep: float = 1.0  # part of the groups whose rewards differ
-    prompts: int = 16  # of a step
-    critique: Callable[[random.Random], int] = lambda critique: 32
 
 
 def uniform(group: random.Random, answer: random.Random) -> int:
@@ -42,16 +50,6 @@ def by_prompt(group: random.Random, answer: random.Random) -> int:
     return round(group.uniform(10, 48) * answer.uniform(0.8, 1.25))
 
 
-def log_normal(median: int, sigma: float, most: int) -> Callable[..., int]:
-    """Of papers/wechat_yatt.toml's numbers, in our tokens."""
-
-    def length(*texts: random.Random) -> int:
-        drawn = round(median / YATT_TOKENS * math.exp(texts[-1].gauss(0.0, sigma)))
-        return max(1, min(most // YATT_TOKENS, drawn))
-
-    return length
-
-
 WORKLOADS = {
     "short": Workload(uniform),
     "tail": Workload(long_tail),
@@ -59,9 +57,6 @@ WORKLOADS = {
     "resample": Workload(by_prompt, keep=0.5),
     "judge-heavy": Workload(by_prompt, judgements=4),
 }
-for part in (1.0, 0.7, 0.5):
-    lengths = dict(length=log_normal(600, 1.0, 4096), critique=log_normal(250, 0.5, 1000))
-    WORKLOADS[f"yatt {part:g}"] = Workload(**lengths, keep=part, prompts=8)
 
 
 def length_of(name: str, prompt_id: int, index: int) -> int:
@@ -71,11 +66,6 @@ def length_of(name: str, prompt_id: int, index: int) -> int:
     return WORKLOADS[name].length(group, answer)
 
 
-def critique_of(name: str, prompt_id: int, index: int) -> int:
-    """Tokens of each critique of an answer."""
-    return WORKLOADS[name].critique(random.Random(f"{name} critique {(prompt_id, index)}"))
-
-
 def is_kept(name: str, prompt_id: int) -> bool:
-    """Whether the rewards of a group differ: half of its answers are right then, else all."""
+    """True if the rewards of a group differ: half of its answers are right then, else all."""
     return random.Random(f"{name} keep {prompt_id}").random() < WORKLOADS[name].keep

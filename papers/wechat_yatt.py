@@ -1,25 +1,18 @@
 """WeChat-YATT (arXiv 2508.07970): when partial colocation beats full, and parallel controllers a central one.
 
     python papers/wechat_yatt.py [--figure partial] [--quick] [--write]
-    python papers/wechat_yatt.py --real --figure real [--quick]    measure on this machine first, see below
 
 The paper names no model, length, batch or cluster, so its three percentages are lines on our maps and no
 targets. Ours: 64 H20 devices, a 7B policy, 128 prompts of 8 answers, judges of 7B, 32B and 72B. The engines'
 pace was fitted to throughputs that WeChat-YATT's repository gives for an H20 (figure h20).
-
---real runs the program itself on a CPU, on 4 ranks with a 16th of the prompts. The demo's models write a 20th
-of the tokens, each in a fifth of what 20 take on H20s: paced engines test scheduling, not hardware. All takes
-half an hour, --quick five minutes. Measured is `theirs`, `ours` the simulation of those 4 ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import sys
-from collections.abc import Callable, Sequence
-from operator import truediv
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,11 +20,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.paced import MOVING, SetUp, command_of, measure, serving_s
-from bench.workloads import YATT_TOKENS, length_of
-from config import UserError
-from papers.tables import ROOT, Constants, Paper, Row, command, known, read_constants, values
-from scheduling.costs import Decode, Device, Model, decode_of, passes_of
+from papers.tables import Constants, Paper, Row, command, known, values
+from scheduling.costs import Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
 from simulation.engine import Moves, SimulatedEngine
 from simulation.meetings import SimulatedWorld
@@ -50,15 +40,6 @@ KEEPS, SWAPS_S, SPLITS = (1.0, 0.7, 0.5), (1, 20), (8, 16, 24, 32, 40)
 PUBLISHED = (-0.241, -0.162)  # partial against full
 # of a sample's media: generation, judging, reference, old log-probabilities, training
 DISPATCHES = 5
-FASTER, REAL_STEPS, REAL_SIDES = 5, 3, ("full", "1|3", "2|2")
-REAL = ROOT / "published" / "wechat_yatt_real.csv"
-# judge, swap (our engines take 2 s), keep rates, steps of sides that move; --quick: the first
-REAL_CELLS = (
-    ("32B", 2, (1.0, 0.5), 0),
-    ("32B", 20, (1.0,), 0),
-    ("7B", 2, (1.0,), 16),
-    ("72B", 2, (1.0,), 0),
-)
 
 
 def engine_of(constants: Constants, model: Model, tp: int):
@@ -247,75 +228,8 @@ def claims(paper: Paper) -> list[Row]:
     ]
 
 
-def set_up_of(constants: Constants, judge: str, swap_s: float) -> SetUp:
-    """Of --real. A judge's engine of tp ranks with tp * b sequences is played by tp of ours with b each."""
-    assumed, own, decode = constants["assumed"], read_constants(ROOT / "measured.toml"), {}
-    prompt, answer, critique = assumed["prompt"], assumed["answer"], assumed["critique"]
-    contexts = dict(rollout=prompt + answer[0] / 2, genrm=prompt + answer[0] + critique[0] / 2)
-    for role, (model, tp) in dict(rollout=(POLICY, 1), genrm=JUDGES[judge]).items():
-        engine, slower = engine_of(constants, model, tp), YATT_TOKENS / FASTER
-        fixed = slower * engine.fixed
-        each = slower * tp * (engine.each + contexts[role] * engine.context)
-        read = dict(
-            prefill=slower * tp * engine.prefill, read=fixed + each, apart=own["set_up"]["apart"]
-        )
-        decode[role] = Decode(fixed, each, **read)
-    most = (answer[-1] // YATT_TOKENS, critique[-1] // YATT_TOKENS)
-    least_s = own["engine"]["swap_s"]
-    return SetUp(decode, prompt // YATT_TOKENS, most, least_s, max(0.0, swap_s / FASTER - least_s))
-
-
-def command_for(
-    constants: Constants, judge: str, swap_s: float, keeps: Sequence, moving: int
-) -> list[str]:
-    """That measures a judge. A prompt that is read takes what one of middling length does."""
-    at = set_up_of(constants, judge, swap_s)
-    answers = fmean(
-        length_of("yatt 1", prompt, index) for prompt in range(100) for index in range(8)
-    )
-    tokens = dict(rollout=at.prompt / 8, genrm=at.prompt + answers)  # a group's prompt is read once
-    sides = ["--steps", REAL_STEPS, "--moving", moving, "--sides", *REAL_SIDES, *MOVING]
-    return command_of(at, tokens, *sides, "--workloads", *(f"yatt {keep:g}" for keep in keeps))
-
-
-def measure_all(quick: bool) -> None:
-    """Of --real."""
-    judge, swap_s, keeps, moving = REAL_CELLS[0]
-    cells = [(judge, swap_s, keeps[:1], moving)] if quick else REAL_CELLS
-    constants = read_constants(ROOT / "wechat_yatt.toml")
-    names = [
-        f"{judge} judge, keep {{}}, swap {swap_s} s, {{}}".format for judge, swap_s, *_ in cells
-    ]
-    commands = [command_for(constants, *cell) for cell in cells]
-    measure(
-        commands, REAL, lambda number, load, side: ("real", names[number](load.split()[1], side))
-    )
-
-
-def real(paper: Paper) -> list[Row]:
-    """Full in seconds, the others by it: as measured, and as the simulation of that set-up says."""
-    rows, full, moving = [], {}, max(cell[-1] for cell in REAL_CELLS)
-    for point in paper.of("real")[: len(REAL_SIDES) if paper.quick else None]:
-        cell, _, side = point.setting.rpartition(", ")
-        form = re.fullmatch(r"(7B|32B|72B) judge, keep (1|0\.7|0\.5), swap (\d+) s", cell)
-        if not form or (side != "full" and cell not in full):
-            raise UserError(
-                f"{point.where}: `{point.setting}` isn't as `32B judge, keep 1, swap 2 s, full`"
-            )
-        judge, keep, swap_s = form.groups()
-        at = set_up_of(paper.constants, judge, float(swap_s))
-        steps = (moving, moving // 2) if side in MOVING else (REAL_STEPS, 1)
-        seconds = float(point.value), serving_s(f"yatt {keep}", side, at, *steps)
-        if side == "full":
-            numbers, unit, full[cell] = seconds, "s", seconds
-        else:
-            numbers, unit = map(truediv, seconds, full[cell]), "x full"
-        rows.append(Row("real", point.setting, *numbers, unit, "measured", point.note))
-    return rows
-
-
-FIGURES = dict(claims=claims, partial=partial, moving=moving, central=central, h20=h20, real=real)
+FIGURES = dict(claims=claims, partial=partial, moving=moving, central=central, h20=h20)
 
 
 if __name__ == "__main__":
-    sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:], measure_all))
+    sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:]))

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.schedules import draw_passes, print_instances
-from reporting.timeline import Event
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused, interleaved
 
@@ -184,21 +182,11 @@ def test_fused_is_as_fast_as_published(name):
     assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-9)
 
 
-def test_a_row_of_each_instance(tmp_path, capsys):
+def test_an_instance_is_read(tmp_path):
     """Two ranks: worked out by hand."""
     path, there = tmp_path / "pipes.json", {"ranks": [0, 1], "micro_batches": 2}
     back = there | {"ranks": [1, 0], "memory": 0.5}
     path.write_text(json.dumps([{"name": "two", "pipes": [there, back]}]))
-    print_instances(path)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("| two | 12 | 17 | 12 | ")
-
-
-def test_the_passes_of_a_step_are_drawn(tmp_path):
-    """Only those of the step."""
-    what = {"stage": 0, "backward": False, "micro_batch": 0}
-    done = [Event("pass", "actor", 0, 1.0, 2.0, 3, what)]
-    done.append(Event("pass", "actor", 0, 9.0, 9.5, 4, what))
-    draw_passes(done, 3, tmp_path / "passes.png")
-    assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no pass of a pipeline was recorded in step 5"):
-        draw_passes(done, 5, tmp_path / "none.png")
+    pipes = pipeline.read_instances(str(path))["two"]
+    assert bound(pipes) == evaluate(pipes, fused(pipes)).latency == 12
+    assert evaluate(pipes, SCHEDULES["1f1b"].table(pipes)).latency == 17
