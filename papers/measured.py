@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.paced import SetUp, command_of, measure, serving_s
 from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
-from scheduling.costs import Decode
+from simulation.engine import EngineCosts
 
 MEASURED = ROOT / "published" / "measured_modes.csv"
 NAMES, SIDES = (
@@ -31,7 +31,9 @@ PAIR = 0.05  # two sides that differ by less are as good as each other
 def set_up_of(constants: Constants) -> SetUp:
     """Of this page."""
     own = constants["set_up"]
-    decode = Decode(own["fixed"], own["each"], read=own["fixed"] + own["each"], apart=own["apart"])
+    decode = EngineCosts(
+        own["fixed"], own["each"], read=own["fixed"] + own["each"], apart=own["apart"]
+    )
     roles = dict.fromkeys(("rollout", "genrm"), decode)
     return SetUp(roles, own["prompt"], (200, 32), constants["engine"]["swap_s"])
 
