@@ -139,11 +139,9 @@ class Decision(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Seconds of serving the work that lies ahead with a split."""
-
-    seconds: float
-    error: float  # standard
-    hoped: float  # fewer seconds, where the split wasn't tried with work like this
+    seconds: float  # of serving the work that lies ahead with a split
+    error: float  # the standard error of these
+    hoped: float  # fewer seconds, if `was_tried` says no
 
 
 def choose_split(
@@ -193,10 +191,9 @@ def is_worth_it(now: Prediction, best: Prediction, steps_left: int, hand_over_s:
 
 
 def was_tried(split: Split, history: list[StepStats]) -> bool:
-    """Tell whether it serves now, or served work like this; with any tail, as the model tells tails apart.
+    """Tell whether `split` serves now or served such work, with any tail: the model tells tails apart.
 
-    What wasn't tried has the benefit of the doubt, or the model's errors would keep a run in the first good
-    place.
+    Else it has the benefit of the doubt, or the model's errors would keep a run in the first good place.
     """
     share = judges_share(mean_work(history))
     alike = [step for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD]

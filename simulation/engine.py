@@ -35,7 +35,7 @@ class EngineCosts(Decode):
     steps: int = 1  # decode steps that one token of the simulation stands for
 
     def _pace(self, batch: int, context: float) -> tuple[float, float]:
-        """(p, q): after p * v + q * v**2 seconds each sequence has v tokens more."""
+        """(p, q): after p * v + q * v**2 seconds each sequence has v tokens more; see Decode.seconds."""
         slope = self.context * batch
         first = self.fixed + self.each * batch + self.context * context
         return first - slope / (2 * self.steps), slope / 2
