@@ -30,7 +30,8 @@ from simulation.engine import Moves
 from training.resharding import Layout
 
 QUICK = 16  # GPUs
-GRAIN, MEETING_S = 16, 10.0  # all lengths are alike: finer ones change nothing
+GRAIN = 16  # all lengths are alike: finer ones change nothing
+MEETING_S = 10.0
 PPO = ("actor", "critic", "reference", "reward")
 SAFE = (*PPO, "cost")
 PLACEMENTS = {
@@ -58,24 +59,23 @@ class Setting(NamedTuple):
 def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, float]:
     """Seconds of generation with scoring, and of a whole step, of the controllers. scores: it takes time."""
     models, gpus, task, speeds = at
-    sizes, critic = choice.sizes["actor"], choice.sizes["critic"]
+    sizes = choice.sizes["actor"]
+    critic = choice.sizes["critic"]
     text = task.prompt + task.answer
     more = task.trained / text  # tokens that passes read for each that an engine has
     scorers = tuple(role for role in models if role not in ("actor", "critic", "reference"))
     each = [mapping.passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers]
     scoring_s = scores * sum(each) / len(each) * gpus / task.sequences  # of one GPU, a sequence
     push_s = mapping.reshard_s(models["actor"], sizes, speeds)
-    decode = {
-        "rollout": mapping.engine(models["actor"], sizes.parts, choice.held, speeds),
-        "genrm": Decode(0.0, prefill=scoring_s / text, most=1),
-    }
+    learning = coarse(mapping.passes(models["critic"], critic, speeds), more)
     cluster = Cluster(
-        decode,
-        coarse(mapping.passes(models["actor"], sizes, speeds), more),
-        as_dealt(
-            coarse(mapping.passes(models["critic"], critic, speeds), more), sizes.dp / critic.dp
-        ),
-        dict(rollout=Moves(push_s=push_s)),
+        decode={
+            "rollout": mapping.engine(models["actor"], sizes.parts, choice.held, speeds),
+            "genrm": Decode(0.0, prefill=scoring_s / text, most=1),
+        },
+        actor=coarse(mapping.passes(models["actor"], sizes, speeds), more),
+        critic=as_dealt(learning, sizes.dp / critic.dp),
+        moves=dict(rollout=Moves(push_s=push_s)),
         group=sizes.pp * sizes.tp,
         scores=True,
         grain=GRAIN,
@@ -83,24 +83,25 @@ def step_of(at: Setting, choice: Choice, scores: bool = True) -> tuple[float, fl
     )
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
     settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=sizes.parts, judge=scorers)
-    settings |= dict(
-        prompts_per_step=task.sequences, answers_per_prompt=1, updates_per_step=task.updates
-    )
+    settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1)
+    settings |= dict(updates_per_step=task.updates, steps=1)
     settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
-    step = Simulation("full", gpus, work, cluster, steps=1, **settings).run()[0]
+    step = Simulation("full", gpus, work, cluster, **settings).run()[0]
     return step.seconds["serve"], step.ended_s - push_s  # it begins with a push, and ends with one
 
 
 def as_dealt(critic: Passes, copies: float) -> Passes:
-    """Where samples are dealt to the actor's copies, so many for one of the critic's."""
-    stages = 1 + (critic.stages - 1) / copies
+    """The passes of a critic, if samples are dealt to the actor's copies, so many for one of its own."""
     return replace(
-        critic, token=critic.token * copies, square=critic.square * copies, stages=stages
+        critic,
+        token=critic.token * copies,
+        square=critic.square * copies,
+        stages=1 + (critic.stages - 1) / copies,
     )
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
-    """By the first word of its setting: a model, or the actor's + the critic's. UserError if unknown."""
+    """Read a point. Its setting's first word is a model, or the actor's + the critic's; else UserError."""
     of = {name: values(table) for name, table in paper.constants.items()}
     first, _, second = point.setting.partition(" ")[0].partition("+")
     names = {role: first if role in ("actor", "reference") else second or first for role in roles}
@@ -144,12 +145,13 @@ def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
 
 def placements(paper: Paper, figure: str) -> list[Row]:
     """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
-    rows, compared = [], {}
+    rows = []
+    compared = {}  # (setting, GPUs) -> rows
     for point in asked(paper, figure, PLACEMENTS):
-        at, placement = setting_of(paper, point), PLACEMENTS[point.system]
-        found = (
-            mapping.best_of(placement, *at) if placement else next(iter(mapping.search(*at)), None)
-        )
+        at = setting_of(paper, point)
+        placement = PLACEMENTS[point.system]
+        every = [mapping.best_of(placement, *at)] if placement else mapping.search(*at)
+        found = every[0] if every else None
         tokens = at.task.sequences * at.task.trained
         rows.append(row_of(paper, point, found and tokens / found.seconds, "form"))
         if placement and found:
@@ -180,19 +182,19 @@ def generation(paper: Paper) -> list[Row]:
     """Seconds of an engine of t_g GPUs for its share of the prompts. All models are cut in 1-8 parts."""
     rows = []
     for point in asked(paper, "15", OURS):
-        (models, gpus, task, speeds), parts = setting_of(paper, point), number_in(point, "t_g=")
+        models, gpus, task, speeds = setting_of(paper, point)
+        parts = number_in(point, "t_g=")
         held = speeds.reserve
         for role in reversed(PPO):  # the actor comes last
             every = mapping.choices_of(role, models[role], gpus, held, task, speeds)
-            held = next(
-                (choice.held for choice in every if choice.sizes[role][:2] == (1, 8)), math.inf
-            )
-        own = Setting(
-            models, parts, task._replace(sequences=task.sequences * parts // gpus), speeds
-        )
+            in_8 = [choice.held for choice in every if choice.sizes[role][:2] == (1, 8)]
+            held = in_8[0] if in_8 else math.inf
+        share = task._replace(sequences=task.sequences * parts // gpus)
         choice = Choice(held, (), dict.fromkeys(PPO, Sizes(1, parts, 1, parts)))
-        fits = held < speeds.device.memory and own.task.sequences
-        rows.append(row_of(paper, point, step_of(own, choice, scores=False)[0] if fits else None))
+        seconds = None
+        if held < speeds.device.memory and share.sequences:
+            seconds, _ = step_of(Setting(models, parts, share, speeds), choice, scores=False)
+        rows.append(row_of(paper, point, seconds))
     return rows + not_modelled(paper, "15", but=OURS)
 
 
@@ -207,14 +209,11 @@ def table_2(paper: Paper) -> list[Row]:
 
 
 def number_in(point: Point, name: str) -> int:
-    """Behind a name in its setting, as in `t_g=2`. UserError without one."""
+    """The number behind a name in its setting, as in `t_g=2`. UserError without one."""
     for word in point.setting.split():
-        if (
-            word.startswith(name)
-            and word.removeprefix(name).isdecimal()
-            and int(word.removeprefix(name))
-        ):
-            return int(word.removeprefix(name))
+        number = word.removeprefix(name)
+        if word.startswith(name) and number.isdecimal() and int(number):
+            return int(number)
     raise UserError(f"{point.where}: its setting has no {name}NUMBER")
 
 

@@ -18,44 +18,47 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.paced import SetUp, command_of, measure, serving_s
 from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
-from scheduling.costs import Decode
+from simulation.engine import EngineCosts
 
 MEASURED = ROOT / "published" / "measured_modes.csv"
-NAMES, SIDES = (
-    ("short", "tail", "resample", "judge-heavy"),
-    ("full", "1|3", "2|2", "3|1", "fused 0.2"),
-)
+NAMES = ("short", "tail", "resample", "judge-heavy")
+SIDES = ("full", "1|3", "2|2", "3|1", "fused 0.2")
 PAIR = 0.05  # two sides that differ by less are as good as each other
 
 
 def set_up_of(constants: Constants) -> SetUp:
-    """Of this page."""
+    """The set-up of this page."""
     own = constants["set_up"]
-    decode = Decode(own["fixed"], own["each"], read=own["fixed"] + own["each"], apart=own["apart"])
+    read_s = own["fixed"] + own["each"]
+    decode = EngineCosts(own["fixed"], own["each"], read=read_s, apart=own["apart"])
     roles = dict.fromkeys(("rollout", "genrm"), decode)
     return SetUp(roles, own["prompt"], (200, 32), constants["engine"]["swap_s"])
 
 
 def rows_of(name: str, paper: Paper) -> list[Row]:
-    """Of a workload."""
+    """The rows of a workload."""
     own = []
     for point in paper.of(name)[:: 2 if paper.quick else 1]:
         ours = serving_s(name, point.setting, set_up_of(paper.constants))
         own.append(paper.row(point, ours)._replace(setting=f"{point.setting}, serving"))
     right, apart = ordered(own)
-    order = f"pairs in their order, if {PAIR:.0%} apart"
-    return own + [Row(name, order, None, right, f"of {apart}", "predicted")] * bool(apart)
+    if apart:
+        order = f"pairs in their order, if {PAIR:.0%} apart"
+        own.append(Row(name, order, None, right, f"of {apart}", "predicted"))
+    return own
 
 
 def ordered(rows: list[Row]) -> tuple[int, int]:
-    """Of pairs of predicted rows that were measured more than PAIR apart: those in order, and all."""
+    """Count pairs of predicted rows that were measured more than PAIR apart: those in order, and all."""
     pairs = combinations([row for row in rows if row.kind == "predicted"], 2)
     apart = [(a, b) for a, b in pairs if abs(a.theirs / b.theirs - 1) > PAIR]
     return sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in apart), len(apart)
 
 
 def measure_modes(quick: bool) -> None:
-    at, names = set_up_of(read_constants(ROOT / "measured.toml")), NAMES[: 1 if quick else None]
+    """Measure with bench/modes.py, in a quick run the first workload alone."""
+    at = set_up_of(read_constants(ROOT / "measured.toml"))
+    names = NAMES[: 1 if quick else None]
     sides = ["--moving", 0, "--sides", *SIDES, "--workloads", *names]
     line = command_of(at, dict.fromkeys(at.decode, at.prompt), *sides)
     measure([line], MEASURED, lambda _, workload, side: (workload, side))

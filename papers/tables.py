@@ -1,4 +1,4 @@
-"""What a paper published beside what comes out here: points, constants, rows, their table and their picture.
+"""Published numbers beside ours: points, constants, rows, their table and their picture.
 
 Published points are in one CSV a figure, a number a row; constants in TOML, each table with its source or the
 points that it was fitted on: their rows are `fitted`. Rows that are made of these, or have the value of one,
@@ -13,8 +13,9 @@ import csv
 import statistics
 import sys
 import tomllib
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Point(namedtuple("Point", f"{COLUMNS},where", defaults=[""])):
 
     @property
     def name(self) -> str:
-        """By which `fitted_on` names it."""
+        """The name that `fitted_on` calls it by."""
         return f"{self.figure}:{self.system}:{self.setting}@{self.gpus}:{self.metric}"
 
 
@@ -59,7 +60,7 @@ class Paper(NamedTuple):
     quick: bool = False  # fewer points are asked for
 
     def row(self, point: Point, ours: float | None, kind: str = "predicted", note: str = "") -> Row:
-        """Beside a published point; `predicted` only if neither it nor its like was fitted."""
+        """The row of a point; `predicted` only if neither it nor its like was fitted."""
         setting = f"{point.system}, {point.setting}, {point.gpus} GPUs, {point.metric}"
         if kind == "predicted" and point.name in fitted_on(self.constants, "follows"):
             kind = "follows"
@@ -72,12 +73,9 @@ class Paper(NamedTuple):
 
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
-    """Its constants alone."""
-    return {
-        name: value
-        for name, value in table.items()
-        if name not in ("source", "fitted_on", "follows")
-    }
+    """The constants of a table, without their sources."""
+    sources = ("source", "fitted_on", "follows")
+    return {name: value for name, value in table.items() if name not in sources}
 
 
 def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
@@ -86,28 +84,31 @@ def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Of one CSV. UserError, which names the line, for what is no number above 0 or lacks its source."""
+    """Read one CSV. UserError, which names the line, for what is no number above 0 or lacks its source."""
     points = []
     with path.open(newline="", encoding="utf-8") as file:
         lines = csv.reader(file)
         try:
-            if (header := ",".join(next(lines, []))) != COLUMNS:
+            header = ",".join(next(lines, []))
+            if header != COLUMNS:
                 raise UserError(f"its columns are {header}, not {COLUMNS}")
             for cells in lines:
-                if len(cells) != len(Point._fields) - 1:
-                    raise UserError(f"{len(cells)} cells, not {len(Point._fields) - 1}")
-                points.append(point := Point(*cells, f"{path}:{lines.line_num}"))
-                if not (point.label in LABELS and point.source and point.page):
-                    raise UserError(
-                        f"a number needs a source, a page and a label of {', '.join(LABELS)}"
-                    )
-                if not (0 < float(point.value) < float("inf") and 0 <= float(point.precision) < 1):
-                    raise UserError(
-                        f"{point.value}, precision {point.precision}: no number above 0"
-                    )
+                points.append(point_of(cells, f"{path}:{lines.line_num}"))
         except (ValueError, csv.Error) as error:
             raise UserError(f"{path}:{lines.line_num}: {error}") from None
     return points
+
+
+def point_of(cells: list[str], where: str) -> Point:
+    """Check the cells of a line. UserError as of `read_points`."""
+    if len(cells) != len(Point._fields) - 1:
+        raise UserError(f"{len(cells)} cells, not {len(Point._fields) - 1}")
+    point = Point(*cells, where)
+    if not (point.label in LABELS and point.source and point.page):
+        raise UserError(f"a number needs a source, a page and a label of {', '.join(LABELS)}")
+    if not (0 < float(point.value) < float("inf") and 0 <= float(point.precision) < 1):
+        raise UserError(f"{point.value}, precision {point.precision}: no number above 0")
+    return point
 
 
 def known(point: Point, name: str, table: dict[str, Any]) -> Any:
@@ -117,7 +118,7 @@ def known(point: Point, name: str, table: dict[str, Any]) -> Any:
 
 
 def read_constants(path: Path) -> Constants:
-    """UserError for a table that says neither what it was fitted on nor where it is from."""
+    """Read a TOML. UserError for a table that says neither what it was fitted on nor where it is from."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     for name, table in tables.items():
         if not table.keys() & {"fitted_on", "source"}:
@@ -129,54 +130,72 @@ def sections_of(rows: list[Row]) -> list[str]:
     """Markdown, a table a figure; exact closed forms, and what isn't modelled, are a line below it."""
     lines = []
     for figure in dict.fromkeys(row.figure for row in rows):
-        own = [row for row in rows if row.figure == figure]
-        exact = [row for row in own if row.kind == "form" and row.theirs and abs(row.error) < 1e-9]
-        shown = [row for row in own if row.kind != "not modelled" and row not in exact]
+        shown = []
+        exact = 0
+        left_out = {}  # reason -> settings
+        for row in [row for row in rows if row.figure == figure]:
+            if row.kind == "not modelled":
+                setting = f"{row.setting} {number(row.theirs, row.unit)}".strip()
+                left_out.setdefault(row.note, []).append(setting)
+            elif row.kind == "form" and row.theirs and abs(row.error) < 1e-9:
+                exact += 1
+            else:
+                shown.append(row)
         lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
-        lines += [f"{len(exact)} closed forms agree to the last digit.", ""] if exact else []
-        left_out = [row for row in own if row.kind == "not modelled"]
-        for why in dict.fromkeys(row.note for row in left_out):
-            names = [
-                f"{r.setting} {number(r.theirs, r.unit)}".strip() for r in left_out if r.note == why
-            ]
-            lines += [f"Not modelled: {'; '.join(names)} ({why})", ""]
+        lines += [f"{exact} closed forms agree to the last digit.", ""] if exact else []
+        for why, settings in left_out.items():
+            lines += [f"Not modelled: {'; '.join(settings)} ({why})", ""]
     return lines
 
 
 def table_of(rows: list[Row]) -> list[str]:
-    """Of a figure. What rows share is said once, above it; a row names its kind and unit if they differ."""
-    parts = [[*row.setting.split(", "), row.note] for row in rows]
-    told = [own for own, row in zip(parts, rows, strict=True) if row.theirs is not None] or parts
-    shared = [
-        part for part in told[0] if part and len(rows) > 1 and all(part in own for own in told)
-    ]
+    """The table of a figure. What rows share is said once, above it, as are the usual kind and unit."""
+    shared = shared_by(rows)
     kind = statistics.mode(row.kind for row in rows)
     unit = statistics.mode(row.unit for row in rows)
-    columns = {
-        "setting": [", ".join(part for part in own[:-1] if part not in shared) for own in parts],
-        "theirs": [number(row.theirs, row.unit, unit) for row in rows],
-        "ours": [number(row.ours, row.unit, unit) for row in rows],
-        "error": ["" if row.error is None else f"{row.error:+.1%}" for row in rows],
-        "kind": ["" if row.kind == kind else row.kind for row in rows],
-        "note": ["" if row.note in shared else row.note for row in rows],
-    }
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
-    above = ", ".join(
-        [kind.capitalize() + " if no other kind is named" * ("kind" in columns), *shared, unit]
-    )
-    table = [[*columns], ["---"] * len(columns), *zip(*columns.values(), strict=True)]
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table]
-    return [f"{above}. {errors(rows)}".strip(), "", *(line.rstrip(" |") for line in lines), ""]
+    head = ("setting", "theirs", "ours", "error", "kind", "note")
+    table = []
+    for row in rows:
+        setting = ", ".join(part for part in row.setting.split(", ") if part not in shared)
+        theirs = number(row.theirs, row.unit, unit)
+        ours = number(row.ours, row.unit, unit)
+        error = "" if row.error is None else f"{row.error:+.1%}"
+        own_kind = "" if row.kind == kind else row.kind
+        note = "" if row.note in shared else row.note
+        table.append((setting, theirs, ours, error, own_kind, note))
+    used = [any(column) for column in zip(*table, strict=True)]
+    if "kind" in compress(head, used):
+        kind += " if no other kind is named"
+    above = ", ".join([kind.capitalize(), *shared, unit])
+    lines = []
+    for cells in (head, ["---"] * len(head), *table):
+        cells = [cell.replace("|", "\\|") for cell in compress(cells, used)]
+        lines.append(" | ".join(cells).rstrip(" |"))
+    return [f"{above}. {errors(rows)}".strip(), "", *lines, ""]
+
+
+def shared_by(rows: list[Row]) -> list[str]:
+    """The parts of settings, and the note, that all published rows share; of one row nothing."""
+    published = [row for row in rows if row.theirs is not None] or rows
+    parts = [[*row.setting.split(", "), row.note] for row in published]
+    if len(rows) == 1:
+        return []
+    everywhere = set(parts[0]).intersection(*parts)
+    return [part for part in parts[0] if part and part in everywhere]
 
 
 def number(value: float | None, unit: str, usual: str = "") -> str:
-    own_unit = f" {unit}" * (unit != usual)
-    return "" if value is None else f"{value:{',.0f' if value > 999 else '.4g'}}{own_unit}"
+    """A number and its unit, if that isn't the usual one."""
+    if value is None:
+        return ""
+    text = f"{value:,.0f}" if value > 999 else f"{value:.4g}"
+    return text if unit == usual else f"{text} {unit}"
 
 
 def summary_of(rows: list[Row], constants: Constants) -> list[str]:
-    """How far off all predicted rows are, which README quotes; how many rows of each kind there are."""
-    kinds = ", ".join(f"{sum(row.kind == kind for row in rows)} {kind}" for kind in KINDS)
+    """The errors of all predicted rows, which README quotes; the rows of each kind."""
+    counts = Counter(row.kind for row in rows)
+    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
     chosen = sum(len(values(table)) for table in constants.values() if "fitted_on" in table)
     fitted = f"{chosen} constants were fitted on {len(fitted_on(constants))} points."
     return [errors(rows), "", f"Rows: {kinds}. {fitted}"]
@@ -213,7 +232,7 @@ def command(
 ) -> int:
     """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
 
-    figures: what makes a figure's rows, or raises UserError for a point. measure: what --real does first.
+    figures: make a figure's rows, or raise UserError for a point. measure: --real calls it first.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -239,11 +258,11 @@ def command(
     except (OSError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(*(lines := [*summary_of(rows, paper.constants), "", *sections_of(rows)]), sep="\n")
+    lines = [*summary_of(rows, paper.constants), "", *sections_of(rows)]
+    print(*lines, sep="\n")
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
         picture_of(rows, DOCS / f"{name}.png")
-        (DOCS / f"{name}.md").write_text(
-            "\n".join([f"# {doc}", *lines, f"![Errors]({name}.png)", ""])
-        )
+        page = "\n".join([f"# {doc}", *lines, f"![Errors]({name}.png)", ""])
+        (DOCS / f"{name}.md").write_text(page)
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 Ranks = tuple[int, ...]
-TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # that --rebalance and auto choose from
+TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance and auto choose from these
 
 
 class TokenLatency(NamedTuple):
@@ -18,7 +18,7 @@ class TokenLatency(NamedTuple):
     per_request: float
 
     def seconds(self, in_flight: float, capacity: int) -> float:
-        """Of a token, while an engine has so many requests and decodes at most `capacity` of them at once."""
+        """Seconds a token, while an engine has so many requests and decodes `capacity` of them at once."""
         return self.fixed * max(1.0, in_flight / capacity) + self.per_request * in_flight
 
 
@@ -30,11 +30,11 @@ def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
 
 
 class Left(NamedTuple):
-    """What is left of a step, over all controllers: numbers of answers."""
+    """The answers that a step has left, over all controllers."""
 
     unwritten: int = 0
-    judging: int = 0  # those that wait for genrm, too
-    begun: int = 0  # of the step so far
+    judging: int = 0  # with those that wait for genrm
+    begun: int = 0  # in the step so far
 
 
 def ranks_of_tail(
@@ -47,33 +47,38 @@ def ranks_of_tail(
     writers: dict[int, int],
     judges: dict[int, int],
 ) -> Ranks:
-    """The ranks that rollout holds next, while genrm has the others.
+    """The ranks that rollout holds next; genrm has the others.
 
-    All, until no more than `tail` of the answers begun are unwritten; then `keep` ranks, of those that owe
-    most; none once all are written. A wave that is no tail gets all ranks again once nobody is judged.
+    Rollout holds all ranks until at most `tail` of the answers begun are unwritten. Then it keeps those that
+    owe most, `keep` ranks at most, until all is written, and none until all is judged. A wave begun beside
+    the judging stays on the ranks held, but if it is no tail, it gets all ranks once nobody is judged.
 
     units: the ranks, in parts that change hands. held: by rollout, now. owed: tokens that are awaited of the
     engine of each rank. writers, judges: lead rank -> model of each engine that wasn't lost.
     """
     everyone = tuple(rank for unit in units for rank in unit)
     is_tail = left.unwritten <= tail * left.begun
-    if not left.unwritten or (left.judging and not held):
+    if not left.unwritten:
         return ()
+    if not held and left.judging:
+        return ()  # the next wave waits
     if not is_tail and (held == everyone or not left.judging):
         return everyone
-
-    def serves(ranks: set[int]) -> bool:
-        """Whether somebody writes on these ranks, and every judge has an engine on the others."""
-        models = {model for lead, model in judges.items() if lead not in ranks}
-        return bool(ranks & writers.keys()) and models == {*judges.values()}
-
-    if held != everyone and serves({*held}):
+    if held != everyone and can_share({*held}, writers, judges):
         return held
     kept: set[int] = set()
     for unit in sorted(units, key=lambda unit: -sum(owed[rank] for rank in unit)):
-        if len(kept) < keep and serves({*unit}) and serves(kept | {*unit}):
-            kept |= {*unit}
-    return tuple(sorted(kept)) or everyone
+        more = kept | {*unit}
+        writes = writers.keys() & {*unit}
+        if writes and len(kept) < keep and can_share(more, writers, judges):
+            kept = more
+    return tuple(sorted(kept)) or everyone  # all, if an engine of each role can't be apart
+
+
+def can_share(ranks: set[int], writers: dict[int, int], judges: dict[int, int]) -> bool:
+    """Tell whether somebody writes on these ranks, and every judge has an engine on the others."""
+    models = {model for lead, model in judges.items() if lead not in ranks}
+    return bool(ranks & writers.keys()) and models == {*judges.values()}
 
 
 Cohorts = list[tuple[float, float]]  # seconds, answers
@@ -107,32 +112,41 @@ class FluidModel(NamedTuple):
         return max(last, self._judged(beside, tokens, judging))
 
     def _written(self, lengths: tuple[float, ...], of_tail: float) -> tuple[Cohorts, float, int]:
-        """When answers are written, when genrm gets ranks, and the engines that are kept from it."""
-        now, tokens, left, engines, written = 0.0, 0.0, sum(lengths), self.engines[0], []
-        cut, kept = math.inf, 0
+        """Answers when they are written; when genrm gets ranks; the engines that are kept from it."""
+        now = tokens = 0.0
+        left = sum(lengths)
+        engines = self.engines[0]
+        kept = 0
+        cut = math.inf
+        written = []
         for length, answers in ((2 ** (number / 4), n) for number, n in enumerate(lengths) if n):
             if left <= of_tail and not kept:
                 now = cut = now + self.swap_s
                 engines = kept = min(kept_engines(left, self.rollout, self.capacity), engines - 1)
             now += (length - tokens) * self.rollout.seconds(left / engines, self.capacity)
-            tokens, left = length, left - answers
+            tokens = length
+            left -= answers
             written.append((now, answers))
         return written, min(cut, now + self.swap_s), kept
 
     def _judged(self, arrivals: Cohorts, tokens: float, engines: float) -> float:
-        """When the last critique is written; each ends on the engine where it began."""
+        """The time of the last critique; each ends on the engine where it began."""
         now = in_flight = depth = 0.0  # depth: tokens that each has gained so far
         queue = deque()
         for time, critiques in [*arrivals, (math.inf, 0.0)]:
             while queue:
                 pace = self.genrm.seconds(in_flight / engines, self.capacity)
                 end, ended = queue[0]
-                if (ends_at := now + (end - depth) * pace) > time:
+                ends_at = now + (end - depth) * pace
+                if ends_at > time:
                     depth += (time - now) / pace
                     break
-                now, depth, in_flight = ends_at, end, in_flight - ended
+                now = ends_at
+                depth = end
+                in_flight -= ended
                 queue.popleft()
             if critiques:
-                now, in_flight = time, in_flight + critiques
+                now = time
+                in_flight += critiques
                 queue.append((depth + tokens, critiques))
         return now

@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """What devices come to. A model that is `half` wide reaches half of `mfu`."""
+    """The speeds that devices reach. A model that is `half` wide reaches half of `mfu`."""
 
     device: Device
     mfu: float = 0.5
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of models that share devices."""
+    """The sizes of models that share devices, and what they come to."""
 
     held: float  # bytes of each device, throughout
     stages: tuple[float, ...]  # seconds of STAGES
@@ -72,7 +72,7 @@ class Choice(NamedTuple):
 
 
 class Mapping(NamedTuple):
-    seconds: float
+    seconds: float  # of a step
     stages: tuple[float, ...]
     choices: tuple[Choice, ...]  # of each set
 
@@ -82,29 +82,31 @@ def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
     pp, tp, dp, _ = sizes
     sent = (4 + BF16_BYTES) * model.params / (pp * tp) * (dp - 1) / dp
     update = speeds.update_s + sent / speeds.band(pp * tp * dp)
-    return passes_of(
-        model, speeds.device, pp * tp, speeds.mfu_of(model), tp, stages=pp, update=update
-    )
+    mfu = speeds.mfu_of(model)
+    return passes_of(model, speeds.device, pp * tp, mfu, tp, stages=pp, update=update)
 
 
 def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[float, float]:
-    """To read a step's sequences, and to learn from them, a mini-batch after the other."""
-    costs, own = passes(model, sizes, speeds), task.sequences / task.updates / sizes.dp
+    """Seconds to read a step's sequences, and to learn from them, a mini-batch after the other."""
+    costs = passes(model, sizes, speeds)
+    own = task.sequences / task.updates / sizes.dp
     ends = (sizes.pp - 1) / max(1.0, own)  # filling and draining, with a sequence a micro-batch
     reading = task.updates * own * costs.cost(task.trained) * (1 + ends)
     return reading, (1 + costs.backward) * reading + task.updates * costs.update
 
 
 def engine(model: Model, parts: int, held: float, speeds: Speeds) -> Decode:
-    """Beside what holds so many bytes of each device. UserError if that leaves no room."""
-    how = dict(memory=1 - held / speeds.device.memory, weights=speeds.hbm, kv=speeds.hbm)
-    how |= dict(prefill=speeds.mfu_of(model), layer_s=speeds.layer_s, reduce_s=speeds.reduce_s)
-    return decode_of(model, speeds.device, parts, **how)
+    """An engine beside what holds so many bytes of each device. UserError if that leaves no room."""
+    memory = 1 - held / speeds.device.memory
+    rates = dict(weights=speeds.hbm, kv=speeds.hbm, prefill=speeds.mfu_of(model))
+    more = dict(layer_s=speeds.layer_s, reduce_s=speeds.reduce_s)
+    return decode_of(model, speeds.device, parts, memory=memory, **rates, **more)
 
 
 def generate_s(decode: Decode, sequences: int, task: Task) -> float:
-    """Of one engine, in as many rounds as its room makes necessary. UserError if one finds none."""
-    if not (at_once := min(decode.most, int(decode.kv_tokens // (task.prompt + task.answer)))):
+    """Seconds of one engine, in as many rounds as its room makes necessary. UserError if one has none."""
+    at_once = min(decode.most, int(decode.kv_tokens // (task.prompt + task.answer)))
+    if not at_once:
         raise UserError("the KV cache has no room for a sequence")
     rounds = [*[at_once] * (sequences // at_once), sequences % at_once]
     reading = sequences * task.prompt * decode.prefill
@@ -113,7 +115,8 @@ def generate_s(decode: Decode, sequences: int, task: Task) -> float:
 
 def reshard_s(model: Model, sizes: Sizes, speeds: Speeds) -> float:
     """A rank receives what table 2 says; its engine's part comes to it through the host's memory."""
-    part, ranks = 1 / sizes.parts, sizes.pp * sizes.tp
+    part = 1 / sizes.parts
+    ranks = sizes.pp * sizes.tp
     return model.bytes * ((part - 1 / ranks) / speeds.band(ranks) + part / speeds.device.host)
 
 
@@ -121,7 +124,8 @@ def choices_of(
     role: str, model: Model, devices: int, held: float, task: Task, speeds: Speeds
 ) -> Iterator[Choice]:
     """Algorithm 2, beside what others hold: shards stay in a machine, at most as many stages as machines."""
-    learns, most = role.endswith(LEARNERS), max(1, devices // speeds.machine)
+    learns = role.endswith(LEARNERS)
+    most = max(1, devices // speeds.machine)
     for tp, pp in product(powers_of_2(speeds.machine), range(1, most + 1)):
         dp, rest = divmod(devices, pp * tp)
         if rest or model.layers % pp or model.cuts % tp or dp > task.sequences:
@@ -129,16 +133,17 @@ def choices_of(
         # weights; of a learner gradients, and the optimizer's states, which its copies share
         own = held + model.params / (pp * tp) * (BF16_BYTES + learns * (4 + 12 / dp))
         reading, learning = passes_s(model, Sizes(pp, tp, dp), task, speeds)
-        if role != "actor" and own <= speeds.device.memory:
-            yield Choice(own, (0.0, reading, learns * learning), {role: Sizes(pp, tp, dp)})
-        for parts in powers_of_2(tp) if role == "actor" else ():
-            sizes, engines = Sizes(pp, tp, dp, parts), devices // parts
+        if role != "actor":
+            if own <= speeds.device.memory:
+                yield Choice(own, (0.0, reading, learns * learning), {role: Sizes(pp, tp, dp)})
+            continue
+        for parts in powers_of_2(tp):
+            sizes = Sizes(pp, tp, dp, parts)
             with suppress(UserError):  # no room
-                decode = engine(model, parts, own, speeds)
-                serving = generate_s(decode, math.ceil(task.sequences / engines), task)
-                yield Choice(
-                    own, (serving + reshard_s(model, sizes, speeds), 0.0, learning), {role: sizes}
-                )
+                sequences = math.ceil(task.sequences / (devices // parts))
+                serving = generate_s(engine(model, parts, own, speeds), sequences, task)
+                generation = serving + reshard_s(model, sizes, speeds)
+                yield Choice(own, (generation, 0.0, learning), {role: sizes})
 
 
 @cache
@@ -147,18 +152,21 @@ def choice_of_set(models: tuple[tuple[str, Model], ...], devices: int, task: Tas
 
     The actor comes last and serves in what the others leave: their shards are tried at 1, 2, 4 ... at least.
     """
+    in_order = sorted(models, key=lambda item: item[0] == "actor")
     found = []
     for least in powers_of_2(devices):
-        held, stages, sizes = speeds.reserve, (0.0,) * len(STAGES), {}
-        for role, model in sorted(models, key=lambda item: item[0] == "actor"):
-            every = choices_of(role, model, devices, held, task, speeds)
-            cut = [
-                c for c in every if role == "actor" or c.sizes[role].pp * c.sizes[role].tp >= least
-            ]
-            if cut:
-                held, more, size = min(cut, key=lambda choice: sum(choice.stages))
-                stages, sizes = tuple(map(sum, zip(stages, more, strict=True))), sizes | size
-        found += [Choice(held, stages, sizes)] * (len(sizes) == len(models))
+        whole = Choice(speeds.reserve, (0.0,) * len(STAGES), {})
+        for role, model in in_order:
+            fit = [*choices_of(role, model, devices, whole.held, task, speeds)]
+            if role != "actor":
+                fit = [each for each in fit if each.sizes[role].pp * each.sizes[role].tp >= least]
+            if not fit:
+                break
+            best = min(fit, key=lambda choice: sum(choice.stages))
+            stages = tuple(map(sum, zip(whole.stages, best.stages, strict=True)))
+            whole = Choice(best.held, stages, whole.sizes | best.sizes)
+        else:
+            found.append(whole)
     return min(found, key=lambda choice: sum(choice.stages), default=None)
 
 
@@ -174,11 +182,13 @@ def best_of(
     placement: Placement, models: dict[str, Model], devices: int, task: Task, speeds: Speeds
 ):
     """The fastest Mapping of one placement, None if it doesn't fit. Algorithm 1, the inner loops."""
-    sets, found = [tuple((role, models[role]) for role in roles) for roles in placement], []
     unit = 1 << max(0, (devices // FINEST).bit_length() - 1)
-    for cuts in combinations(range(unit, devices, unit), len(sets) - 1):
-        shares = zip(sets, pairwise((0, *cuts, devices)), strict=True)
-        choices = [choice_of_set(own, end - first, task, speeds) for own, (first, end) in shares]
+    found = []
+    for cuts in combinations(range(unit, devices, unit), len(placement) - 1):
+        choices = []
+        for roles, (first, end) in zip(placement, pairwise((0, *cuts, devices)), strict=True):
+            own = tuple((role, models[role]) for role in roles)
+            choices.append(choice_of_set(own, end - first, task, speeds))
         if None not in choices:
             stages = tuple(map(max, zip(*(choice.stages for choice in choices), strict=True)))
             found.append(Mapping(sum(stages), stages, tuple(choices)))
@@ -195,13 +205,11 @@ def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -
 def as_text(mapping: Mapping) -> str:
     """Sizes as pp-tp-dp, the actor's with t_g; a bar parts sets."""
     stages = " + ".join(f"{name} {s:.3g}" for name, s in zip(STAGES, mapping.stages, strict=True))
-    cuts = [
-        ", ".join(
-            f"{role} {'-'.join(str(n) for n in sizes if n)}" for role, sizes in choice.sizes.items()
-        )
-        for choice in mapping.choices
-    ]
-    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(cuts)}"
+    sets = []
+    for choice in mapping.choices:
+        numbers = {role: "-".join(map(str, filter(None, s))) for role, s in choice.sizes.items()}
+        sets.append(", ".join(f"{role} {text}" for role, text in numbers.items()))
+    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(sets)}"
 
 
 def powers_of_2(most: int) -> list[int]:

@@ -1,5 +1,8 @@
 """Rebalance: which split serves the next step, from what the last steps measured (WeChat-YATT's placement).
 
+Without --rebalance or --mode auto there is one plan, and nothing to choose. In fused mode ranks change hands
+within a step, too: fusion.ranks_of_tail.
+
 A request of a role gains a token in `fixed + per_request * k` seconds while its engine holds k of them; both
 numbers are fitted to what requests took. With W tokens on n engines, the longest answer of L, a role needs
 
@@ -9,14 +12,14 @@ Side by side (partial) serving takes max(rollout(S) + a last critique, genrm(N -
 rollout(N) + genrm(N) + a swap for each wave. What a split really took, over what the model says of it,
 corrects the model: a tried split is judged by its own measurements, any other by its nearest neighbour's.
 
-That utilisation is the signal and devices move one by one is the paper's; the rest is ours. All is pure.
+That devices move one by one is the paper's. Its signal is utilisation; here these seconds are. All is pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import takewhile, zip_longest
 from math import hypot
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -32,11 +35,12 @@ OPTIMISM = 0.10  # part of its predicted time by which an untried split is hoped
 SIMILAR_LOAD = 0.1  # a trial with a judges' share of the tokens further off says nothing of now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
 
+
 Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
 
 
 class Split(NamedTuple):
-    """How many ranks serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
+    """The ranks that serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
 
     # full: the roles take turns; partial: side by side; fused: first the one, then the other
     mode: str
@@ -65,25 +69,36 @@ class RequestStats:
 
     @staticmethod
     def of(requests: Iterable[Request], wakes: int = 0, stalls: int = 0) -> RequestStats:
-        requests = list(requests)
-        opened = [(sent, 1) for sent, *_ in requests]
-        edges = sorted(opened + [(end, -1) for _, end, *_ in requests])
-        in_flight, last, request_s, second_moment = 0, 0.0, 0.0, 0.0
-        for time, change in edges:
+        """Sum up what one controller requested."""
+        columns = [*zip(*requests, strict=True)] or [()] * 5
+        sent, ends, tokens, prompt_tokens, cached_tokens = columns
+        edges = [(time, 1) for time in sent] + [(time, -1) for time in ends]
+        in_flight = 0
+        last = request_s = second_moment = 0.0
+        for time, change in sorted(edges):
             request_s += in_flight * (time - last)
             second_moment += in_flight**2 * (time - last)
-            in_flight, last = in_flight + change, time
+            in_flight += change
+            last = time
         mean = second_moment / max(request_s, 1e-9)
-        tokens, prompt, cached = ([request[column] for request in requests] for column in (2, 3, 4))
-        sizes = sum(prompt), sum(cached), len(requests)
         longest = max(tokens, default=0)
+        sizes = (sum(prompt_tokens), sum(cached_tokens), len(tokens))
         return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes, stalls)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
-        """Each controller sees its own part of what is in flight."""
-        tokens, longest, *others, wakes, stalls = zip(*map(astuple, parts), strict=True)
-        return RequestStats(sum(tokens), max(longest), *map(sum, others), wakes[0], sum(stalls))
+        """Add up all controllers' requests. Each sees its own part of what is in flight."""
+        return RequestStats(
+            tokens=sum(part.tokens for part in parts),
+            longest=max(part.longest for part in parts),
+            request_s=sum(part.request_s for part in parts),
+            in_flight=sum(part.in_flight for part in parts),
+            prompt_tokens=sum(part.prompt_tokens for part in parts),
+            cached_tokens=sum(part.cached_tokens for part in parts),
+            requests=sum(part.requests for part in parts),
+            wakes=parts[0].wakes,  # all wake the engines together
+            stalls=sum(part.stalls for part in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -101,21 +116,32 @@ class StepStats:
 
     @staticmethod
     def total(parts: list[StepStats]) -> StepStats:
-        names = ("serve_s", "swap_s", "hand_over_s")
-        times = [max(vars(part)[name] for part in parts) for name in names]
+        """Join what all controllers measured. Times are the slowest one's."""
         rollout = RequestStats.total([part.rollout for part in parts])
         genrm = RequestStats.total([part.genrm for part in parts])
+        serve_s = max(part.serve_s for part in parts)
+        swap_s = max(part.swap_s for part in parts)
+        hand_over_s = max(part.hand_over_s for part in parts)
         lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
-        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *times, lengths)
+        roles = (parts[0].split, rollout, genrm, parts[0].waves)
+        return StepStats(*roles, serve_s, swap_s, hand_over_s, lengths)
 
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
-        return self.split._asdict()[role], vars(self)[role]
+        if role == "rollout":
+            return self.split.rollout, self.rollout
+        return self.split.genrm, self.genrm
 
 
 class Decision(NamedTuple):
     split: Split  # of the next step
     reason: str  # for people
     predicted_s: float  # serving seconds
+
+
+class Prediction(NamedTuple):
+    seconds: float  # of serving the work that lies ahead with a split
+    error: float  # the standard error of these
+    hoped: float  # fewer seconds, if `was_tried` says no
 
 
 def choose_split(
@@ -127,60 +153,56 @@ def choose_split(
 ) -> Decision:
     """The next step's split (pure). history: newest last; capacity, tp: requests and ranks of an engine.
 
-    A move must be worth it: the gain over the steps that are left exceeds what a hand-over costs, and the
-    noise. What was never tried with work like this has the benefit of the doubt, or the model's errors would
-    keep a run in the first good place. Ranks move one engine at a time; each mode has its turn.
+    A split stays for COOL_DOWN steps, each mode has its turn, then the run moves to where it hopes to be
+    fastest, if `is_worth_it`. Ranks move one engine at a time.
     """
-    now, (seconds, errors) = history[-1].split, predictions(history, splits, capacity, tp)
-    measured = next(
-        (age for age, step in enumerate(reversed(history)) if step.split != now), len(history)
-    )
+    now = history[-1].split
+    predicted = predictions(history, splits, capacity, tp)
+    seconds = predicted[now].seconds
     if len(splits) == 1:
-        return Decision(now, f"{now}: the only plan", seconds[now])
+        return Decision(now, f"{now}: the only plan", seconds)
+    measured = len([*takewhile(lambda step: step.split == now, reversed(history))])
     if measured < COOL_DOWN:
         reason = f"{now} stays: measured for {measured} of {COOL_DOWN} steps"
-        return Decision(now, reason, seconds[now])
-    if steps_left > COOL_DOWN and (mode := mode_to_measure(history, splits)):
+        return Decision(now, reason, seconds)
+    mode = mode_to_measure(history, splits)
+    if mode and steps_left > COOL_DOWN:
         of_mode = [split for split in splits if split.mode == mode]
         is_new = not any(step.split.mode == mode for step in history)
-        split = of_mode[0] if is_new else min(of_mode, key=seconds.__getitem__)
+        split = of_mode[0] if is_new else min(of_mode, key=lambda s: predicted[s].seconds)
         reason = f"{now} -> {split}: to measure {mode} colocation for {COOL_DOWN} steps"
-        return Decision(split, reason, seconds[split])
-    hoped, tried = hopes(seconds, history, splits)
-    best = min(splits, key=hoped.__getitem__)
-    gain, cost = seconds[now] - hoped[best], history[-1].hand_over_s
-    may = "should" if best in tried else "may"
-    what = f"serving {may} take {hoped[best]:.2f} s instead of {seconds[now]:.2f} s with {best}"
-    if (
-        gain < max(LEAST_GAIN * seconds[now], hypot(errors[now], errors[best]))
-        or gain * steps_left < cost
-    ):
-        why = "it is the best plan" if best == now else f"too little to gain, {what}"
-        return Decision(now, f"{now} stays: {why}", seconds[now])
-    split = one_engine_towards(now, best, splits)
-    return Decision(split, f"{now} -> {split}: {what}", seconds[split])
+        return Decision(split, reason, predicted[split].seconds)
+    best = min(splits, key=lambda split: predicted[split].hoped)
+    may = "should" if was_tried(best, history) else "may"
+    hoped = f"{predicted[best].hoped:.2f} s instead of {seconds:.2f} s"
+    what = f"serving {may} take {hoped} with {best}"
+    if is_worth_it(predicted[now], predicted[best], steps_left, history[-1].hand_over_s):
+        split = one_engine_towards(now, best, splits)
+        return Decision(split, f"{now} -> {split}: {what}", predicted[split].seconds)
+    why = "it is the best plan" if best == now else f"too little to gain, {what}"
+    return Decision(now, f"{now} stays: {why}", seconds)
 
 
-def hopes(
-    seconds: dict[Split, float], history: list[StepStats], splits: list[Split]
-) -> tuple[dict[Split, float], set[Split]]:
-    """The seconds of a step by split, fewer where nothing alike was tried; and what was tried (pure)."""
+def is_worth_it(now: Prediction, best: Prediction, steps_left: int, hand_over_s: float) -> bool:
+    """A move has to gain more than noise in a step, and in those left more than a hand-over costs."""
+    gain = now.seconds - best.hoped
+    noise = max(LEAST_GAIN * now.seconds, hypot(now.error, best.error))
+    return gain >= noise and gain * steps_left >= hand_over_s
+
+
+def was_tried(split: Split, history: list[StepStats]) -> bool:
+    """Tell whether `split` serves now or served such work, with any tail: the model tells tails apart.
+
+    Else it has the benefit of the doubt, or the model's errors would keep a run in the first good place.
+    """
     share = judges_share(mean_work(history))
     alike = [step for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD]
     known = [history[-1].split, *(step.split for step in alike)]
-    tried = set()
-    for split in splits:
-        # of tails the model is as good as a trial
-        if any(split._replace(tail=other.tail) == other for other in known):
-            tried.add(split)
-    hoped = {}
-    for split, took in seconds.items():
-        hoped[split] = took if split in tried else (1 - OPTIMISM) * took
-    return hoped, tried
+    return any(split._replace(tail=other.tail) == other for other in known)
 
 
 def mode_to_measure(history: list[StepStats], splits: list[Split]) -> str | None:
-    """Measured for less than COOL_DOWN steps, or not in the last TRY_AGAIN; None: there is none."""
+    """A mode measured for less than COOL_DOWN steps, or not in the last TRY_AGAIN; None: there is none."""
     for mode in {split.mode: None for split in splits}:
         ages = [age for age, step in enumerate(reversed(history)) if step.split.mode == mode]
         if len(ages) < COOL_DOWN or ages[0] >= TRY_AGAIN:
@@ -211,77 +233,93 @@ class ServingModel:
     swap_s: float  # of one wave where the roles take turns
 
     def seconds(self, split: Split, work: StepStats) -> float:
-        """Of serving with `split` for the work of `work`, which another split may have done."""
+        """Seconds of serving with `split` for the work of `work`, which another split may have done."""
+        if split.mode == "fused":
+            return self._fused_seconds(split, work)
         rollout = self._role_seconds("rollout", split.rollout, work.rollout, work.waves)
         genrm = self._role_seconds("genrm", split.genrm, work.genrm, work.waves)
         if split.mode == "full":
             return rollout + genrm + work.waves * self.swap_s
-        if split.mode == "fused":
-            engines = split.rollout // self.tp["rollout"], split.genrm // self.tp["genrm"]
-            model = FluidModel(engines, **self.latency, capacity=self.capacity, swap_s=self.swap_s)
-            critique = work.genrm.tokens / max(1, work.genrm.requests)
-            return model.seconds(split.tail, work.lengths, work.genrm.requests, critique)
         return max(rollout + self.latency["genrm"].fixed * work.genrm.longest, genrm)
+
+    def _fused_seconds(self, split: Split, work: StepStats) -> float:
+        engines = (split.rollout // self.tp["rollout"], split.genrm // self.tp["genrm"])
+        model = FluidModel(engines, **self.latency, capacity=self.capacity, swap_s=self.swap_s)
+        critique = work.genrm.tokens / max(1, work.genrm.requests)
+        return model.seconds(split.tail, work.lengths, work.genrm.requests, critique)
 
     def _role_seconds(self, role: str, ranks: int, stats: RequestStats, waves: int) -> float:
         if not stats.tokens:
             return 0.0  # nobody was asked, and there may be no engine
-        engines, (fixed, per_request) = ranks // self.tp[role], self.latency[role]
+        engines = ranks // self.tp[role]
+        fixed, per_request = self.latency[role]
         decode_steps = max(waves * stats.longest, stats.tokens / (engines * self.capacity))
         return fixed * decode_steps + per_request * stats.tokens / engines
 
 
 def predictions(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
-) -> tuple[dict[Split, float], dict[Split, float]]:
-    """Seconds of each split for the newest steps' work, corrected by what splits took; standard errors."""
+) -> dict[Split, Prediction]:
+    """Predict each split's seconds for the newest steps' work, corrected by what splits took."""
     swaps = [step.swap_s / max(1, step.waves) for step in history if step.split.mode != "partial"]
-    models, swap_s = {}, median(swaps[-RECENT:]) if swaps else 0.0
-    for mode in {split.mode for split in (*splits, *(step.split for step in history))}:
+    swap_s = median(swaps[-RECENT:]) if swaps else 0.0
+    models = {}
+    for mode in {split.mode for split in splits} | {step.split.mode for step in history}:
         latency = {role: token_latency(history, role, ranks, mode) for role, ranks in tp.items()}
         models[mode] = ServingModel(latency, capacity, tp, swap_s)
     ratios = {}  # what a split's newest steps took, over what the model says of them
     for step in history:
         ratio = step.serve_s / max(1e-9, models[step.split.mode].seconds(step.split, step))
         ratios[step.split] = [*ratios.get(step.split, []), ratio][-RECENT:]
-    seconds, errors, work = {}, {}, mean_work(history)
+    work = mean_work(history)
+    predicted = {}
     for split in splits:
-        tried = [other for other in ratios if other.mode == split.mode] or list(ratios)
-        nearest = ratios[
-            min(tried, key=lambda o: (abs(o.rollout - split.rollout), abs(o.tail - split.tail)))
-        ]
+        nearest = ratios[nearest_to(split, list(ratios))]
         scatter = stdev(nearest) if len(nearest) > 1 else 0.0
         modelled = models[split.mode].seconds(split, work)
-        seconds[split] = modelled * median(nearest)
-        errors[split] = modelled * scatter / len(nearest) ** 0.5
-    return seconds, errors
+        seconds = modelled * median(nearest)
+        error = modelled * scatter / len(nearest) ** 0.5
+        hoped = seconds if was_tried(split, history) else (1 - OPTIMISM) * seconds
+        predicted[split] = Prediction(seconds, error, hoped)
+    return predicted
+
+
+def nearest_to(split: Split, tried: list[Split]) -> Split:
+    """The tried split of the same mode, else of any, with the most similar ranks, then tail."""
+    of_mode = [other for other in tried if other.mode == split.mode] or tried
+    return min(of_mode, key=lambda o: (abs(o.rollout - split.rollout), abs(o.tail - split.tail)))
 
 
 def mean_work(history: list[StepStats]) -> StepStats:
     """The work that lies ahead: the mean of the newest steps."""
-    recent, means = history[-RECENT:], {}
+    recent = history[-RECENT:]
+    roles = {}
     for role in ("rollout", "genrm"):
-        parts = [vars(vars(step)[role]) for step in recent]
-        mean = {}
-        for name in ("tokens", "longest", "requests"):
-            mean[name] = round(fmean(part[name] for part in parts))
-        means[role] = RequestStats(**mean)
+        parts = [step.ranks_and_stats(role)[1] for step in recent]
+        tokens = round(fmean(part.tokens for part in parts))
+        longest = round(fmean(part.longest for part in parts))
+        requests = round(fmean(part.requests for part in parts))
+        roles[role] = RequestStats(tokens, longest, requests=requests)
     waves = max(1, round(fmean(step.waves for step in recent)))
     counts = [*map(fmean, zip_longest(*(step.lengths for step in recent), fillvalue=0))]
-    longest = round(fmean(len(step.lengths) for step in recent))  # not the longest of all steps
-    lengths = (*counts[: longest - 1], sum(counts[longest - 1 :])) if longest else ()
-    return replace(recent[-1], **means, waves=waves, lengths=lengths)
+    bins = round(
+        fmean(len(step.lengths) for step in recent)
+    )  # fewer than the longest of all steps has
+    lengths = (*counts[: bins - 1], sum(counts[bins - 1 :])) if bins else ()
+    return replace(recent[-1], **roles, waves=waves, lengths=lengths)
 
 
 def token_latency(history: list[StepStats], role: str, tp: int, mode: str) -> TokenLatency:
-    """From the newest FITTED steps of a mode, else of all; no time if the role was never asked.
+    """Fit the newest FITTED steps of a mode, else of all; no time if the role was never asked.
 
     Where requests come one by one, each prompt holds up those that are written: so modes aren't mixed.
     """
     of_mode = [step for step in history if step.split.mode == mode] or history
-    steps = [step.ranks_and_stats(role) for step in of_mode[-FITTED:]]
-    wrote = [(ranks // tp, s) for ranks, s in steps if s.tokens]
-    points = [(s.in_flight / engines, s.request_s / s.tokens) for engines, s in wrote]
+    points = []
+    for step in of_mode[-FITTED:]:
+        ranks, stats = step.ranks_and_stats(role)
+        if stats.tokens:
+            points.append((stats.in_flight / (ranks // tp), stats.request_s / stats.tokens))
     return fit(points) if points else TokenLatency(0.0, 0.0)
 
 
@@ -291,13 +329,14 @@ def fit(points: list[tuple[float, float]]) -> TokenLatency:
     Where all points have nearly the same k, a prior tells the two numbers apart: half of the time is fixed.
     """
     weights = [0.9**age for age in reversed(range(len(points)))]
+    weighed = [(weight, k, t) for weight, (k, t) in zip(weights, points, strict=True)]
     total = sum(weights)
-    k_mean = sum(w * k for w, (k, _) in zip(weights, points, strict=True)) / total
-    t_mean = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
-    prior, trust = 0.5 * t_mean / max(k_mean, 1e-9), total * (0.2 * k_mean) ** 2
-    weighed = zip(weights, points, strict=True)
-    covariance = sum(w * (k - k_mean) * (t - t_mean) for w, (k, t) in weighed)
-    variance = sum(w * (k - k_mean) ** 2 for w, (k, _) in zip(weights, points, strict=True))
+    k_mean = sum(w * k for w, k, _ in weighed) / total
+    t_mean = sum(w * t for w, _, t in weighed) / total
+    covariance = sum(w * (k - k_mean) * (t - t_mean) for w, k, t in weighed)
+    variance = sum(w * (k - k_mean) ** 2 for w, k, _ in weighed)
+    prior = 0.5 * t_mean / max(k_mean, 1e-9)
+    trust = total * (0.2 * k_mean) ** 2
     per_request = (covariance + trust * prior) / max(variance + trust, 1e-12)
     per_request = min(max(per_request, 0.0), t_mean / max(k_mean, 1e-9))
     return TokenLatency(t_mean - per_request * k_mean, per_request)

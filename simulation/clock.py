@@ -6,17 +6,19 @@ import asyncio
 import selectors
 from collections.abc import Callable
 
-LONGEST_RUN_S = 20_000.0  # of virtual time: controllers that meet for ever are a deadlock, too
+LONGEST_RUN_S = 20_000.0  # virtual seconds: controllers that meet for ever are a deadlock, too
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while anything can run, and jumps when nothing can.
+    """The event loop. A deadlock is an error at once, a run of more than longest_s in the end.
 
-    A deadlock is an error at once, a run of more than longest_s in the end. look: called before each jump.
+    look: called before each jump.
     """
 
     def __init__(self, longest_s: float = LONGEST_RUN_S, look: Callable[[], None] = lambda: None):
-        self.now, self.longest_s, self.look = 0.0, longest_s, look
+        self.now = 0.0
+        self.longest_s = longest_s
+        self.look = look
         super().__init__(_Jump(self))
 
     def time(self) -> float:
@@ -24,7 +26,7 @@ class VirtualClock(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.SelectSelector):
-    """Polls nothing, which would cost a system call an event: there is no other thread to hear of."""
+    """A selector that polls nothing: no other thread can wake the loop, and a poll is a system call."""
 
     def __init__(self, loop: VirtualClock):
         super().__init__()
@@ -41,7 +43,7 @@ class _Jump(selectors.SelectSelector):
 
 
 def end_all(clock: VirtualClock) -> None:
-    """Cancel what still runs: engines are watched to the end; and what is left of a run that failed."""
+    """Cancel the tasks that still run: those that watch engines, and those of a run that failed."""
     left = asyncio.all_tasks(clock)
     for task in left:
         task.cancel()

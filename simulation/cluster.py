@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -35,9 +35,8 @@ from sample import Key, Sample
 from scheduling.costs import Decode, Passes
 from scheduling.rebalance import StepStats
 from simulation.clock import LONGEST_RUN_S, VirtualClock, end_all
-from simulation.engine import Moves, Reply, SimulatedEngine
+from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
-from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
@@ -48,7 +47,7 @@ genrm.FORMATS |= {"simulated": WRITER, "simulated scores": SCORER}
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal tokens of texts; sigma 0: all alike. A text's are always the same."""
+    """Log-normal numbers of tokens; sigma 0: all alike. A text's is always the same."""
 
     median: float
     sigma: float
@@ -61,12 +60,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked and written, in real tokens. keep: part of the groups whose rewards differ."""
+    """The texts of a run, in real tokens."""
 
     prompt: int
     answer: Lengths
     critique: Lengths
-    keep: float = 1.0
+    keep: float = 1.0  # part of the groups whose rewards differ
     seed: int = 0
 
     def is_right(self, prompt_id: int, index: int) -> bool:
@@ -76,12 +75,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What serves and trains, and how fast: decode of each role, moves also of "train"."""
+    """The engines and trainers, and how fast they are."""
 
-    decode: dict[str, Decode]
+    decode: dict[str, Decode]  # by role
     actor: Passes
     critic: Passes | None = None  # default: as the actor
-    moves: dict[str, Moves] = field(default_factory=dict)
+    moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train": of trainers
     group: int = 1  # ranks of a trainer's model-parallel group
     speed_up: float = 1.0  # of actor and critics in one pipeline
     scores: bool = False  # the judge is a scalar reward model
@@ -90,7 +89,7 @@ class Cluster:
 
 
 class Author:
-    """What engines write, and how judges are spoken to: tokenizer and source of prompts, too.
+    """The author of all texts: of engines and of prompts. It is the judges' tokenizer, too.
 
     A prompt's first token is its number. An answer's tokens are all its index + 1, and its text is its index
     and its length; a judge's prompt begins with both numbers, and its first token is the verdict.
@@ -102,9 +101,12 @@ class Author:
     name_or_path = ""
 
     def __init__(self, workload: Workload, config: Config, grain: int):
-        self.workload, self._config, self._grain = workload, config, grain
-        self._prompt, self._indices = self._coarse(workload.prompt), {}
+        self.workload = workload
         self.added_tokens_decoder = {}
+        self._config = config
+        self._grain = grain
+        self._prompt = self._coarse(workload.prompt)
+        self._indices = {}  # prompt_id -> seed -> index
 
     def _coarse(self, tokens: int) -> int:
         return max(1, round(tokens / self._grain))
@@ -113,25 +115,26 @@ class Author:
         return Prompt([prompt_id] + [0] * (self._prompt - 1), str(prompt_id), None)
 
     def _index(self, prompt_id: int, seed: int) -> int:
-        """Which answer of its group a seed stands for; the last may be greedy."""
+        """The answer of its group that a seed stands for; the last may be greedy."""
         if prompt_id not in self._indices:
             indices = range(self._config.answers_per_prompt + 1)
-            self._indices[prompt_id] = {
-                seed_of(self._config.seed, prompt_id, i): i for i in indices
-            }
+            seeds = {seed_of(self._config.seed, prompt_id, index): index for index in indices}
+            self._indices[prompt_id] = seeds
         return self._indices[prompt_id][seed]
 
     def answer(self, request: Request) -> Reply:
         """The rest of one that may have been begun."""
-        index = self._index(request.prompt[0], request.seed)
-        tokens = self._coarse(self.workload.answer.of(self.workload.seed, request.prompt[0], index))
+        work = self.workload
+        prompt_id = request.prompt[0]
+        index = self._index(prompt_id, request.seed)
+        tokens = self._coarse(work.answer.of(work.seed, prompt_id, index))
         return Reply([index + 1] * (tokens + self._prompt - len(request.prompt)))
 
     def critique(self, request: Request) -> Reply:
-        which, work = request.prompt[:2], self.workload
-        return Reply(
-            [work.is_right(*which)] * self._coarse(work.critique.of("critique", work.seed, *which))
-        )
+        work = self.workload
+        which = request.prompt[:2]
+        tokens = self._coarse(work.critique.of("critique", work.seed, *which))
+        return Reply([work.is_right(*which)] * tokens)
 
     def rate(self, request: Request) -> Reply:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
@@ -150,22 +153,42 @@ class Author:
 
 @dataclass
 class StepFacts:
-    """What a step came to. seconds: of the slowest rank, by phase. trained: who on what, by rank."""
+    """The facts of a step."""
 
     waves: int
     missing_groups: int
     stats: StepStats  # with the split
     decision: dict[str, float | str]  # about the next one
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)  # of the slowest rank, by phase
     ended_s: float = 0.0  # on the virtual clock
-    trained: dict[int, list[Key]] = field(default_factory=dict)
+    trained: dict[int, list[Key]] = field(default_factory=dict)  # the samples of each rank
+
+
+class SharedDeal:
+    """controller.deal, worked out once for all controllers of a meeting, whose facts are the same object.
+
+    Without it each controller works it out, as in a real run; what it comes to is the same.
+    """
+
+    def __init__(self, thinking_s: Counter[str]):
+        self._deal = controller.deal
+        self._thinking_s = thinking_s
+        self._facts = self._dealt = None
+
+    def __call__(self, facts: list, *others: Any) -> Any:
+        if self._facts != facts:
+            start = time.process_time()
+            self._dealt = self._deal(facts, *others)
+            self._facts = facts
+            self._thinking_s["deal"] += time.process_time() - start
+        return self._dealt
 
 
 class Simulation:
     """The real controllers of a run, on one loop. settings: of Config, their lengths coarse.
 
     It takes the place of their Report, and of their Checkpoints, of which it writes none. cpu_s: of the
-    process, once it ran. thinking_s: one controller's own seconds by decision, if these are shared.
+    process, once it ran. thinking_s: one controller's own seconds of dealing, if that is shared.
     """
 
     def __init__(
@@ -178,70 +201,76 @@ class Simulation:
         longest_s: float = LONGEST_RUN_S,
         **settings: Any,
     ):
-        self.cluster, self.network, self.clock = (
-            cluster,
-            network or Network(),
-            VirtualClock(longest_s),
-        )
+        self.cluster = cluster
+        self.network = network or Network()
+        self.clock = VirtualClock(longest_s)
         self.config = config_of(mode, workload, cluster, settings)
         self.plans = placement.make_plans(self.config, ranks)
-        self.steps, self.cpu_s, self.thinking_s = [], 0.0, Counter()
+        self.steps: list[StepFacts] = []
+        self.cpu_s = 0.0
+        self.thinking_s: Counter[str] = Counter()
         self._author = Author(workload, self.config, cluster.grain)
-        leads = {
-            r: sorted({rank for plan in self.plans for rank in plan.leads(r)})
-            for r in cluster.decode
-        }
-        self.engines = {
-            role: [self._engine(role, rank) for rank in ranks] for role, ranks in leads.items()
-        }
-        meetings, of_trainers = {}, {}
-        self.controllers = [
-            self._controller(
-                SimulatedWorld(rank, ranks, meetings, self.network),
-                SimulatedWorld(rank, ranks, of_trainers),
-            )
-            for rank in range(ranks)
-        ]
+        self.engines = {role: self._engines(role) for role in cluster.decode}
+        meetings = {}
+        of_trainers = {}
+        self.controllers = []
+        for rank in range(ranks):
+            world = SimulatedWorld(rank, ranks, meetings, self.network)
+            trainers = self._trainers(SimulatedWorld(rank, ranks, of_trainers))
+            self.controllers.append(self._controller(world, trainers))
 
-    def _engine(self, role: str, rank: int) -> SimulatedEngine:
-        config, cluster, author = self.config, self.cluster, self._author
-        costs, write, model = coarse(cluster.decode[role], cluster.grain), author.answer, 0
-        if role == "genrm":
-            write = author.rate if cluster.scores else author.critique
-            model = placement.judge_of(rank, config.genrm_tp, len(config.judge_models))
-        capacity = max(1, int(min(costs.most, costs.kv_tokens // config.max_model_len)))
+    def _engines(self, role: str) -> list[SimulatedEngine]:
+        """Make an engine on each rank that leads one in some plan."""
+        cluster = self.cluster
+        costs = coarse(cluster.decode[role], cluster.grain)
+        capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
         moves = cluster.moves.get(role, Moves())
-        return SimulatedEngine(role, rank, model, costs, moves, capacity, write, self.clock)
+        write = self._author.answer
+        if role == "genrm":
+            write = self._author.rate if cluster.scores else self._author.critique
+        engines = []
+        for rank in sorted({rank for plan in self.plans for rank in plan.leads(role)}):
+            how = (self._model_of(role, rank), costs, moves, capacity, write, self.clock)
+            engines.append(SimulatedEngine(role, rank, *how))
+        return engines
 
-    def _controller(self, world: SimulatedWorld, of_trainers: SimulatedWorld) -> Controller:
-        """Of one rank, as run.py builds it."""
-        config, cluster, author = self.config, self.cluster, self._author
-        timeline, algorithm = tl.Timeline(world.rank, self.clock.time), algorithm_of(config)
-        pools = {
-            role: pool.Pool(each, world, timeline, config) for role, each in self.engines.items()
-        }
-        passes = {"actor": cluster.actor} | dict.fromkeys(
-            algorithm.critics, cluster.critic or cluster.actor
-        )
-        how = cluster.moves.get("train", Moves()), cluster.group, cluster.speed_up
-        trainers = [
-            SimulatedTrainer(name, of_trainers, coarse(each, cluster.grain), *how)
-            for name, each in passes.items()
-        ]
-        prompts = Prompts(
-            author, config.answers_per_prompt, config.continues_answers, algorithm.greedy
-        )
-        sampling = Sampling(1.0, config.max_new_tokens)
+    def _model_of(self, role: str, rank: int) -> int:
+        judges = len(self.config.judge_models)
+        return placement.judge_of(rank, self.config.genrm_tp, judges) if role == "genrm" else 0
+
+    def _trainers(self, world: SimulatedWorld) -> list[SimulatedTrainer]:
+        """Make one rank's actor and critics. world: of the trainers alone."""
+        cluster = self.cluster
+        passes = {"actor": cluster.actor}
+        passes |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
+        moves = cluster.moves.get("train", Moves())
+        trainers = []
+        for name, each in passes.items():
+            costs = coarse(each, cluster.grain)
+            how = (costs, moves, cluster.group, cluster.speed_up)
+            trainers.append(SimulatedTrainer(name, world, *how))
+        return trainers
+
+    def _controller(self, world: SimulatedWorld, trainers: list[SimulatedTrainer]) -> Controller:
+        """Build one rank's controller, as run.py does."""
+        config = self.config
+        author = self._author
+        algorithm = algorithm_of(config)
+        timeline = tl.Timeline(world.rank, self.clock.time)
+        pools = {}
+        for role, engines in self.engines.items():
+            pools[role] = pool.Pool(engines, world, timeline, config)
+        keeps = config.continues_answers
         c = Controller(
             config,
             algorithm,
             world,
             placement.Placement(self.plans, trainers, pools, world, timeline),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
-            prompts,
-            sampling,
-            sampling,
-            timeline,
+            Prompts(author, config.answers_per_prompt, keeps, algorithm.greedy),
+            sampling=Sampling(1.0, config.max_new_tokens),
+            greedy=Sampling(1.0, config.max_new_tokens),
+            timeline=timeline,
             report=self,
             checkpoints=self,
             references=trainers[:1] if algorithm.kl_coef else [],
@@ -251,7 +280,7 @@ class Simulation:
         return c
 
     def run(self, share: bool = True) -> list[StepFacts]:
-        """All steps, once. share: see simulation/shared.py."""
+        """Run all steps, once. share: see SharedDeal."""
 
         async def all_ranks() -> None:
             await asyncio.gather(*map(controller.train, self.controllers))
@@ -261,16 +290,16 @@ class Simulation:
             gc.disable()  # it would look through the objects of all ranks
             stack.callback(gc.enable)
             stack.callback(end_all, self.clock)
-            stack.enter_context(
-                mock.patch.object(rollout, "MEETING_INTERVAL_S", self.cluster.meeting_s)
-            )
-            stack.enter_context(mock.patch.object(pool, "WAIT_S", self.cluster.meeting_s))
-            self.thinking_s = stack.enter_context(sharing() if share else nullcontext(Counter()))
+            for module, name in ((rollout, "MEETING_INTERVAL_S"), (pool, "WAIT_S")):
+                stack.enter_context(mock.patch.object(module, name, self.cluster.meeting_s))
+            if share:
+                deal = SharedDeal(self.thinking_s)
+                stack.enter_context(mock.patch.object(controller, "deal", deal))
             self.clock.run_until_complete(all_ranks())
         self.cpu_s = time.process_time() - start
         return self.steps
 
-    # ---- what controllers tell it
+    # ---- controllers tell it
 
     def note(self, text: str) -> None: ...
 
@@ -278,10 +307,11 @@ class Simulation:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         if step == len(self.steps):
-            self.steps.append(
-                StepFacts(batch.waves, batch.missing_groups, c.state.history[-1], stats)
-            )
-        facts, spans = self.steps[step], c.timeline.drain()
+            stats_of_all = c.state.history[-1]
+            facts = StepFacts(batch.waves, batch.missing_groups, stats_of_all, stats)
+            self.steps.append(facts)
+        facts = self.steps[step]
+        spans = c.timeline.drain()
         facts.seconds |= {name: tl.seconds(spans, name) for name in PHASES}
         facts.ended_s = c.timeline.now()
         facts.trained[c.world.rank] = [sample.key for sample in samples]
@@ -292,25 +322,33 @@ class Simulation:
 
 
 def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -> Config:
-    """Of a run whose answers all end by themselves: the most that they may have is never reached."""
-    most = workload.answer.most // cluster.grain + 2
-    judge_most = workload.critique.most // cluster.grain + 2
-    context = workload.prompt // cluster.grain + most + judge_most + 2
-    how = dict(
-        mode=mode, model="MODEL", judge=("JUDGE",), eval_every=10**9, save_every=0, timeout_s=1e6
+    """The settings of a run whose answers all end by themselves, before the most that they may have."""
+    grain = cluster.grain
+    most = workload.answer.most // grain + 2
+    judge_most = workload.critique.most // grain + 2
+    context = workload.prompt // grain + most + judge_most + 2
+    own = dict(
+        mode=mode,
+        model="MODEL",
+        judge=("JUDGE",),
+        judge_format=("simulated scores" if cluster.scores else "simulated",),
+        eval_every=10**9,
+        save_every=0,
+        timeout_s=1e6,
+        max_new_tokens=most,
+        judge_max_new_tokens=judge_most,
+        max_model_len=context,
+        max_running_requests=cluster.decode["rollout"].most,
+        max_tokens_per_micro_batch=max(context, 16384 // grain),
     )
-    how |= dict(judge_format=("simulated scores" if cluster.scores else "simulated",))
-    how |= dict(max_new_tokens=most, judge_max_new_tokens=judge_most, max_model_len=context)
-    how |= dict(max_running_requests=cluster.decode["rollout"].most)
-    how |= dict(max_tokens_per_micro_batch=max(context, 16384 // cluster.grain))
-    return Config(**how | settings)
+    return Config(**own | settings)
 
 
-def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
+def coarse(costs: Decode | Passes, grain: float) -> EngineCosts | Passes:
     """The same, where one token of the simulation stands for `grain` real ones."""
     if isinstance(costs, Passes):
         return replace(costs, token=costs.token * grain, square=costs.square * grain**2)
-    scaled = {name: vars(costs)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
-    return replace(
-        costs, **scaled, context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain
-    )
+    own = EngineCosts(**vars(costs))
+    scaled = {name: vars(own)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
+    scaled |= dict(context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain)
+    return replace(own, **scaled)

@@ -1,7 +1,7 @@
-"""Engines that take what a cost model says: continuous batching on the virtual clock.
+"""Engines that take the seconds that a cost model says: continuous batching on the virtual clock.
 
 All sequences of an engine gain tokens together. Between two events the batch is fixed and contexts grow with
-every token, so that time is a quadratic in the tokens gained, with a closed inverse (costs.Decode): there are
+every token, so that time is a quadratic in the tokens gained, with a closed inverse (EngineCosts): there are
 events where a sequence ends or comes, none for a token.
 """
 
@@ -18,15 +18,40 @@ from typing import NamedTuple
 
 from config import UserError
 from engines.engine import Answer, Request
-from scheduling.costs import FULL, Decode
+from scheduling.costs import Decode
 from simulation.clock import VirtualClock
 
 LOGPROB = -0.5  # of every token
 LEAST = 1e-6  # of a decode step: less is rounding
+FULL = 16  # sequences from which an engine doesn't read prompts between any two decode steps
+
+
+@dataclass(frozen=True)
+class EngineCosts(Decode):
+    """The costs of a decode step, and of reading prompts, for which all wait."""
+
+    read: float = 0.0  # seconds for all that are read at once; `prefill` is on top
+    apart: int = 0  # decode steps between two such passes, from FULL sequences on
+    steps: int = 1  # decode steps that one token of the simulation stands for
+
+    def _pace(self, batch: int, context: float) -> tuple[float, float]:
+        """(p, q): after p * v + q * v**2 seconds each sequence has v tokens more; see Decode.seconds."""
+        slope = self.context * batch
+        first = self.fixed + self.each * batch + self.context * context
+        return first - slope / (2 * self.steps), slope / 2
+
+    def seconds(self, tokens: float, batch: int, context: float) -> float:
+        p, q = self._pace(batch, context)
+        return (p + q * tokens) * tokens
+
+    def tokens(self, seconds: float, batch: int, context: float) -> float:
+        """The inverse of `seconds`."""
+        p, q = self._pace(batch, context)
+        return 2 * seconds / (p + math.sqrt(p * p + 4 * q * seconds)) if p and seconds else 0.0
 
 
 class Reply(NamedTuple):
-    """What an engine will have written, if nobody aborts it."""
+    """The text that an engine writes, if nobody aborts it, or the score that it gives."""
 
     tokens: list[int]
     score: float | None = None
@@ -42,16 +67,13 @@ class Moves(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One answer in a batch: `length` tokens behind a prompt of `context`, of which `unread` are new.
+    """One answer in a batch."""
 
-    ended: where it goes, with how many of its tokens and how it finished.
-    """
-
-    index: int
-    context: int
-    unread: int
-    length: int
-    ended: asyncio.Queue[tuple[Sequence, int, str]]
+    index: int  # of its request
+    context: int  # tokens of the prompt
+    unread: int  # of these, not in the KV cache
+    length: int  # tokens of the answer
+    ended: asyncio.Queue[tuple[Sequence, int, str]]  # takes it with its tokens and how it finished
     begun: float = 0.0  # tokens that the batch had gained then
     first_token: float = math.inf  # when its prompt is read
 
@@ -67,18 +89,24 @@ class Batch:
     read in one pass, for which all wait; a scorer's sequence has no tokens, and ends there.
     """
 
-    def __init__(self, costs: Decode, clock: VirtualClock):
-        self.costs, self._clock = costs, clock
-        # heap of (tokens gained at its end, against ties)
+    def __init__(self, costs: EngineCosts, clock: VirtualClock):
+        self.costs = costs
+        # heap of (tokens gained at its end, number against ties, itself)
         self.live: list[tuple[float, int, Sequence]] = []
         self.waiting: deque[Sequence] = deque()
-        self.gained = self.context = self.unread_s = 0.0  # unread: of prompts that have joined
+        self.gained = 0.0  # tokens of a sequence that was there from the start
+        self.context = 0.0  # tokens of all live sequences
+        self.unread_s = 0.0  # until the prompts that have joined are read
         self.read_at = -math.inf  # tokens that the batch had gained when it read prompts last
-        self.room_used = self._joined = 0
-        self.busy_s, self._now, self._timer = 0.0, clock.now, None
+        self.room_used = 0  # tokens
+        self.busy_s = 0.0
+        self._joined = 0  # sequences
+        self._clock = clock
+        self._now = clock.now  # when `_elapsed_s` was asked last
+        self._timer: asyncio.TimerHandle | None = None  # for the next event
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """UserError for one that the engine has no room for."""
+        """Add sequences to those that wait. UserError for one that the engine has no room for."""
         longest = max(sequence.room for sequence in sequences)
         if longest > self.costs.kv_tokens:
             raise UserError(
@@ -89,10 +117,11 @@ class Batch:
         self._go_on()
 
     def cut_off(self, is_meant: Callable[[Sequence], bool]) -> None:
-        """End what is meant, with the whole tokens that it has."""
+        """End the sequences that are meant, with the whole tokens that they have."""
         self._advance()
-        for sequence in [sequence for *_, sequence in sorted(self.live) if is_meant(sequence)]:
-            self._leave(sequence, int(self.gained - sequence.begun + LEAST), "abort")
+        for *_, sequence in sorted(self.live):
+            if is_meant(sequence):
+                self._leave(sequence, int(self.gained - sequence.begun + LEAST), "abort")
         self.live = [entry for entry in self.live if not is_meant(entry[-1])]
         heapq.heapify(self.live)
         for sequence in filter(is_meant, self.waiting):
@@ -101,7 +130,7 @@ class Batch:
         self._go_on()
 
     def _advance(self) -> None:
-        """Up to now, between two events."""
+        """Gain the tokens up to now, between two events."""
         elapsed = self._elapsed_s()
         if self.live:
             read_s = min(elapsed, self.unread_s)
@@ -109,7 +138,7 @@ class Batch:
             self._gain(self.costs.tokens(elapsed - read_s, len(self.live), self.context))
 
     def _reach(self, gained: float) -> None:
-        """The event of the timer."""
+        """Handle the timer's event: that many tokens are gained."""
         self._elapsed_s()
         self.unread_s = 0.0
         self._gain(gained - self.gained)
@@ -117,8 +146,10 @@ class Batch:
         self._go_on()
 
     def _elapsed_s(self) -> float:
-        elapsed, self._now = self._clock.now - self._now, self._clock.now
-        self.busy_s += elapsed if self.live else 0.0
+        elapsed = self._clock.now - self._now
+        self._now = self._clock.now
+        if self.live:
+            self.busy_s += elapsed
         return elapsed
 
     def _gain(self, tokens: float) -> None:
@@ -126,7 +157,7 @@ class Batch:
         self.gained += tokens
 
     def _go_on(self) -> None:
-        """Between two steps sequences end and others join. Set the timer for the next event."""
+        """End and join sequences if the batch is between two steps. Set the timer for the next event."""
         steps = self.costs.steps
         between = math.ceil(self.gained * steps - LEAST) / steps  # the end of the step that runs
         if not self.live or between - self.gained <= LEAST / steps:
@@ -154,13 +185,14 @@ class Batch:
         return self.read_at + apart / self.costs.steps
 
     def _read(self) -> None:
-        """The prompts of all that there is room for, in one pass."""
-        self.unread_s, self.read_at = self.costs.read, self.gained
+        """Read the prompts of all that there is room for, in one pass."""
+        self.unread_s = self.costs.read
+        self.read_at = self.gained
         while self._has_room():
             self._join(self.waiting.popleft())
 
     def _has_room(self) -> bool:
-        """For the first that waits; not if nobody does."""
+        """Tell whether there is room for the first that waits; not if nobody does."""
         if not self.waiting or len(self.live) == self.costs.most:
             return False
         return self.room_used + self.waiting[0].room <= self.costs.kv_tokens
@@ -169,7 +201,8 @@ class Batch:
         self.room_used += sequence.room
         self.context += sequence.context
         self.unread_s += sequence.unread * self.costs.prefill
-        sequence.begun, sequence.first_token = self.gained, self._now + self.unread_s
+        sequence.begun = self.gained
+        sequence.first_token = self._now + self.unread_s
         self._joined += 1
         heapq.heappush(self.live, (self.gained + sequence.length, self._joined, sequence))
 
@@ -180,9 +213,9 @@ class Batch:
 
 
 class SimulatedEngine:
-    """As engines.engine.Engine, but one handle does for all controllers, and it never dies.
+    """A stand-in for engines.engine.Engine: one handle for all controllers, and it never dies.
 
-    write: what comes of a request. moves: seconds of its hand-overs.
+    write: makes the reply to a request. moves: seconds of its hand-overs.
     """
 
     def __init__(
@@ -190,45 +223,58 @@ class SimulatedEngine:
         role: str,
         rank: int,
         model: int,
-        costs: Decode,
+        costs: EngineCosts,
         moves: Moves,
         capacity: int,
         write: Callable[[Request], Reply],
         clock: VirtualClock,
     ):
-        self.role, self.rank, self.model, self.capacity = role, rank, model, capacity
+        self.role = role
+        self.rank = rank
+        self.model = model
+        self.capacity = capacity
         self.name = f"{role} engine of rank {rank}"
-        self.batch, self.awake, self.version = Batch(costs, clock), False, None
-        self._moves, self._write, self._clock = moves, write, clock
+        self.batch = Batch(costs, clock)
+        self.awake = False
+        self.version = None
+        self._moves = moves
+        self._write = write
+        self._clock = clock
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
-        """What the prompts of a group share is read once."""
+        """Yield the answers as they end. The part that the prompts of a group share is read once."""
         assert self.awake, f"a request came to the {self.name} while it slept"
-        sent, version, ended, left = self._clock.now, self.version, asyncio.Queue(), len(requests)
+        sent = self._clock.now
+        version = self.version
+        ended = asyncio.Queue()
         replies = [self._write(request) for request in requests]
-        lengths = [len(request.prompt) for request in requests]
-        cached = [0] + [min(lengths)] * (left - 1)  # behind it stands what was begun elsewhere
-        sizes = zip(lengths, cached, replies, strict=True)
-        self.batch.submit(
-            [
-                Sequence(i, n, n - c, len(reply.tokens), ended)
-                for i, (n, c, reply) in enumerate(sizes)
-            ]
-        )
+        shared = min(len(request.prompt) for request in requests)  # behind it: begun elsewhere
+        sequences = []
+        for index, request in enumerate(requests):
+            context = len(request.prompt)
+            cached = shared if index else 0
+            length = len(replies[index].tokens)
+            sequences.append(Sequence(index, context, context - cached, length, ended))
+        self.batch.submit(sequences)
+        left = len(requests)
         try:
             while left:
                 sequence, written, finish = await ended.get()
-                left, index, end = left - 1, sequence.index, self._clock.now
-                tokens, score = replies[index]
-                what = (
-                    tokens[:written],
-                    [LOGPROB] * written,
-                    finish,
-                    [version] * written,
-                    cached[index],
-                )
+                left -= 1
+                tokens, score = replies[sequence.index]
+                end = self._clock.now
                 yield Answer(
-                    index, *what, sent, min(sequence.first_token, end), end, score, self.rank
+                    sequence.index,
+                    tokens[:written],
+                    logprobs=[LOGPROB] * written,
+                    finish=finish,
+                    versions=[version] * written,
+                    cached_tokens=sequence.context - sequence.unread,
+                    sent=sent,
+                    first_token=min(sequence.first_token, end),
+                    end=end,
+                    score=score,
+                    rank=self.rank,
                 )
         finally:
             if left:
@@ -239,9 +285,8 @@ class SimulatedEngine:
         self.batch.cut_off(lambda sequence: True)
 
     async def sleep(self) -> None:
-        assert not self.batch.live and not self.batch.waiting, (
-            "put to sleep while answers were in flight"
-        )
+        in_flight = bool(self.batch.live or self.batch.waiting)
+        assert not in_flight, "put to sleep while answers were in flight"
         await asyncio.sleep(self._moves.sleep_s)
         self.awake = False
 

@@ -1,4 +1,4 @@
-"""Where controllers meet when all of them are tasks of one loop: a `World` whose meetings may take time."""
+"""A `World` for controllers that are all tasks of one event loop. Its meetings may take time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from typing import Any
 
 @dataclass
 class Network:
-    """What all ranks share: how long meetings take, by default no time, and how many there were.
+    """The network of all ranks: how long meetings take, by default no time. Bytes take none."""
 
-    latency_s: of one message, of which a gather or a reduction takes log2(ranks) in turn. Bytes take no time.
-    """
-
-    latency_s: float = 0.0
-    meetings: int = 0
+    latency_s: float = 0.0  # of a message; a gather or a reduction takes log2(ranks) in turn
+    meetings: int = 0  # so far
 
     def gather_s(self, values: list) -> float:
         """Seconds of a gather of one value a rank."""
@@ -31,29 +28,29 @@ class Network:
         return math.log2(len(values)) * self.latency_s
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
-        """As World.reduce works it out: pairs of neighbours, then pairs of pairs."""
+        """The total in the order of World.reduce: pairs of neighbours, then pairs of pairs."""
         while len(values) > 1:
             pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
             values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
         return values[0]
 
     def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
-        """Of parcels[sender][receiver]."""
+        """Seconds of an exchange of parcels[sender][receiver]."""
         self.meetings += 1
         return self.latency_s
 
 
 @dataclass
 class Meeting:
-    """What came to one collective so far, by rank; `done` has what it comes to. left: ranks that took it."""
+    """One collective."""
 
-    done: asyncio.Future
-    values: dict[int, Any] = field(default_factory=dict)
-    left: int = 0
+    done: asyncio.Future  # its result
+    values: dict[int, Any] = field(default_factory=dict)  # by rank, of those that came so far
+    left: int = 0  # ranks that took the result
 
 
 class SimulatedWorld:
-    """runtime.world.World over ranks that are tasks of one loop. meetings: by number, the same of all ranks.
+    """The runtime.world.World of one rank. meetings: by number, one dict for all ranks.
 
     What is gathered is the same object on every rank. A meeting is forgotten when all have left: a long run
     would hold the facts of every one.
@@ -62,8 +59,11 @@ class SimulatedWorld:
     def __init__(
         self, rank: int, size: int, meetings: dict[int, Meeting], network: Network | None = None
     ):
-        self.rank, self.size, self._meetings, self._calls = rank, size, meetings, 0
+        self.rank = rank
+        self.size = size
+        self._meetings = meetings
         self._network = network or Network()
+        self._calls = 0  # meetings that this rank came to
 
     async def run(self, function: Callable, *args: Any) -> Any:
         result = function(*args)
@@ -72,11 +72,12 @@ class SimulatedWorld:
     async def _meet(
         self, value: Any, result_of: Callable[[list], Any], seconds_of: Callable | None = None
     ):
-        """What every rank gets: `result_of` all ranks' values, by rank, which the last to come works out.
+        """Return `result_of` all ranks' values, in the order of ranks; the last to come works it out.
 
-        seconds_of: the values, until all have it; by default those of a gather.
+        seconds_of: from the values, the seconds until all have it; by default those of a gather.
         """
-        call, self._calls = self._calls, self._calls + 1
+        call = self._calls
+        self._calls += 1
         if call not in self._meetings:
             self._meetings[call] = Meeting(asyncio.get_running_loop().create_future())
         meeting = self._meetings[call]
@@ -84,7 +85,8 @@ class SimulatedWorld:
         meeting.values[self.rank] = value
         if len(meeting.values) == self.size:
             values = [meeting.values[rank] for rank in range(self.size)]
-            if seconds := (seconds_of or self._network.gather_s)(values):
+            seconds = (seconds_of or self._network.gather_s)(values)
+            if seconds:
                 await asyncio.sleep(seconds)
             meeting.done.set_result(result_of(values))
         result = await meeting.done
@@ -101,9 +103,8 @@ class SimulatedWorld:
         return values if self.rank == 0 else []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        return await self._meet(
-            value, partial(self._network.reduced, total), self._network.reduce_s
-        )
+        reduced = partial(self._network.reduced, total)
+        return await self._meet(value, reduced, self._network.reduce_s)
 
     async def broadcast(self, value: Any) -> Any:
         return (await self.gather(value))[0]
@@ -113,17 +114,14 @@ class SimulatedWorld:
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
         sent = await self._meet(outgoing, list, self._network.exchange_s)
-        incoming = {
-            sender: parcels[self.rank]
-            for sender, parcels in enumerate(sent)
-            if self.rank in parcels
-        }
+        incoming = {}
+        for sender, parcels in enumerate(sent):
+            if self.rank in parcels:
+                parcel = parcels[self.rank]
+                incoming[sender] = parcel if sender == self.rank else self._received(parcel)
         assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
-        return {
-            s: parcel if s == self.rank else self._received(parcel)
-            for s, parcel in incoming.items()
-        }
+        return incoming
 
     def _received(self, parcel: list) -> list:
-        """What another rank sent is this one's own: its samples, not what is in them."""
+        """Copy the samples that another rank sent, not what is in them."""
         return list(map(copy.copy, parcel))

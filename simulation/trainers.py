@@ -1,4 +1,4 @@
-"""Trainers whose passes take what a cost model says of this rank's own micro-batches."""
+"""Trainers whose passes take the seconds that a cost model says of this rank's own micro-batches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,20 @@ class SimulatedTrainer:
         passes: Passes,
         moves: Moves,
         group: int = 1,
-        speed_up=1.0,
+        speed_up: float = 1.0,
     ):
-        self.name, self.passes, self.version, self.awake, self.phases = name, passes, 0, False, []
-        self._world, self._moves, self._speed_up = world, moves, speed_up
-        self.dp_rank, self.dp_size = world.rank // group, world.size // group
-        self.is_head, self.image_cost = world.rank % group == 0, lambda prompt: 0
+        self.name = name
+        self.passes = passes
+        self.version = 0
+        self.awake = False
+        self.phases = []
+        self.dp_rank = world.rank // group
+        self.dp_size = world.size // group
+        self.is_head = world.rank % group == 0
+        self.image_cost = lambda prompt: 0
+        self._world = world
+        self._moves = moves
+        self._speed_up = speed_up
 
     async def wake(self) -> None:
         await asyncio.sleep(self._moves.wake_s)
@@ -54,7 +62,7 @@ class SimulatedTrainer:
 
     async def forward(self, mini_batches: MiniBatches) -> None:
         assert self.awake, "asked while asleep"
-        await asyncio.sleep(sum(self.passes.forward_s(lengths_of(batch)) for batch in mini_batches))
+        await asyncio.sleep(sum(forward_s(self.passes, lengths_of(each)) for each in mini_batches))
 
     async def compute_values(self, mini_batches: MiniBatches) -> None:
         await self.forward(mini_batches)
@@ -74,7 +82,8 @@ class SimulatedTrainer:
         trainers = (self, *beside)
         assert all(trainer.awake for trainer in trainers), "trained while asleep"
         for mini_batch in mini_batches:
-            seconds = sum(trainer.passes.update_s(lengths_of(mini_batch)) for trainer in trainers)
+            lengths = lengths_of(mini_batch)
+            seconds = sum(update_s(trainer.passes, lengths) for trainer in trainers)
             await asyncio.sleep(seconds / (self._speed_up if beside else 1.0))
             await self._world.barrier()
         for trainer in trainers:
@@ -84,6 +93,21 @@ class SimulatedTrainer:
 
 def lengths_of(micro_batches: list[list[Sample]]) -> list[list[int]]:
     """Tokens of each sequence of each micro-batch."""
-    return [
-        [len(sample.prompt) + len(sample.response) for sample in batch] for batch in micro_batches
-    ]
+    lengths = []
+    for samples in micro_batches:
+        lengths.append([len(sample.prompt) + len(sample.response) for sample in samples])
+    return lengths
+
+
+def forward_s(passes: Passes, micro_batches: Iterable[list[int]]) -> float:
+    """Seconds of a forward pass over lengths [micro-batch][sequence].
+
+    Filling and draining the pipeline costs each stage but one the time of a micro-batch.
+    """
+    each = [sum(map(passes.cost, lengths)) for lengths in micro_batches if lengths]
+    return sum(each) * (1 + (passes.stages - 1) / max(1, len(each)))
+
+
+def update_s(passes: Passes, micro_batches: Iterable[list[int]]) -> float:
+    """Seconds of forward and backward over a mini-batch, then the optimizer's step."""
+    return passes.update + (1 + passes.backward) * forward_s(passes, micro_batches)

@@ -8,6 +8,7 @@ import pytest
 from scheduling import mapping
 from scheduling.costs import Device, Model
 from scheduling.mapping import Sizes, Speeds, Task
+from simulation.trainers import forward_s, update_s
 
 DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, link=2e11)
 SPEEDS = Speeds(DEVICE, mfu=0.8, half=2000, layer_s=2e-4, reduce_s=1e-4, update_s=0.3)
@@ -28,8 +29,8 @@ def on(device=DEVICE, **changes):
 def test_passes_are_the_sum_over_mini_batches(sizes):
     """As the trainers of the simulation add them up, a sequence a micro-batch; rank 0's share."""
     passes, own = mapping.passes(LLAMA, sizes, SPEEDS), max(1, 256 // 4 // sizes.dp)
-    reading = sum(passes.forward_s([[1024]] * own) for _ in range(4))
-    learning = sum(passes.update_s([[1024]] * own) for _ in range(4))
+    reading = sum(forward_s(passes, [[1024]] * own) for _ in range(4))
+    learning = sum(update_s(passes, [[1024]] * own) for _ in range(4))
     assert mapping.passes_s(LLAMA, sizes, TASK, SPEEDS) == pytest.approx((reading, learning))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from papers import wechat_yatt as paper_of_yatt
 from papers.tables import ROOT, Paper, read_constants, read_points
-from papers.wechat_yatt import FIGURES, Link, decisive, simulate, step_s
+from papers.wechat_yatt import FIGURES, Link, simulate, step_s
 from scheduling.costs import Decode
 
 FILES = sorted((ROOT / "published").glob("wechat_yatt_*.csv"))
@@ -14,21 +14,12 @@ POINTS = [point for file in FILES for point in read_points(file)]
 PAPER = Paper(POINTS, read_constants(ROOT / "wechat_yatt.toml"), quick=True)
 
 
-def test_what_decides_by_hand():
-    """The largest quotient of two cells that differ in one thing alone."""
-    cells = {("7B", 1.0, 1): 0.8, ("7B", 1.0, 20): 0.4, ("72B", 1.0, 1): 1.0, ("72B", 0.5, 20): 0.1}
-    found = {row.setting: row.ours for row in decisive(cells, 3.0)}
-    expected = {"split": 3.0, "judge": 1.25, "swap": 2.0}
-    named = {f"what decides: the {name}": value for name, value in expected.items()}
-    assert found == pytest.approx(named)
-
-
 @pytest.mark.slow
 def test_one_process_passes_on_every_sample_five_times():
     """It is busy for all of their bytes; more than that and a step without them a step can't take."""
     constants, media, rate = PAPER.constants, 15e6, 0.3e9
     busy_s = 5 * 128 * 8 * media / rate
-    alone_s = simulate(constants, "32B", "full", 5)[0].ended_s
+    alone_s = simulate(constants, "32B", "full", 5).ended_s
     assert busy_s < step_s(constants, Link(rate).carry, media, 5) < busy_s + alone_s
     beside_s = step_s(constants, lambda size: asyncio.sleep(size / 25e9), media, 1)
     assert alone_s < beside_s < 1.05 * alone_s

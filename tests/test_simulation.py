@@ -10,17 +10,17 @@ import pytest
 
 from engines.engine import Request, Sampling
 from sample import Sample
-from scheduling.costs import FULL, Decode, Device, Model, Passes, passes_of
+from scheduling.costs import Device, Model, Passes, passes_of
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
-from simulation.engine import Batch, Moves, Reply, Sequence, SimulatedEngine
+from simulation.engine import FULL, Batch, EngineCosts, Moves, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
-from simulation.trainers import SimulatedTrainer
+from simulation.trainers import SimulatedTrainer, forward_s, update_s
 
-DECODE = Decode(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
+DECODE = EngineCosts(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
 JUDGE = replace(DECODE, fixed=0.02)
 WORK = Workload(256, Lengths(300, 0.8, 2048), Lengths(120, 0.5, 480), keep=0.7)
-PASSES = Passes(2e-5, 1e-9, micro_batch=0.01, update=0.2)
+PASSES = Passes(2e-5, 1e-9, update=0.2)
 MOVES = dict(rollout=Moves(0.5, 0.7, 0.9), genrm=Moves(0.4, 0.6), train=Moves(1.0, 1.5))
 ENGINES = dict(rollout=DECODE, genrm=JUDGE)
 CLUSTER = Cluster(ENGINES, PASSES, moves=MOVES, grain=8, meeting_s=0.5)
@@ -136,7 +136,7 @@ def random_workload(seed):
     speeds |= dict(read=rng.choice([0, 0.02]), apart=rng.choice([0, 3, 8]))
     most = rng.randint(1, rng.choice([8, 24]))
     kv_tokens = rng.choice([float("inf"), longest * rng.uniform(1, 4)])
-    costs = Decode(**speeds, most=most, kv_tokens=kv_tokens)
+    costs = EngineCosts(**speeds, most=most, kv_tokens=kv_tokens)
     return costs, arrivals, sorted(rng.uniform(0, 2 * now + 1) for _ in range(rng.randint(0, 2)))
 
 
@@ -213,13 +213,13 @@ def test_training_seconds():
     """6 FLOPs a parameter and token, attention, a pipeline's ends, the update."""
     passes = passes_of(MODEL, DEVICE, 4, mfu=0.5, update=1.0, stages=3)
     flops = 6 * 7e9 * 1000 + 3 * 2 * 32 * 4096 * 2 * 500**2
-    one = passes.update_s([[500, 500]])
+    one = update_s(passes, [[500, 500]])
     assert one == pytest.approx(1.0 + 3 * flops / 2e14)
-    assert passes.update_s([[500, 500]] * 4) - 1.0 == pytest.approx((4 + 2) / 3 * (one - 1.0))
-    assert passes.forward_s([[500, 500], []]) == pytest.approx((one - 1.0) / 3)
+    assert update_s(passes, [[500, 500]] * 4) - 1.0 == pytest.approx((4 + 2) / 3 * (one - 1.0))
+    assert forward_s(passes, [[500, 500], []]) == pytest.approx((one - 1.0) / 3)
     grainy = coarse(passes, 10)
-    assert grainy.update_s([[50, 50]]) == pytest.approx(one)
-    decode = Decode(fixed=2.0, each=0.3, context=0.1)
+    assert update_s(grainy, [[50, 50]]) == pytest.approx(one)
+    decode = EngineCosts(fixed=2.0, each=0.3, context=0.1)
     assert coarse(decode, 10).seconds(5, 4, 20) == pytest.approx(decode.seconds(50, 4, 200))
 
 
