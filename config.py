@@ -150,28 +150,23 @@ class Config:
 
     def __post_init__(self):
         """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
-        self._check_limits()
         self._check_sizes()
         self._check_choices()
         self._check_rewards()
 
-    def _check_limits(self) -> None:
+    def _check_sizes(self) -> None:
+        """Settings are within their limits; prompts and samples have room."""
         for name, (low, high) in LIMITS.items():
             value = vars(self)[name]
             if not low <= value <= high:  # NaN is refused, too
                 needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
                 raise UserError(f"--{dashed(name)} {value}: {needed} is needed")
-
-    def _check_sizes(self) -> None:
-        """Prompts have room in an engine's context, samples in a micro-batch."""
         context = self.max_model_len
-        generated = ["max_new_tokens"]
-        if self.judge_models:
-            generated.append("judge_max_new_tokens")
-        for name in generated:
-            if 0 < context <= vars(self)[name]:
-                setting = f"--{dashed(name)} {vars(self)[name]}"
-                raise UserError(f"{setting} leaves prompts no room in --max-model-len {context}")
+        no_room = f"leaves prompts no room in --max-model-len {context}"
+        if 0 < context <= self.max_new_tokens:
+            raise UserError(f"--max-new-tokens {self.max_new_tokens} {no_room}")
+        if self.judge_models and 0 < context <= self.judge_max_new_tokens:
+            raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
         if self.command == "rl" and longest > self.token_budget:
             setting = f"--max-tokens-per-micro-batch {self.token_budget}"
@@ -179,10 +174,10 @@ class Config:
 
     def _check_choices(self) -> None:
         """Words are known, and settings go together."""
-        for name, known in (("dtype", ("float32", "bfloat16")), ("device", DEVICES)):
-            value = vars(self)[name]
-            if value not in known:
-                raise UserError(f"--{name} {value} is unknown; choose {' or '.join(known)}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
+        if self.device not in DEVICES:
+            raise UserError(f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}")
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
         if self.sp and self.tp == 1:

@@ -39,8 +39,7 @@ def read_problems(
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
     rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
-    problems = [row for row in rows if row.answer_key is not None]
-    if not problems:
+    if not (problems := [row for row in rows if row.answer_key is not None]):
         raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
 

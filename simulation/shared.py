@@ -33,10 +33,11 @@ class Once:
         self._function, self._spent, self._count = function, spent, count
         self._known: tuple[tuple, Any] = (), None
 
-    def __call__(self, *arguments: Any) -> Any:
-        if self._known[0] != arguments[: self._count]:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        given = (*arguments, *named.values())[: self._count]
+        if self._known[0] != given:
             start = time.process_time()
-            self._known = arguments[: self._count], self._function(*arguments)
+            self._known = given, self._function(*arguments, **named)
             self._spent[self._function.__name__] += time.process_time() - start
         return self._known[1]
 
