@@ -5,7 +5,6 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
     torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
@@ -77,17 +76,13 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
-    maps = "--map" in arguments  # no setting
-    config = parse_config([each for each in arguments if each != "--map"], __doc__)
+    config = parse_config(arguments, __doc__)
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
-        dry_run.dry_run(config, plans, ranks or 2, maps)
+        dry_run.dry_run(config, plans, ranks or 2)
         return ""
-    if maps:
-        what = "it prints what a search finds, and starts nothing"
-        raise UserError(f"--map belongs to --dry-run: {what}")
     choose_device(config)
     if config.command == "eval" and ranks > 1:
         raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")

@@ -10,23 +10,17 @@ import shutil
 import sys
 import textwrap
 from importlib.metadata import distributions
-from math import gcd, prod
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from algorithms import algorithm_of
-from commands.memory import PROCESS, SERVER, bucket_bytes, embedding, memory, read_model
+from commands.memory import PROCESS, SERVER, bucket_bytes, memory
 from config import Config, as_text, dashed, why_unusable
 from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
-from scheduling import mapping
-from scheduling.costs import Device, Model
 
-# data sheet; 8 a machine share 8 x 200 Gbit/s of network, and a host that gives each 20 GB/s: assumptions
-A100 = Device(312e12, 80e9, 2.04e12, 25e9, 20e9, 300e9)
 END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
 SHARED_MB = 16  # besides weights on their way, see `pushed`
@@ -34,15 +28,13 @@ NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run(config: Config, plans: list[Plan], ranks: int, maps: bool = False) -> None:
+def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises UserError for what can't run, as the run would."""
     from training import model
 
     rendezvous.interface_of(config.host)
-    hf = model.check_models(config)
+    model.check_models(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
-    if maps:
-        lines += placements(config, ranks, hf)
     values = dataclasses.asdict(config).items()
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in values)
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
@@ -64,55 +56,6 @@ def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
                 line += f"; {role} on port {config.port + 2 * rank + offset}"
         lines.append(line)
     return lines
-
-
-def placements(config: Config, ranks: int, hf: dict) -> list[str]:
-    """--map: HybridFlow's search for the run's models, on devices as a data sheet has them."""
-    from torch import cuda
-
-    memory = cuda.get_device_properties(0).total_memory if cuda.is_available() else A100.memory
-    count = config.prompts_per_step * config.answers_per_prompt
-    answer = config.max_new_tokens
-    prompt = min(answer, config.max_tokens_per_micro_batch - answer)
-    task = mapping.Task(count, prompt, answer, prompt + answer, config.updates_per_step)
-    speeds = mapping.Speeds(A100._replace(memory=memory))
-    found = mapping.search(models_by_role(config, hf), ranks, task, speeds)
-    each = f"{memory / 1e9:.0f} GB, as fast as an A100's data sheet says (an assumption)"
-    lines = [
-        f"  HybridFlow's mapping by closed forms, for {ranks} devices of {each}:",
-        f"    a step has {count} sequences of {prompt} + {answer} tokens; judges only read them",
-        "    sizes are stages-shards-copies, of the actor also ranks of an engine; | parts the devices",
-    ]
-    indents = dict(initial_indent=4 * " ", subsequent_indent=8 * " ", break_on_hyphens=False)
-    for plan in found:
-        lines += textwrap.wrap(mapping.as_text(plan), 106, **indents)
-    run = "here every model trains on all ranks: only a line without | can be run: --mode full"
-    lines.append(f"    {run if found else 'nothing fits'}")
-    for plan in found:
-        if len(plan.choices) == 1:
-            sizes = plan.choices[0].sizes["actor"]
-            lines[-1] += f" --pp {sizes.pp} --tp {sizes.tp} --rollout-tp {sizes.parts}"
-    return lines
-
-
-def models_by_role(config: Config, hf: dict) -> dict[str, Model]:
-    """The models of a step, as closed forms see them; a judge reads, whether it writes or not."""
-    from training.model import SPLIT_BY_TP
-
-    algorithm = algorithm_of(config)
-    trained = {"actor": config.model}
-    if algorithm.kl_coef:
-        trained["reference"] = config.model
-    trained |= {f"{name} critic": config.critic or config.model for name in algorithm.critics}
-    judges = {f"judge {n}": path for n, path in enumerate(config.judge_models, 1)}
-    models = {}
-    for role, path in (trained | judges).items():
-        shapes, _ = read_model(path, config)
-        keys = [shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight")]
-        params = sum(map(prod, shapes.values()))
-        cuts = gcd(*(hf[name] for name in SPLIT_BY_TP)) if role in trained else 0
-        models[role] = Model(params, len(keys), embedding(shapes)[1], keys[0], cuts=cuts)
-    return models
 
 
 def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:

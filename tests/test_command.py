@@ -208,7 +208,6 @@ def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
     "ranks,arguments,message",
     [
         ("2", ["eval", "--model", "m"], "needs one engine, not 2 ranks"),
-        ("2", ["--map"], "--map belongs to --dry-run"),
         (None, ["--mode", "full"], "start with: torchrun --nproc-per-node 2"),
     ],
 )
