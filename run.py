@@ -152,6 +152,9 @@ async def learn_from_examples(config: Config) -> str:
 
 async def measure(config: Config) -> str:
     """eval: one rank with one engine, without torchrun."""
+    from training import model
+
+    model.check_models(config)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.close()  # there are no steps to count

@@ -84,9 +84,6 @@ async def ask(
 
 async def evaluate(config: Config, fleet: Fleet, say: Callable[[str], None]) -> None:
     """Write OUT/eval.json and OUT/answers.jsonl, say the figures. UserError for what can't be used."""
-    from training import model
-
-    model.check_models(config)
     tokenizer = data.load_tokenizer(config.model)
     reader = reader_of(config.model)
     problems = read_problems(config, tokenizer, reader)

@@ -19,7 +19,7 @@ import config
 import data
 import models
 import run
-from commands import dry_run, evaluate, finetune
+from commands import dry_run, finetune
 from engines import fleet
 from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
@@ -177,9 +177,9 @@ def test_every_command_looks_at_its_model(tmp_path, command):
     with pytest.raises(config.UserError, match=r"--model .*: architectures"):
         if command == "rl":
             dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
-        if command == "eval":
-            asyncio.run(evaluate.evaluate(settings, None, print))
-        asyncio.run(finetune.prepare(settings, 0, print))
+        is_eval = command == "eval"
+        work = run.measure(settings) if is_eval else finetune.prepare(settings, 0, print)
+        asyncio.run(work)
     assert not (tmp_path / "out").exists()
 
 
