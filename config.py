@@ -1,4 +1,4 @@
-"""Every setting of a run: default, limits, and what it needs from the others. Imports nothing of ours."""
+"""The settings of a run: defaults, limits, and what each needs from the others. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting. Sizes in tokens, times in seconds. The comment behind a field is its --help."""
+    """The settings. Sizes in tokens, times in seconds. The comment behind a field is its --help."""
 
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
     # ---- the run
@@ -155,7 +155,7 @@ class Config:
         self._check_rewards()
 
     def _check_sizes(self) -> None:
-        """Settings are within their limits; prompts and samples have room."""
+        """Refuse settings beyond their limits, and prompts or samples without room."""
         for name, (low, high) in LIMITS.items():
             value = vars(self)[name]
             if not low <= value <= high:  # NaN is refused, too
@@ -173,7 +173,7 @@ class Config:
             raise UserError(f"{setting}: one sample may have {longest} tokens")
 
     def _check_choices(self) -> None:
-        """Words are known, and settings go together."""
+        """Refuse unknown words, and settings that don't go together."""
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
         if self.device not in DEVICES:
@@ -191,7 +191,7 @@ class Config:
             raise UserError("--train-only and --replay FILE, of a --rollout-only run, go together")
 
     def _check_rewards(self) -> None:
-        """An answer is worth something, by sources whose weights can be added."""
+        """Refuse a run without a reward, and weights that can't be added."""
         sources = len(self.judge) + len(self.rule)
         needs_reward = self.command == "rl" and self.model and not self.train_only
         if needs_reward and not sources:
@@ -257,7 +257,7 @@ def as_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere as a terminal may see it: an escape sequence could rewrite the screen."""
+    """Make text from elsewhere safe for a terminal: an escape sequence could rewrite the screen."""
     unsafe = {c for c in text if not c.isprintable() and c not in "\n\t"}
     return text.translate({ord(c): c.encode("unicode_escape").decode() for c in unsafe})
 
@@ -268,7 +268,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Config's defaults, the command's, the preset's, the command line's. UserError names the setting."""
+    """Merge the defaults of Config, command and preset with the command line. UserError names the setting."""
     name = "rl"
     if arguments and arguments[0] in COMMANDS:
         name, *arguments = arguments
@@ -312,7 +312,7 @@ def parser_of(name: str, usage: str) -> Parser:
 
 
 def default_device() -> str:
-    """cuda where torch finds a device, cpu where there is none. UserError: there is one that it can't use."""
+    """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
     from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
 
     if reason := why_unusable():
@@ -321,7 +321,7 @@ def default_device() -> str:
 
 
 def why_unusable() -> str:
-    """Why torch finds no device although the machine has one; empty if it has none, or hides it."""
+    """Say why torch finds no device although the machine has one; empty if it has none, or hides it."""
     import torch
 
     devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
@@ -353,7 +353,7 @@ def demo_models(given: dict) -> dict:
 
 
 def option(field: dataclasses.Field) -> dict:
-    """Argparse's keywords for a setting; a tuple takes one value or more."""
+    """The keywords of argparse for a setting; a tuple takes one value or more."""
     if field.type == "bool":
         is_on = field.default or any(field.name in preset for preset in PRESETS.values())
         return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}

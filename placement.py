@@ -72,12 +72,12 @@ def plan_of(mode: str, config: Config, **ranks: tuple[int, ...]) -> Plan:
 
 
 def full_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
-    """Rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
+    """Let rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
     return [plan_of("full", config, rollout=everyone, genrm=everyone, actor=everyone)]
 
 
 def partial_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
-    """Ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
+    """Let ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
     unit = math.lcm(config.rollout_tp, config.genrm_tp)
     plans = []
     for s in range(unit, len(everyone), unit):
@@ -191,12 +191,12 @@ class Placement:
         self.restarts = 0  # engines of this rank that the last hand-over to training started again
 
     async def begin(self) -> None:
-        """Engines come up asleep, as trainers do: hand the devices to serving (collective)."""
+        """Hand the devices to serving: engines come up asleep, as trainers do (collective)."""
         self.switch(self.plan)
         await self.to_serving()
 
     def switch(self, plan: Plan) -> None:
-        """The engines of `plan` serve from now on; all engines sleep. The same plan on every controller."""
+        """Serve with the engines of `plan` from now on; all sleep. The same plan on every controller."""
         self.plan = plan
         self.rollout.assign(plan.leads("rollout"))
         self.genrm.assign(plan.leads("genrm"))
@@ -212,7 +212,7 @@ class Placement:
         self.swap_s += self._timeline.now() - start
 
     async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
-        """Fused mode: share the ranks as the answers that are left say (collective). See ranks_of_tail."""
+        """Share the ranks by the answers that are left: fused mode (collective). See ranks_of_tail."""
         plan = self.plan
         tp = plan.rollout_tp
         held = tuple(rank for lead in self.rollout.awake for rank in range(lead, lead + tp))
@@ -233,7 +233,7 @@ class Placement:
             await self.share(rollout, genrm)
 
     async def to_training(self, go_on: bool = True) -> None:
-        """Engines sleep (collective). If the run goes on, lost ones are started again."""
+        """Put all engines to sleep (collective). If the run goes on, start lost ones again."""
         await self.rollout.sleep()
         await self.genrm.sleep()
         if go_on:
@@ -252,7 +252,7 @@ class Placement:
                     await self._world.run(trainer.wake)
 
     async def to_serving(self) -> None:
-        """Critics out, weights back, push, actor out, KV cache back (collective). The mode wakes genrm."""
+        """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
         start = self._timeline.now()
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim)

@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """One rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
+    """Run a rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
     shutdown.prepare()
     stop = shutdown.Stop()
     try:
@@ -110,7 +110,7 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
-    """Reinforcement learning: build the parts, train, tear down (collective: every rank)."""
+    """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
@@ -140,7 +140,7 @@ def launch_to_resume(config: Config) -> str:
 
 
 async def learn_from_examples(config: Config) -> str:
-    """sft, rm, dpo: train without engines (collective: every rank)."""
+    """Train without engines: sft, rm, dpo (collective: every rank)."""
     from commands import finetune
 
     async with joined(config) as (world, progress):
@@ -151,7 +151,7 @@ async def learn_from_examples(config: Config) -> str:
 
 
 async def measure(config: Config) -> str:
-    """eval: one rank with one engine, without torchrun."""
+    """Evaluate on one rank with one engine, without torchrun."""
     from training import model
 
     model.check_models(config)
@@ -321,7 +321,7 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
 
 
 def build_trainers(config: Config, inputs: Inputs) -> tuple[list[Trainer], list[Reference]]:
-    """Actor and critics, asleep; the reference, with the weights from before a restore (collective)."""
+    """Build actor and critics, asleep; the reference, with the weights of before a restore (collective)."""
     from actor import Actor, Reference
     from critic import Critic
 

@@ -1,4 +1,4 @@
-"""Before a run. `--dry-run`: who would run where, in how much memory; `check`: what is here, what is free."""
+"""Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check(config: Config) -> int:
 
 
 def pushed(config: Config, ranks: int) -> int:
-    """Bytes of weights on their way through /dev/shm at once, to all engines."""
+    """The bytes of weights on their way through /dev/shm at once, to all engines."""
     engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
     return bucket_bytes(config) * engines
 
@@ -124,7 +124,7 @@ def space(config: Config, ranks: int, pushed_bytes: int) -> list[Row]:
 
 
 def packages() -> list[Row]:
-    """Python, each package beside its pin, for the adapters in cpu/ are made for those; and the GPUs."""
+    """The rows of Python, of packages beside their pins (the adapters in cpu/ need those), of the GPUs."""
     python = f"{sys.version.split()[0]}, {' '.join(platform.libc_ver())}"
     reason = supported.lacks()
     rows = [Row("Python, libc", reason or python, not reason)]

@@ -26,7 +26,7 @@ from runtime.out_folder import archive
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased, 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
+    """The unbiased 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 

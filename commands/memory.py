@@ -1,4 +1,4 @@
-"""About how much memory a run takes: what each model holds, and whether that fits the devices."""
+"""The memory that a run takes, about: what each model holds, and whether that fits the devices."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def activations(shapes: Shapes, config: Config) -> int:
 
 
 def embedding(shapes: Shapes) -> list[int]:
-    """[vocabulary, hidden]; where it stands among the names is the family's."""
+    """The shape [vocabulary, hidden]; where it stands among the names is the family's."""
     return next(shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
 
 
@@ -133,7 +133,7 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
 
 
 def read_model(path: str, config: Config) -> tuple[Shapes, int]:
-    """Tensors and context of a model's directory."""
+    """Read the tensors' shapes and the context of a model's directory."""
     return server.checkpoint_shapes(path), server.context_length(path, config)
 
 
@@ -184,7 +184,7 @@ def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
 
 
 def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
-    """UserError if this rank's GPU is too small for the loop, as `peaks_of` has it. See --memory-check."""
+    """Raise UserError if this rank's GPU is too small for the loop, by `peaks_of`. See --memory-check."""
     if config.device == "cpu" or not config.memory_check:
         return
     from torch import cuda

@@ -100,7 +100,7 @@ def has_cpp20() -> bool:
 
 
 def cuda_libraries() -> list[str]:
-    """Folders of the CUDA runtime that pip installed. Torch knows them, the loader of a preload doesn't."""
+    """The folders of the CUDA runtime of pip. Torch knows them, the loader of a preload doesn't."""
     package = importlib.util.find_spec("nvidia")
     roots = map(Path, package.submodule_search_locations if package else ())
     return sorted({str(file.parent) for root in roots for file in root.glob(f"*/lib/{LIBCUDART}")})

@@ -118,7 +118,7 @@ def hold(folder: Path) -> int:
 
 @functools.cache  # a rank whose launcher died has another parent
 def launcher_folder() -> Path:
-    """The same for all ranks that one launcher started, another one after a restart."""
+    """The folder of all ranks that one launcher started, another one after a restart."""
     launcher = os.getppid()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # ticks since the boot

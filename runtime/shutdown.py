@@ -137,6 +137,6 @@ def exit_now(status: int, line: str) -> NoReturn:
 
 
 def reported_file() -> Path | None:
-    """There once a rank has said why the run ends: in the folder that torchrun made for this attempt."""
+    """The mark that a rank has said why the run ends: in the folder that torchrun made for this attempt."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path).parents[1] / "reported" if path else None
