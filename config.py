@@ -1,4 +1,4 @@
-"""Every setting of a run: default, limits, and what it needs from the others. Imports nothing of ours."""
+"""The settings of a run: defaults, limits, and what each needs from the others. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting. Sizes in tokens, times in seconds. The comment behind a field is its --help."""
+    """The settings. Sizes in tokens, times in seconds. The comment behind a field is its --help."""
 
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
     # ---- the run
@@ -121,7 +120,7 @@ class Config:
 
     @property
     def continues_answers(self) -> bool:
-        """Whether answers may be cut off and continued under newer weights."""
+        """True if answers may be cut off and continued under newer weights."""
         return self.over_dispatch > 1 or self.train_only
 
     @property
@@ -136,7 +135,7 @@ class Config:
 
     @property
     def engine_start_s(self) -> float:
-        """For an engine to come up, while the other ranks wait."""
+        """The longest start of an engine, while the other ranks wait."""
         return 0.9 * self.timeout_s
 
     @property
@@ -150,55 +149,61 @@ class Config:
         return self.timeout_s / 5
 
     def __post_init__(self):
-        """Raises UserError with one sentence for a value that can't work whatever the number of ranks."""
-        for fits, sentence in (*self._sizes(), *self._parts()):
-            if not fits:
-                raise UserError(sentence)
+        """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
+        self._check_sizes()
+        self._check_choices()
+        self._check_rewards()
 
-    def _sizes(self) -> Iterator[tuple[bool, str]]:
-        """Whether each setting is within its limits and prompts and samples find room; what to say if not."""
-        values, context = vars(self), self.max_model_len
-        for name, (low, high) in LIMITS.items():  # NaN is refused, too
-            needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            fits = low <= values[name] <= high
-            yield fits, f"--{dashed(name)} {values[name]}: {needed} is needed"
-        for name in ("max_new_tokens", *["judge_max_new_tokens"] * bool(self.judge_models)):
-            no_room = f"--{dashed(name)} {values[name]} leaves prompts no room in --max-model-len {context}"
-            yield not 0 < context <= values[name], no_room
-        longest, room = max(context, self.max_new_tokens + 1), self.token_budget
-        fits = self.command != "rl" or longest <= room
-        yield fits, f"--max-tokens-per-micro-batch {room}: one sample may have {longest} tokens"
-
-    def _parts(self) -> Iterator[tuple[bool, str]]:
-        """Whether settings, models, data and rewards go together; what to say if not."""
-        for name, known in (("dtype", ("float32", "bfloat16")), ("device", DEVICES)):
+    def _check_sizes(self) -> None:
+        """Refuse settings beyond their limits, and prompts or samples without room."""
+        for name, (low, high) in LIMITS.items():
             value = vars(self)[name]
-            yield value in known, f"--{name} {value} is unknown; choose {' or '.join(known)}"
-        takes = self.device == "cpu" or self.dtype == "bfloat16" or not self.asks_engines
-        yield takes, f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone"
-        yield not self.sp or self.tp > 1, "--sp needs --tp 2 or more"
-        in_full = self.rebalance and self.mode == "full"
-        yield not in_full, "--rebalance moves ranks between roles: in --mode full both hold all"
-        halves = self.rollout_only and self.train_only
-        yield not halves, "--rollout-only never trains, --train-only starts no engine: choose one"
-        replays = self.train_only == bool(self.replay)
-        yield replays, "--train-only and --replay FILE, of a --rollout-only run, go together"
-        rewarded = (
-            self.command != "rl" or not self.model or self.judge or self.rule or self.train_only
-        )
-        yield (
-            bool(rewarded),
-            "--model needs a --judge or a --rule, which say what an answer is worth",
-        )
-        weights, shown = self.reward_weights, f"--reward-weights {as_text(self.reward_weights)}"
-        needed = len(self.judge_models) - len(self.cost_judge) + len(self.rule)
-        yield (
-            len(weights) in (0, needed),
-            f"{shown}: one for each --judge, then each --rule, so {needed}",
-        )
+            if not low <= value <= high:  # NaN is refused, too
+                needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+                raise UserError(f"--{dashed(name)} {value}: {needed} is needed")
+        context = self.max_model_len
+        no_room = f"leaves prompts no room in --max-model-len {context}"
+        if 0 < context <= self.max_new_tokens:
+            raise UserError(f"--max-new-tokens {self.max_new_tokens} {no_room}")
+        if self.judge_models and 0 < context <= self.judge_max_new_tokens:
+            raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
+        longest = max(context, self.max_new_tokens + 1)
+        if self.command == "rl" and longest > self.token_budget:
+            setting = f"--max-tokens-per-micro-batch {self.token_budget}"
+            raise UserError(f"{setting}: one sample may have {longest} tokens")
+
+    def _check_choices(self) -> None:
+        """Refuse unknown words, and settings that don't go together."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
+        if self.device not in DEVICES:
+            raise UserError(f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}")
+        if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
+            raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
+        if self.sp and self.tp == 1:
+            raise UserError("--sp needs --tp 2 or more")
+        if self.rebalance and self.mode == "full":
+            raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
+        if self.rollout_only and self.train_only:
+            halves = "--rollout-only never trains, --train-only starts no engine"
+            raise UserError(f"{halves}: choose one")
+        if self.train_only != bool(self.replay):
+            raise UserError("--train-only and --replay FILE, of a --rollout-only run, go together")
+
+    def _check_rewards(self) -> None:
+        """Refuse a run without a reward, and weights that can't be added."""
+        sources = len(self.judge) + len(self.rule)
+        needs_reward = self.command == "rl" and self.model and not self.train_only
+        if needs_reward and not sources:
+            needed = "--model needs a --judge or a --rule"
+            raise UserError(f"{needed}, which say what an answer is worth")
+        weights = self.reward_weights
+        shown = f"--reward-weights {as_text(weights)}"
+        if len(weights) not in (0, sources):
+            raise UserError(f"{shown}: one for each --judge, then each --rule, so {sources}")
         # NaN is refused, too
-        finite = not weights or (min(weights) >= 0 and 0 < sum(weights) < math.inf)
-        yield finite, f"{shown}: finite numbers are needed, none below 0 and one above"
+        if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
+            raise UserError(f"{shown}: finite numbers are needed, none below 0 and one above")
 
 
 # by device, what differs there from Config's defaults
@@ -211,14 +216,13 @@ VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it s
 DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
 DEMO |= dict(max_new_tokens=72, judge_max_new_tokens=100)
+ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
+ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, max_running_requests=256)
 PRESETS = {  # a preset is what differs from Config's defaults
     "base": {},
     "tiny": DEMO,
     "images": DEMO,
-    "cuda": dict(
-        dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, max_running_requests=256
-    )
-    | dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, recompute=True),
+    "cuda": ON_CUDA,
 }
 
 
@@ -253,10 +257,9 @@ def as_text(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere as a terminal may see it: an escape sequence could rewrite the screen."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+    """Make text from elsewhere safe for a terminal: an escape sequence could rewrite the screen."""
+    unsafe = {c for c in text if not c.isprintable() and c not in "\n\t"}
+    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in unsafe})
 
 
 class Parser(argparse.ArgumentParser):
@@ -265,45 +268,51 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Config's defaults, the command's, the preset's, the command line's. UserError names the setting."""
-    name, *rest = arguments if arguments[:1] and arguments[0] in COMMANDS else ("rl", *arguments)
-    command = COMMANDS[name]
-    epilog = "commands:\n" + "\n".join(f"  {name:5} {row.help}" for name, row in COMMANDS.items())
-    form = {
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "argument_default": argparse.SUPPRESS,
-    }
-    form |= {"usage": f"run.py {name} [--name value ...]", "description": usage, "epilog": epilog}
-    parser = Parser(allow_abbrev=False, **form)
-    for group, settings in documented_settings().items():
-        if group in command.groups:
-            heading = parser.add_argument_group(group)
-            for field, comment in settings:
-                shown = f"{comment} [{as_text(field.default)}]".removesuffix(" []").removesuffix(
-                    " [False]"
-                )
-                heading.add_argument(f"--{dashed(field.name)}", help=shown, **option(field))
-    parsed = vars(parser.parse_args(rest))
-    given = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()
-    }
+    """Merge the defaults of Config, command and preset with the command line. UserError names the setting."""
+    name = "rl"
+    if arguments and arguments[0] in COMMANDS:
+        name, *arguments = arguments
+    given = vars(parser_of(name, usage).parse_args(arguments))
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
     if preset not in PRESETS:
         raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
-    if not (device := given.get("device")):
-        device = default_device()
+    device = given.get("device") or default_device()
     given |= {"preset": preset, "command": name, "device": device}
     if not given.get("model"):
         given |= demo_models(given)
-    config = Config(**command.defaults | DEVICES.get(device, {}) | PRESETS[preset] | given)
+    defaults = COMMANDS[name].defaults | DEVICES.get(device, {})
+    config = Config(**defaults | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"
     return dataclasses.replace(config, out=config.out or out, judge_format=formats)
 
 
+def parser_of(name: str, usage: str) -> Parser:
+    """The parser of a command: its groups of settings, none of which has a default of the parser's."""
+    commands = [f"  {each:5} {row.help}" for each, row in COMMANDS.items()]
+    parser = Parser(
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"run.py {name} [--name value ...]",
+        description=usage,
+        epilog="\n".join(["commands:", *commands]),
+    )
+    for group, settings in documented_settings().items():
+        if group not in COMMANDS[name].groups:
+            continue
+        heading = parser.add_argument_group(group)
+        for field, comment in settings:
+            default = "" if field.default is False else as_text(field.default)
+            shown = f"{comment} [{default}]" if default else comment
+            heading.add_argument(f"--{dashed(field.name)}", help=shown, **option(field))
+    return parser
+
+
 def default_device() -> str:
-    """cuda where torch finds a device, cpu where there is none. UserError: there is one that it can't use."""
+    """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
     from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
 
     if reason := why_unusable():
@@ -312,7 +321,7 @@ def default_device() -> str:
 
 
 def why_unusable() -> str:
-    """Why torch finds no device although the machine has one; empty if it has none, or hides it."""
+    """Say why torch finds no device although the machine has one; empty if it has none, or hides it."""
     import torch
 
     devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
@@ -344,7 +353,7 @@ def demo_models(given: dict) -> dict:
 
 
 def option(field: dataclasses.Field) -> dict:
-    """What argparse has to know of a setting; a tuple takes one value or more."""
+    """The keywords of argparse for a setting; a tuple takes one value or more."""
     if field.type == "bool":
         is_on = field.default or any(field.name in preset for preset in PRESETS.values())
         return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
@@ -354,12 +363,14 @@ def option(field: dataclasses.Field) -> dict:
 
 
 def documented_settings() -> dict[str, list[tuple[dataclasses.Field, str]]]:
-    """By the group's name, each setting with the comment behind it in the source of Config."""
-    fields, groups, group = {field.name: field for field in dataclasses.fields(Config)}, {}, []
-    for line in map(str.strip, inspect.getsource(Config).splitlines()):
-        code, _, comment = line.partition("#")
+    """The settings by the name of their group, each with the comment behind it in the source of Config."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    groups = {}
+    for line in inspect.getsource(Config).splitlines():
+        code, _, comment = line.strip().partition("#")
+        name = code.split(":")[0]
         if comment.startswith(" ---- "):
             group = groups.setdefault(comment.removeprefix(" ---- "), [])
-        elif (name := code.split(":")[0]) in fields and " = " in code:
+        elif name in fields and name != "command" and " = " in code:
             group.append((fields[name], comment.strip()))
     return groups

@@ -58,29 +58,40 @@ class Plan:
         return Split(self.mode, len(self.rollout), len(self.genrm), self.tail)
 
     def __str__(self) -> str:
-        roles = {"rollout": self.rollout, "genrm": self.genrm, "actor": self.actor}
-        ends = {role: sorted({ranks[0], ranks[-1]}) for role, ranks in roles.items() if ranks}
-        each = (f"{role} on ranks {'-'.join(map(str, pair))}" for role, pair in ends.items())
-        return ", ".join(each)
+        parts = []
+        for role in ("rollout", "genrm", "actor"):
+            if ranks := vars(self)[role]:
+                ends = dict.fromkeys([ranks[0], ranks[-1]])
+                parts.append(f"{role} on ranks {'-'.join(map(str, ends))}")
+        return ", ".join(parts)
+
+
+def plan_of(mode: str, config: Config, **ranks: tuple[int, ...]) -> Plan:
+    """A plan with the run's sizes of engines. ranks: of each role."""
+    return Plan(mode, rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp, **ranks)
 
 
 def full_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
-    """Rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
-    return [Plan("full", everyone, everyone, everyone, config.rollout_tp, config.genrm_tp)]
+    """Let rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
+    return [plan_of("full", config, rollout=everyone, genrm=everyone, actor=everyone)]
 
 
 def partial_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
-    """Ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
-    tp = config.rollout_tp, config.genrm_tp
-    splits = range(unit := math.lcm(*tp), len(everyone), unit)
-    return [Plan("partial", everyone[:s], everyone[s:], everyone, *tp) for s in splits]
+    """Let ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
+    unit = math.lcm(config.rollout_tp, config.genrm_tp)
+    plans = []
+    for s in range(unit, len(everyone), unit):
+        halves = {"rollout": everyone[:s], "genrm": everyone[s:]}
+        plans.append(plan_of("partial", config, actor=everyone, **halves))
+    return plans
 
 
 def inter_stage_fusion(everyone: tuple[int, ...], config: Config) -> list[Plan]:
     """A plan for each tail of the answers: 0 is full, 1 partial. RLHFuse (arXiv 2409.13221), section 4."""
     (plan,) = full_colocation(everyone, config)
-    tails = dict.fromkeys((config.tail, *TAILS)) if len(plan.units) > 1 else ()
-    return [replace(plan, mode="fused", tail=tail) for tail in tails]
+    if len(plan.units) == 1:
+        return []
+    return [replace(plan, mode="fused", tail=tail) for tail in dict.fromkeys((config.tail, *TAILS))]
 
 
 def auto(everyone: tuple[int, ...], config: Config) -> list[Plan]:
@@ -100,45 +111,51 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
     """The plans a run may take, that of its start first (pure), or UserError. on_machine: ranks of each."""
     if config.mode not in PLANS:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(PLANS)}")
+    ranks = on_machine or world_size
     for name, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
-        if (ranks := on_machine or world_size) % tp:
+        if ranks % tp:
             where = " of a machine, which no engine leaves" if ranks != world_size else ""
             raise UserError(f"--{name}-tp {tp} doesn't divide {ranks} ranks{where}")
     if config.train_only:
-        return [Plan("partial", (), (), tuple(range(world_size)))]
+        return [Plan("partial", rollout=(), genrm=(), actor=tuple(range(world_size)))]
     if not (plans := plans_of_mode(config, world_size)):
-        unit, judges = math.lcm(config.rollout_tp, config.genrm_tp), len(config.judge_models)
+        judges = len(config.judge_models)
+        unit = math.lcm(config.rollout_tp, config.genrm_tp)
         least = next(ranks for ranks in itertools.count(unit, unit) if plans_of_mode(config, ranks))
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
         needed = f"at least {least} ranks, for {engines}"
         raise UserError(f"--mode {config.mode} needs {needed}; this run has {world_size}")
     first = first_plan(plans, config, world_size)
-    may_move = config.rebalance or config.mode == "auto"
-    return [first] + [plan for plan in plans if may_move and plan != first]
+    if not config.rebalance and config.mode != "auto":
+        return [first]
+    return [first] + [plan for plan in plans if plan != first]
 
 
 def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
-    """Those in which every judge has an engine. Without a judge, rollout shares the ranks with nobody."""
-    everyone, judges, tp = tuple(range(world_size)), len(config.judge_models), config.genrm_tp
+    """The plans in which every judge has an engine. Without a judge, rollout shares ranks with nobody."""
+    everyone = tuple(range(world_size))
+    judges = len(config.judge_models)
     if not judges:
         mode = "partial" if config.mode in ("fused", "auto") else config.mode
-        return [Plan(mode, everyone, (), everyone, config.rollout_tp, tp)]
-    plans = PLANS[config.mode](everyone, config)
-
-    def served(plan: Plan) -> set[int]:
-        return {judge_of(rank, tp, judges) for rank in plan.leads("genrm")}
-
-    return [plan for plan in plans if len(served(plan)) == judges]
+        return [plan_of(mode, config, rollout=everyone, genrm=(), actor=everyone)]
+    plans = []
+    for plan in PLANS[config.mode](everyone, config):
+        served = {judge_of(rank, config.genrm_tp, judges) for rank in plan.leads("genrm")}
+        if len(served) == judges:
+            plans.append(plan)
+    return plans
 
 
 def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
-    """That of --rollout-ranks, by default half, rounded up; if both roles have all ranks, of --tail."""
+    """Choose the plan of --rollout-ranks, by default half, rounded up; on shared ranks, that of --tail."""
     splits = [len(plan.rollout) for plan in plans if plan.rollout != plan.genrm]
-    half = min(splits, key=lambda s: (abs(2 * s - world_size), -s), default=world_size)
+    if not splits:
+        return plans[0]  # full, or fused: of --tail
+    half = min(splits, key=lambda s: (abs(2 * s - world_size), -s))
     wanted = config.rollout_ranks or half
     for plan in plans:
-        if len(plan.rollout) == wanted if splits else plan.tail in (0, config.tail):
+        if len(plan.rollout) == wanted:
             return plan
     left = f"{world_size - wanted} of {world_size} ranks for genrm"
     known = ", ".join(map(str, splits))
@@ -146,12 +163,12 @@ def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
 
 
 def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
-    """Which of several judge models the genrm engine that `rank` leads serves: they are dealt in turn."""
+    """The number of the judge model of the genrm engine that `rank` leads: judges are dealt in turn."""
     return rank // genrm_tp % judges
 
 
 class Placement:
-    """Who holds this rank's device now: the plan, the trainers and the engines of both roles."""
+    """The holder of this rank's device now: the plan, the trainers and the engines of both roles."""
 
     def __init__(
         self,
@@ -162,21 +179,24 @@ class Placement:
         timeline: Timeline,
     ):
         """trainers: the actor, then the critics. pools: by role."""
-        self.plans, self.plan = plans, plans[0]
+        self.plans = plans
+        self.plan = plans[0]
         self.actor, *self.critics = trainers
-        self.rollout, self.genrm = pools["rollout"], pools["genrm"]
-        self._world, self._timeline = world, timeline
+        self.rollout = pools["rollout"]
+        self.genrm = pools["genrm"]
+        self._world = world
+        self._timeline = timeline
         self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
         self.swap_s = 0.0  # moves between the roles since
         self.restarts = 0  # engines of this rank that the last hand-over to training started again
 
     async def begin(self) -> None:
-        """Engines come up asleep, as trainers do: hand the devices to serving (collective)."""
+        """Hand the devices to serving: engines come up asleep, as trainers do (collective)."""
         self.switch(self.plan)
         await self.to_serving()
 
     def switch(self, plan: Plan) -> None:
-        """The engines of `plan` serve from now on; all engines sleep. The same plan on every controller."""
+        """Serve with the engines of `plan` from now on; all sleep. The same plan on every controller."""
         self.plan = plan
         self.rollout.assign(plan.leads("rollout"))
         self.genrm.assign(plan.leads("genrm"))
@@ -192,19 +212,28 @@ class Placement:
         self.swap_s += self._timeline.now() - start
 
     async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
-        """Fused mode: share the ranks as the answers that are left say (collective). See ranks_of_tail."""
-        tp, plan = self.plan.rollout_tp, self.plan
+        """Share the ranks by the answers that are left: fused mode (collective). See ranks_of_tail."""
+        plan = self.plan
+        tp = plan.rollout_tp
         held = tuple(rank for lead in self.rollout.awake for rank in range(lead, lead + tp))
-        pools = (self.rollout, self.genrm)
-        up = [{engine.rank: engine.model for engine in pool.up} for pool in pools]
-        ranks = ranks_of_tail(plan.tail, plan.units, held, left, keep * tp, owed, *up)
+        ranks = ranks_of_tail(
+            plan.tail,
+            units=plan.units,
+            held=held,
+            left=left,
+            keep=keep * tp,
+            owed=owed,
+            writers={engine.rank: engine.model for engine in self.rollout.up},
+            judges={engine.rank: engine.model for engine in self.genrm.up},
+        )
         if ranks != held:
             self._timeline.mark("tail", f"{len(ranks)}|{len(plan.rollout) - len(ranks)}")
             rollout = tuple(sorted({*plan.leads("rollout")} & {*ranks}))
-            await self.share(rollout, tuple(sorted({*plan.leads("genrm")} - {*ranks})))
+            genrm = tuple(sorted({*plan.leads("genrm")} - {*ranks}))
+            await self.share(rollout, genrm)
 
     async def to_training(self, go_on: bool = True) -> None:
-        """Engines sleep (collective). If the run goes on, lost ones are started again."""
+        """Put all engines to sleep (collective). If the run goes on, start lost ones again."""
         await self.rollout.sleep()
         await self.genrm.sleep()
         if go_on:
@@ -223,7 +252,7 @@ class Placement:
                     await self._world.run(trainer.wake)
 
     async def to_serving(self) -> None:
-        """Critics out, weights back, push, actor out, KV cache back (collective). The mode wakes genrm."""
+        """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
         start = self._timeline.now()
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim)
@@ -231,4 +260,5 @@ class Placement:
         await self.rollout.load_weights(self.actor.named_weights(), self.actor.version)
         await self.give_device_to()
         await self.rollout.wake_kv_cache()
-        self.hand_over_s, self.swap_s = self._timeline.now() - start, 0.0
+        self.hand_over_s = self._timeline.now() - start
+        self.swap_s = 0.0

@@ -5,7 +5,6 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py --dry-run --map                and which placement might be fastest
     torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
@@ -22,17 +21,18 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import controller
 import data
 import rewards
-from algorithms import algorithm_of
-from checkpoint import Checkpoints, prepare_out, restore
+import rollout
+from algorithms import Algorithm, algorithm_of
+from checkpoint import Checkpoints, ResumePoint, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """One rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
+    """Run a rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
     shutdown.prepare()
     stop = shutdown.Stop()
     try:
@@ -76,34 +76,31 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
-    # no setting
-    maps, arguments = "--map" in arguments, [each for each in arguments if each != "--map"]
-    config, ranks = parse_config(arguments, __doc__), int(os.environ.get("WORLD_SIZE", "0"))
-    plans = check_settings(config, ranks or 2, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    config = parse_config(arguments, __doc__)
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
-        dry_run.dry_run(config, plans, ranks or 2, maps)
+        dry_run.dry_run(config, plans, ranks or 2)
         return ""
-    if maps:
-        raise UserError(
-            "--map belongs to --dry-run: it prints what a search finds, and starts nothing"
-        )
     choose_device(config)
-    if config.command == "eval":
-        if ranks > 1:
-            raise UserError(
-                f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ..."
-            )
-        work = evaluate.run(config)
-    elif not ranks:
+    if config.command == "eval" and ranks > 1:
+        raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
+    if config.command != "eval" and not ranks:
         raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+    if config.command == "eval":
+        work = measure(config)
+    elif config.command == "rl":
+        work = run(config, plans, stop)
     else:
-        work = run(config, plans, stop) if config.command == "rl" else learn_from_examples(config)
+        work = learn_from_examples(config)
     return asyncio.run(shutdown.run_until_signal(work, stop))
 
 
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
-    """What only tables and the number of ranks tell: UserError, or the plans of the loop (make_plans)."""
-    if ranks % (model_parallel := config.tp * config.pp * config.cp):
+    """Check what needs the tables or the number of ranks. Returns the loop's plans, as make_plans does."""
+    model_parallel = config.tp * config.pp * config.cp
+    if ranks % model_parallel:
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
         raise UserError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
@@ -113,7 +110,7 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
 
 
 async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
-    """Reinforcement learning: build the parts, train, tear down (collective: every rank)."""
+    """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
@@ -122,27 +119,28 @@ async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
         await world.barrier()
         stop.neighbours = {}  # who is through may leave
         if stopped_by:
-            obeyed = re.escape(shlex.quote(config.resume))
-            words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
-            launch = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
-            launch = launch if rendezvous.is_local() else "the same command on each machine"
-            saved = (
-                f"go on with: {launch}"
-                if c.checkpoints.newest == c.state.step
-                else "nothing was saved"
-            )
+            is_saved = c.checkpoints.newest == c.state.step
+            saved = f"go on with: {launch_to_resume(config)}" if is_saved else "nothing was saved"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
         if config.rollout_only:
-            progress.line(
-                f"to train on what was served: --train-only --replay {config.out}/replay.jsonl"
-            )
+            again = f"--train-only --replay {config.out}/replay.jsonl"
+            progress.line(f"to train on what was served: {again}")
         return ""
 
 
+def launch_to_resume(config: Config) -> str:
+    """The command of this run without its --resume, which was obeyed."""
+    if not rendezvous.is_local():
+        return "the same command on each machine"
+    obeyed = re.escape(shlex.quote(config.resume))
+    words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
+    return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
+
+
 async def learn_from_examples(config: Config) -> str:
-    """sft, rm, dpo: train without engines (collective: every rank)."""
+    """Train without engines: sft, rm, dpo (collective: every rank)."""
     from commands import finetune
 
     async with joined(config) as (world, progress):
@@ -152,24 +150,34 @@ async def learn_from_examples(config: Config) -> str:
     return ""
 
 
+async def measure(config: Config) -> str:
+    """Evaluate on one rank with one engine, without torchrun."""
+    from training import model
+
+    model.check_models(config)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    async with joined(config) as (world, progress), Fleet(config, world) as fleet:
+        progress.close()  # there are no steps to count
+        await evaluate.evaluate(config, fleet, progress.line)
+    return ""
+
+
 @contextlib.asynccontextmanager
 async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """The World of all ranks and the progress bar, while they are together and hold --out (collective)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
-        joining = asyncio.get_running_loop().run_in_executor(
-            ThreadPoolExecutor(1), rendezvous.join, config
-        )
-        world = await joining
+        thread = ThreadPoolExecutor(1)
+        loop = asyncio.get_running_loop()
+        world = await loop.run_in_executor(thread, rendezvous.join, config)
         opened.callback(world.close)
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)
         opened.callback(asyncio.create_task(progress.tick()).cancel)
-        lock = (
-            held(Path(config.out), progress.line) if world.rank == 0 else contextlib.nullcontext()
-        )
+        out_is_ours = held(Path(config.out), progress.line)
+        lock = out_is_ours if world.rank == 0 else contextlib.nullcontext()
         await raise_on_all(world, opened.enter_async_context(lock))
         yield world, progress
 
@@ -182,33 +190,35 @@ async def build(
     fleet: Fleet,
     stop: shutdown.Stop,
 ) -> Controller:
-    """This rank's controller, new or as a checkpoint has it (collective). What may be wrong comes first."""
-    decode, texts, inputs = await world.run(load_inputs, config, progress.line)
-    memory.check_fits(config, plans, world.size)
-    point = await prepare_out(config, world, progress.line)
-    progress.line(describe(config, plans, world.size))
-    progress.doing("starting engines")
-    await fleet.launch(servers_of(world.rank, config, plans))
+    """Build this rank's controller, new or as a checkpoint has it (collective), in this order:
+
+    1. `prepare`: read what may be wrong, and find the checkpoint to resume
+    2. `start_models`: start engines and trainers, which all sleep then
+    3. put the parts together, and take the checkpoint's state
+    4. meet for the last time before training: from here on every rank stops by itself
+    """
     out = Path(config.out)
-    if world.rank == 0:
-        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-    trainers, references = await world.run(build_trainers, config, texts)
-    trainers[0].stop_tokens = inputs["sampling"].stop_token_ids
-    await fleet.ready()
-
-    def on_open(name: str, step: int) -> None:
-        world.doing(f"{name} of step {step + 1}")
-        progress.phase(name, step)
-
-    timeline = Timeline(world.rank, asyncio.get_running_loop().time, out / "spans", on_open)
-    parts = dict(config=config, algorithm=algorithm_of(config), world=world, timeline=timeline)
+    inputs, point = await prepare(config, plans, world, progress)
+    progress.doing("starting engines")
+    clock = asyncio.get_running_loop().time
+    timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
+    placement, references = await start_models(config, plans, world, fleet, inputs, timeline)
     c = Controller(
-        placement=Placement(plans, trainers, await fleet.connect(timeline), world, timeline),
-        report=Report(config, world, out, progress, decode, point),
+        config=config,
+        algorithm=inputs.algorithm,
+        world=world,
+        placement=placement,
+        rewards=inputs.rewards,
+        prompts=inputs.prompts,
+        sampling=inputs.sampling,
+        greedy=inputs.greedy,
+        timeline=timeline,
+        report=Report(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
         references=references,
+        collect=inputs.collect,
+        learn=replay.record if config.rollout_only else controller.learn,
         stop=stop,
-        **parts | inputs,
     )
     if point:
         await restore(c, point.folder)
@@ -217,8 +227,57 @@ async def build(
     return c
 
 
-def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
-    """(decode, texts of the pretraining term, fields of Controller by name): what is read before a start."""
+async def prepare(
+    config: Config, plans: list[Plan], world: World, progress: Progress
+) -> tuple[Inputs, ResumePoint | None]:
+    """Read and check all that needs no engine, then make --out ready (collective)."""
+    inputs = await world.run(load_inputs, config, progress.line)
+    memory.check_fits(config, plans, world.size)
+    point = await prepare_out(config, world, progress.line)
+    progress.line(describe(config, plans, world.size))
+    return inputs, point
+
+
+async def start_models(
+    config: Config,
+    plans: list[Plan],
+    world: World,
+    fleet: Fleet,
+    inputs: Inputs,
+    timeline: Timeline,
+) -> tuple[Placement, list[Reference]]:
+    """Start this rank's servers, and build its trainers while they load (collective)."""
+    await fleet.launch(servers_of(world.rank, config, plans))
+    if world.rank == 0:
+        metadata = json.dumps(run_metadata(config), indent=1)
+        Path(config.out, "config.json").write_text(metadata + "\n")
+    trainers, references = await world.run(build_trainers, config, inputs)
+    await fleet.ready()
+    pools = await fleet.connect(timeline)
+    return Placement(plans, trainers, pools, world, timeline), references
+
+
+def tell_phase(world: World, progress: Progress, name: str, step: int) -> None:
+    """Name what this rank does, in the bar and to those that wait for the rank."""
+    world.doing(f"{name} of step {step + 1}")
+    progress.phase(name, step)
+
+
+class Inputs(NamedTuple):
+    """The parts that are read before anything starts."""
+
+    algorithm: Algorithm
+    decode: Callable[[list[int]], str]  # the policy's tokens -> text
+    prompts: data.Prompts
+    rewards: rewards.Rewards
+    sampling: Sampling  # of answers
+    greedy: Sampling
+    collect: Callable[[Controller], Awaitable[rollout.RolloutBatch]]
+    texts: list[list[int]]  # of the pretraining term
+
+
+def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+    """Read models, data and rewards. UserError for what can't be used."""
     from training import model, ptx
 
     model.check_models(config)
@@ -226,31 +285,32 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> tuple:
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
-    encode, decode = partial(data.encode_prompt, tokenizer, reader), partial(data.decode, tokenizer)
-    source = Addition(config.seed, encode, reader)
+    decode = partial(data.decode, tokenizer)
+    source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
         rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
+    keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
+    sees = reader is not None
+    prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
-    kept = (config.continues_answers, algorithm.greedy, reader is not None)
-    prompts = data.Prompts(source, config.answers_per_prompt, *kept)
-    inputs = {"prompts": prompts, "rewards": rewards.build(config, judges, decode, readers)}
-    inputs |= {"sampling": sampling, "greedy": dataclasses.replace(sampling, temperature=0.0)}
-    if config.rollout_only:
-        inputs["learn"] = replay.record
+    greedy = dataclasses.replace(sampling, temperature=0.0)
+    scores = rewards.build(config, judges, decode, readers)
+    collect = rollout.collect
     if config.train_only:
-        inputs["collect"] = replay.Replay(Path(config.replay), config.algorithm[0]).collect
+        collect = replay.Replay(Path(config.replay), config.algorithm[0]).collect
     texts = []
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return decode, texts, inputs
+    return Inputs(algorithm, decode, prompts, scores, sampling, greedy, collect, texts)
 
 
 def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:
     """The servers that any of the plans has on a rank."""
-    port, specs = config.port + 2 * rank, []
+    port = config.port + 2 * rank
+    specs = []
     if any(rank in plan.leads("rollout") for plan in plans):
         specs.append(ServerSpec("rollout", port, config.model))
     if any(rank in plan.leads("genrm") for plan in plans):
@@ -260,18 +320,23 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
     return specs
 
 
-def build_trainers(config: Config, texts: list) -> tuple[list[Trainer], list[Reference]]:
-    """Actor and critics, asleep; the reference, with the weights from before a restore (collective)."""
+def build_trainers(config: Config, inputs: Inputs) -> tuple[list[Trainer], list[Reference]]:
+    """Build actor and critics, asleep; the reference, with the weights of before a restore (collective)."""
     from actor import Actor, Reference
     from critic import Critic
 
-    algorithm, actor = algorithm_of(config), Actor(config, config.model)
-    actor.texts, trainers = texts, [actor]
-    references = [Reference(actor)] if algorithm.kl_coef and not config.rollout_only else []
+    actor = Actor(config, config.model)
+    actor.texts = inputs.texts
+    actor.stop_tokens = inputs.sampling.stop_token_ids
+    trainers = [actor]
+    references = []
+    if inputs.algorithm.kl_coef and not config.rollout_only:
+        references.append(Reference(actor))
     actor.sleep()
-    for name in () if config.rollout_only else algorithm.critics:
-        trainers.append(Critic(config, config.critic or config.model, name))
-        trainers[-1].sleep()
+    for name in () if config.rollout_only else inputs.algorithm.critics:
+        critic = Critic(config, config.critic or config.model, name)
+        critic.sleep()
+        trainers.append(critic)
     return trainers, references
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
+from collections.abc import Callable
 from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
 
 import data
-from config import Config, UserError, printable
+from config import Config, UserError
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import EngineStatus, Pool
@@ -22,12 +22,11 @@ from images.reader import ImageReader, reader_of
 from recipes.addition.task import Addition
 from reporting.timeline import Timeline
 from rollout import Tasks
-from runtime import rendezvous
-from runtime.out_folder import archive, held
+from runtime.out_folder import archive
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased, 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
+    """The unbiased 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
@@ -36,9 +35,8 @@ def read_problems(
 ) -> list[data.Prompt]:
     """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
     if not config.data:
-        return Addition(
-            config.seed, partial(data.encode_prompt, tokenizer, reader), reader
-        ).held_out
+        encode = partial(data.encode_prompt, tokenizer, reader)
+        return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
     rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
     if not (problems := [row for row in rows if row.answer_key is not None]):
@@ -47,30 +45,24 @@ def read_problems(
 
 
 async def generate(
-    config: Config, prompts: list[data.Prompt], sampling: Sampling
+    config: Config, fleet: Fleet, prompts: list[data.Prompt], sampling: Sampling
 ) -> list[list[Answer]]:
-    """For each prompt `samples` sampled answers and a greedy one, the last, by an engine started for it."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    world = rendezvous.join(config)
-    try:
-        async with Fleet(config, world) as fleet:
-            await fleet.launch([ServerSpec("rollout", config.port, config.model)])
-            await fleet.ready()
-            pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
-            await pools["rollout"].wake()
-            return await ask_all(prompts, pools["rollout"], sampling, config)
-    finally:
-        world.close()
-        rendezvous.close()
+    """Start an engine. Returns `samples` sampled answers to each prompt, and a greedy one at the end."""
+    await fleet.launch([ServerSpec("rollout", config.port, config.model)])
+    await fleet.ready()
+    pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
+    await pools["rollout"].wake()
+    return await ask_all(prompts, pools["rollout"], sampling, config)
 
 
 async def ask_all(
     prompts: list[data.Prompt], pool: Pool, sampling: Sampling, config: Config
 ) -> list[list[Answer]]:
     """The answers to each prompt. UserError as soon as no engine is left to ask."""
-    asked = [asyncio.create_task(ask(n, p, pool, sampling, config)) for n, p in enumerate(prompts)]
     tasks = Tasks()
-    tasks.running |= enumerate(asked)
+    for number, prompt in enumerate(prompts):
+        tasks.start(number, ask(number, prompt, pool, sampling, config))
+    asked = list(tasks.running.values())
     while tasks.running:
         pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
         await tasks.poll()
@@ -80,57 +72,43 @@ async def ask_all(
 async def ask(
     number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config
 ) -> list[Answer]:
-    rules = [sampling] * config.samples + [dataclasses.replace(sampling, temperature=0.0)]
-    images, limit, requests = prompt.images(), sampling.max_new_tokens, []
-    for index, rule in enumerate(rules):
+    greedy = dataclasses.replace(sampling, temperature=0.0)
+    images = prompt.images()
+    requests = []
+    for index, rule in enumerate([sampling] * config.samples + [greedy]):
         seed = seed_of(config.seed, "eval", number, index)
-        requests.append(Request(prompt.tokens, rule, limit, seed, images))
+        requests.append(Request(prompt.tokens, rule, sampling.max_new_tokens, seed, images))
     found = [answer async for answer in pool.generate(requests)]
     return sorted(found, key=lambda answer: answer.index)
 
 
-async def run(config: Config) -> str:
-    """Evaluate alone in OUT. UserError for what can't be used."""
-    from training import model
-
-    model.check_models(config)
-    async with held(Path(config.out), print):
-        await evaluate(config)
-    return ""
-
-
-async def evaluate(config: Config) -> None:
-    """Write OUT/eval.json and OUT/answers.jsonl, print the figures. UserError for what can't be used."""
-    tokenizer, reader = data.load_tokenizer(config.model), reader_of(config.model)
+async def evaluate(config: Config, fleet: Fleet, say: Callable[[str], None]) -> None:
+    """Write OUT/eval.json and OUT/answers.jsonl, say the figures. UserError for what can't be used."""
+    tokenizer = data.load_tokenizer(config.model)
+    reader = reader_of(config.model)
     problems = read_problems(config, tokenizer, reader)
     answer_of = formats_of(config)[0].answer_of
-    stop = data.stop_tokens(config.model, tokenizer, reader, print)
+    stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
-    archive(Path(config.out), print)
-    out, rows = Path(config.out), []
-    answers = await generate(config, problems, sampling)
-    for problem, row in zip(problems, answers, strict=True):
-        texts = [data.decode(tokenizer, answer.tokens) for answer in row]
-        right = [
-            answer_of(t, a.finish) == problem.answer_key for t, a in zip(texts, row, strict=True)
-        ]
-        asked = {"question": problem.question, "answer": problem.answer_key}
-        # the greedy one's is last
-        ends = {"right": right, "finish": [answer.finish for answer in row]}
-        rows.append(asked | {"greedy": texts[-1], "sampled": texts[:-1]} | ends)
+    out = Path(config.out)
+    archive(out, say)
+    answers = await generate(config, fleet, problems, sampling)
+    rows = []
+    for problem, of_problem in zip(problems, answers, strict=True):
+        texts = [data.decode(tokenizer, answer.tokens) for answer in of_problem]
+        finish = [answer.finish for answer in of_problem]
+        found = map(answer_of, texts, finish)
+        right = [answer == problem.answer_key for answer in found]
+        row = {"question": problem.question, "answer": problem.answer_key, "greedy": texts[-1]}
+        rows.append(row | {"sampled": texts[:-1], "right": right, "finish": finish})
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
-    for k in (2**n for n in range(config.samples.bit_length())):
-        passed = (pass_at_k(config.samples, sum(row["right"][:-1]), k) for row in rows)
-        figures[f"eval/pass@{k}"] = fmean(passed)
+    for power in range(config.samples.bit_length()):
+        passed = [pass_at_k(config.samples, sum(row["right"][:-1]), 2**power) for row in rows]
+        figures[f"eval/pass@{2**power}"] = fmean(passed)
     facts = figures | {"prompts": len(problems), "config": dataclasses.asdict(config)}
     (out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
     (out / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = "  ".join(
-        f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()
-    )
-    print(
-        printable(
-            f"{config.model}: {shown}  ({len(problems)} prompts, {config.samples} samples each)"
-        )
-    )
-    print(f"wrote {out}/", flush=True)
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()]
+    counts = f"({len(problems)} prompts, {config.samples} samples each)"
+    say(f"{config.model}: {'  '.join(shown)}  {counts}")
+    say(f"wrote {out}/")

@@ -1,10 +1,9 @@
-"""About how much memory a run takes: what each model holds, and whether that fits the devices."""
+"""The memory that a run takes, about: what each model holds, and whether that fits the devices."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from itertools import chain
 from math import prod
 
 import psutil
@@ -38,13 +37,18 @@ Parts = dict[str, int]  # bytes
 Models = dict[str, Parts]  # by their names
 
 
+def total(parts: Parts) -> int:
+    return sum(parts.values())
+
+
 def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
-    """Lines: what a rank's part of each trainer takes, what an engine on each of its ranks; if it fits."""
-    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    """The lines of --dry-run: a rank's part of each trainer, an engine on each of its ranks; if all fits."""
+    trainers = trainers_of(config, ranks)
+    engines = engines_of(config)
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
     for name, parts in (trainers | engines).items():
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in parts.items())
-        lines.append(f"    {name}: {each}; together {sum(parts.values()) / 1e6:.1f}")
+        lines.append(f"    {name}: {each}; together {total(parts) / 1e6:.1f}")
     if config.device == "cpu":
         lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and server")
         return [*lines, on_this_machine(plans, ranks, trainers, engines)]
@@ -52,27 +56,30 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
 
 
 def trainers_of(config: Config, ranks: int) -> Models:
-    """What each trainer holds of a device while it learns, and the host's copy of the reference."""
-    algorithm, dp = algorithm_of(config), ranks // (config.tp * config.cp * config.pp)
+    """Each trainer's part of a device while it learns, and the host's copy of the reference."""
+    algorithm = algorithm_of(config)
+    dp = ranks // (config.tp * config.cp * config.pp)
     shapes, _ = read_model(config.model, config)
     actor = trainer_parts(shapes, config, dp)
     if config.rollout_only:
         return {"actor": actor | {"activations": 0, "loss": 0}}
-    own = read_model(config.critic, config)[0] if config.critic else shapes
-    critic = trainer_parts(own, config, dp)
-    rows = {"actor": actor} | {f"{name} critic": critic | {"loss": 0} for name in algorithm.critics}
+    rows = {"actor": actor}
+    for name in algorithm.critics:
+        shapes, _ = read_model(config.critic or config.model, config)
+        rows[f"{name} critic"] = trainer_parts(shapes, config, dp) | {"loss": 0}
     if algorithm.kl_coef:
         rows[REFERENCE] = {"weights": actor["weights"]}
     return rows
 
 
 def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
-    """Of one rank, as if tensor and pipeline parallelism cut all tensors evenly."""
-    size, count = BYTES[config.dtype], sum(map(prod, shapes.values())) // (config.tp * config.pp)
-    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
+    """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly."""
     from training.lm_head import CHUNK_BYTES
 
+    size = BYTES[config.dtype]
+    count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
+    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
+    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
@@ -82,7 +89,7 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
 
 
 def activations(shapes: Shapes, config: Config) -> int:
-    """Of the full micro-batches that a pipeline's first rank keeps, interleaved more; without a tower's."""
+    """The full micro-batches that a pipeline's first rank keeps, interleaved more; without a tower's."""
     inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
     rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
@@ -94,25 +101,26 @@ def activations(shapes: Shapes, config: Config) -> int:
     parts = zip(KEPT[config.dtype], widths, cuts, strict=True)
     kept = sum(size * width // cut for size, width, cut in parts)
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
-        kept, layers = layers * BYTES[config.dtype] * widths[0] // whole + kept, 1
+        kept += layers * BYTES[config.dtype] * widths[0] // whole
+        layers = 1
     per_rank = schedule_of(config).stages_per_rank
     more = (config.pp - 1) / (config.pp * per_rank) if per_rank > 1 else 0.0
     return int((1 + more) * kept * layers) * config.max_tokens_per_micro_batch // config.cp
 
 
 def embedding(shapes: Shapes) -> list[int]:
-    """[vocabulary, hidden]; where it stands among the names is the family's."""
+    """The shape [vocabulary, hidden]; where it stands among the names is the family's."""
     return next(shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
 
 
 def engines_of(config: Config) -> Models:
-    """What an awake engine needs at least on each of its ranks. With CUDA its KV cache takes more."""
+    """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
     if config.train_only:
         return {}
-    rows = {}
-    for role, path in [("rollout", config.model), *(("genrm", p) for p in config.judge_models)]:
-        tp = vars(config)[f"{role}_tp"]
-        rows[f"{role} {path}"] = engine_parts(*read_model(path, config), config, tp)
+    policy = engine_parts(*read_model(config.model, config), config, config.rollout_tp)
+    rows = {f"rollout {config.model}": policy}
+    for path in config.judge_models:
+        rows[f"genrm {path}"] = engine_parts(*read_model(path, config), config, config.genrm_tp)
     return rows
 
 
@@ -126,24 +134,24 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
 
 
 def read_model(path: str, config: Config) -> tuple[Shapes, int]:
-    """Tensors and context of a model's directory."""
+    """Read the tensors' shapes and the context of a model's directory."""
     return hf_directory.checkpoint_shapes(path), server.context_length(path, config)
 
 
 def on_this_machine(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:
-    """Of the processes and models of all ranks, if they are on this machine."""
-    needed = ranks * (PROCESS + sum(sum(parts.values()) for parts in trainers.values()))
+    """A line on the processes and models of all ranks, if they are on this machine."""
+    needed = ranks * (PROCESS + sum(map(total, trainers.values())))
     for role in ("rollout", "genrm"):
-        sizes = [sum(parts.values()) for name, parts in engines.items() if name.startswith(role)]
-        largest = max(sizes, default=0)
-        needed += len({rank for plan in plans for rank in plan.leads(role)}) * (PROCESS + largest)
+        sizes = [total(parts) for name, parts in engines.items() if name.startswith(role)]
+        leads = {rank for plan in plans for rank in plan.leads(role)}
+        needed += len(leads) * (PROCESS + max(sizes, default=0))
     free = psutil.virtual_memory().available
     fits = "fit into" if needed <= free else "DON'T FIT INTO"
     return f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"
 
 
 def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
-    """Of a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
+    """A line on a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
     states = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
     held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
     for name, parts in engines.items():
@@ -151,21 +159,24 @@ def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Mo
             held["pinned"] += parts["weights"]
     held["processes"] = PROCESS + SERVER * engines_on_a_device(plans)
     shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in held.items())
-    return f"  the host holds for each rank at most {sum(held.values()) / 1e9:.1f} GB: {shown}"
+    return f"  the host holds for each rank at most {total(held) / 1e9:.1f} GB: {shown}"
 
 
 def engines_on_a_device(plans: list[Plan]) -> int:
-    """How many engines have a process on a rank's device, in any of the plans; they take turns there."""
-    roles = ({rank for plan in plans for rank in vars(plan)[role]} for role in ("rollout", "genrm"))
-    return max(Counter(chain(*roles)).values(), default=0)
+    """The most engines with a process on one device, in any of the plans; they take turns there."""
+    counts = Counter()
+    for role in ("rollout", "genrm"):
+        counts.update({rank for plan in plans for rank in vars(plan)[role]})
+    return max(counts.values(), default=0)
 
 
 def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """A line for this machine's devices, or where it has none for each of SIZES."""
     from torch import cuda
 
-    lines, here = [], [cuda.get_device_properties(0).total_memory] if cuda.is_available() else []
-    for size in here or SIZES:
+    sizes = [cuda.get_device_properties(0).total_memory] if cuda.is_available() else SIZES
+    lines = []
+    for size in sizes:
         peaks = peaks_of(config, plans, ranks, size)
         shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
         fits = "takes it" if max(peaks.values()) <= size else "IS TOO SMALL"
@@ -174,7 +185,7 @@ def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
 
 
 def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
-    """UserError if this rank's GPU is too small for the loop, as `peaks_of` has it. See --memory-check."""
+    """Raise UserError if this rank's GPU is too small for the loop, by `peaks_of`. See --memory-check."""
     if config.device == "cpu" or not config.memory_check:
         return
     from torch import cuda
@@ -192,19 +203,21 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    trainers = trainers_of(config, ranks)
+    engines = engines_of(config)
     actor = trainers["actor"]
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
-    fraction, peaks = config.mem_fraction, {}
+    peaks = {}
+    share = config.mem_fraction * device
     for name, parts in engines.items():  # one that needs more than its share doesn't start
-        needed, share = sum(parts.values()), fraction * device
-        peaks[f"serving {name}"] = share if needed <= share else needed / fraction
+        needed = total(parts)
+        peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
     if REFERENCE in trainers:
         peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
-    learners = {name: parts for name, parts in trainers.items() if name != REFERENCE}
-    needs = {f"training the {name}": sum(parts.values()) for name, parts in learners.items()}
+    learners = [name for name in trainers if name != REFERENCE]
+    needs = {f"training the {name}": total(trainers[name]) for name in learners}
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
-    peaks |= {"training all models": sum(needs.values())} if fuses else needs
+    peaks |= {"training all models": total(needs)} if fuses else needs
     if engines:
         copies = 2 if config.tp * config.pp > 1 else 1  # flat, and gathered whole before
         pushed = copies * bucket_bytes(config)
@@ -215,7 +228,7 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
 
 
 def bucket_bytes(config: Config) -> int:
-    """Of weights on their way to an engine, at most: a bucket with its last tensor."""
+    """The most weights on their way to an engine: a bucket with its last tensor."""
     shapes, _ = read_model(config.model, config)
     sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
     return min(sum(sizes), server.BUCKET_BYTES + max(sizes))

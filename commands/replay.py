@@ -39,16 +39,18 @@ class Replay:
 
     def __init__(self, path: Path, name: str):
         """name: of the algorithm. UserError names the file, and the line that isn't a sample of its."""
-        self._path, self._steps = path, read_replay(path, name)
+        self._path = path
+        self._steps = read_replay(path, name)
 
     async def collect(self, c: Controller) -> RolloutBatch:
         """This controller's share of a step: whole groups (collective). UserError if there is none."""
         follow(c, await sync_controllers(c, 0))
-        left, actor = c.config.steps - c.state.step, c.placement.actor
+        left = c.config.steps - c.state.step
         if len(self._steps) < left:
             held = f"--replay {self._path} holds {len(self._steps)} steps"
             raise UserError(f"{held}, but {left} are left up to --steps {c.config.steps}")
         samples = self._steps.pop(0)
+        actor = c.placement.actor
         newest = max((version for sample in samples for version in sample.versions), default=0)
         if newest > actor.version:
             newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
@@ -56,10 +58,8 @@ class Replay:
         by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
         groups = [list(group) for _, group in by_prompt]
         mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
-        seconds = dict(serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
-        stats = StepStats(
-            c.placement.plan.split, RequestStats(), RequestStats(), waves=0, **seconds
-        )
+        unserved = dict(waves=0, serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
+        stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), **unserved)
         return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 

@@ -39,7 +39,8 @@ def choose_device(config: Config) -> None:
 
     if not cuda.is_available():
         raise UserError(why_unusable() or "--device cuda: torch finds no device on this machine")
-    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = cuda.device_count()
     if ranks > devices:
         needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
@@ -54,7 +55,7 @@ def choose_device(config: Config) -> None:
 
 
 class Tool(NamedTuple):
-    """What a run needs beside Python: its name, how to get it."""
+    """Something that a run needs beside Python: its name, how to get it."""
 
     name: str
     install: str
@@ -62,14 +63,13 @@ class Tool(NamedTuple):
 
 
 def tools(config: Config) -> list[Tool]:
-    """What torch compiles kernels with, and engines, if the run starts any."""
+    """The tools that torch compiles kernels with, and engines, if the run starts any."""
     headers = Path(sysconfig.get_paths()["include"])
-    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev, for {headers}"
+    has_headers = Path(headers, "Python.h").is_file()
     rows = [
         Tool("C++20", "apt install g++", has_cpp20()),
-        Tool(
-            "Python.h", f"apt install {package}, for {headers}", Path(headers, "Python.h").is_file()
-        ),
+        Tool("Python.h", f"apt install {package}", has_headers),
     ]
     if config.asks_engines:
         has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
@@ -84,7 +84,7 @@ def tools(config: Config) -> list[Tool]:
 
 
 def has_nvcc() -> bool:
-    """Where SGLang looks."""
+    """True if nvcc is where SGLang looks."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if not named and shutil.which("nvcc"):
         return True
@@ -100,14 +100,14 @@ def has_cpp20() -> bool:
 
 
 def cuda_libraries() -> list[str]:
-    """Folders of the CUDA runtime that pip installed. Torch knows them, the loader of a preload doesn't."""
+    """The folders of the CUDA runtime of pip. Torch knows them, the loader of a preload doesn't."""
     package = importlib.util.find_spec("nvidia")
     roots = map(Path, package.submodule_search_locations if package else ())
     return sorted({str(file.parent) for root in roots for file in root.glob(f"*/lib/{LIBCUDART}")})
 
 
 def compute_modes() -> list[str]:
-    """Of each GPU, as its driver's tool has it: Default, Exclusive_Process, Prohibited; empty without one."""
+    """The mode of each GPU: Default, Exclusive_Process, Prohibited; empty without the driver's tool."""
     if not (tool := shutil.which("nvidia-smi")):
         return []
     query = [tool, "--query-gpu=compute_mode", "--format=csv,noheader"]

@@ -29,7 +29,8 @@ def join(config: Config) -> World:
     if not cuda:
         # ranks and engines share the cores: more threads spin on each other's
         torch.set_num_threads(1)
-    backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=config.timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, timeout=timeout, **init_method(config))
     if dist.get_rank() == 0 and not ipaddress.ip_address(config.host).is_loopback:
         what = "requests with their key, answers, samples and gradients travel unencrypted"
@@ -39,7 +40,7 @@ def join(config: Config) -> World:
 
 
 def init_method(config: Config) -> dict:
-    """How init_process_group finds the ranks, which connect between addresses of --host alone, or UserError.
+    """Let init_process_group find the ranks, which connect between addresses of --host alone, or UserError.
 
     Through a file that nobody else may read, or between machines a store of rank 0's. Not torchrun's own:
     that listens on every interface, and who writes to it can have the ranks connect to him.
@@ -51,7 +52,8 @@ def init_method(config: Config) -> dict:
         os.environ.setdefault(name, interface)
     # its buffers stay on the device; SGLang does without, too
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     if is_local():
         store = dist.FileStore(str(private_folder() / "store"), size)
     else:
@@ -60,18 +62,18 @@ def init_method(config: Config) -> dict:
 
 
 def store_of_machines(config: Config, rank: int, size: int) -> dict:
-    """What a TCPStore of several machines needs, on rank 0's --host and the port below --port."""
-    host, port, first = config.host, config.port - 1, os.environ["MASTER_ADDR"]
+    """The arguments of a TCPStore of several machines, on rank 0's --host and the port below --port."""
+    host = config.host
+    port = config.port - 1
+    first = os.environ["MASTER_ADDR"]  # rank 0's
     if ipaddress.ip_address(host).is_loopback:
-        raise UserError(
-            f"--host {host}: ranks of several machines can't meet there, name one of each"
-        )
+        problem = "ranks of several machines can't meet there, name one of each"
+        raise UserError(f"--host {host}: {problem}")
     listener = {}
     if rank == 0:
         if first != host:
-            raise UserError(
-                f"--host {host}: torchrun says {first} of rank 0: give it --local-addr {host}"
-            )
+            problem = f"torchrun says {first} of rank 0: give it --local-addr {host}"
+            raise UserError(f"--host {host}: {problem}")
         try:  # left to itself, a store would listen on every interface
             listener["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
@@ -86,9 +88,8 @@ def is_local() -> bool:
 
 def interface_of(host: str) -> str:
     """The network interface that has this address. Raises UserError if none of this machine has."""
-    names = {
-        entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries
-    }
+    interfaces = psutil.net_if_addrs().items()
+    names = {entry.address: name for name, entries in interfaces for entry in entries}
     if host not in names:
         known = ", ".join(sorted(names))
         raise UserError(f"--host {host} is not an address of this machine; it has {known}")
@@ -101,9 +102,8 @@ def private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise UserError(
-            f"{folder} is open to others, and the ranks of this run would meet there: remove it"
-        )
+        problem = "is open to others, and the ranks of this run would meet there"
+        raise UserError(f"{folder} {problem}: remove it")
     hold(folder)
     return folder
 
@@ -118,8 +118,9 @@ def hold(folder: Path) -> int:
 
 @functools.cache  # a rank whose launcher died has another parent
 def launcher_folder() -> Path:
-    """The same for all ranks that one launcher started, another one after a restart."""
-    launcher, attempt = os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """The folder of all ranks that one launcher started, another one after a restart."""
+    launcher = os.getppid()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # ticks since the boot
     born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}-{attempt}")
@@ -127,7 +128,7 @@ def launcher_folder() -> Path:
 
 def close() -> None:
     """Remove the run's own folder, if this rank is the last: the others still read there who was late."""
-    # who asks in vain has lost the lock, too
+    # a rank that asks in vain has lost its lock, too
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(hold(launcher_folder()), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(launcher_folder(), ignore_errors=True)

@@ -35,13 +35,12 @@ GONE_S = 10.0  # for gloo to tell those who wait for a rank that is gone
 
 @dataclass
 class Stop:
-    """What signals have asked of this process. They set it, the training loop reads `asked`."""
+    """The requests of signals to this process. They set it, the training loop reads `asked`."""
 
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
     time: float = 0.0  # when it came
-    # this machine's ranks that train: process id
-    neighbours: dict[int, int] = field(default_factory=dict)
+    neighbours: dict[int, int] = field(default_factory=dict)  # process ids of this machine's ranks
     reason: str = "interrupted"  # what the process says if it leaves before it is done
 
     async def until_all_are_ready(self, world: World) -> None:
@@ -54,7 +53,7 @@ class Stop:
 
 
 def prepare() -> None:
-    """At the very start of a rank: it ends with its launcher, opens many files, hears no warnings."""
+    """Begin a rank: it ends with its launcher, opens many files, hears no warnings."""
     die_with_parent(signal.SIGTERM)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
@@ -77,12 +76,15 @@ def die_with_parent(number: int) -> None:
 
 async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
     """Run the work and return its result. A signal is noted in `stop`, or cancels it with every `finally`."""
-    task, watches = asyncio.ensure_future(work), []
+    task = asyncio.ensure_future(work)
+    watches = []  # referred to, else they may be collected while they run
 
     def on_signal(number: int) -> None:
-        is_first, now = not stop.asked, time.monotonic()
+        now = time.monotonic()
+        is_first = not stop.asked
         if is_first:
-            stop.asked, stop.time = number, now
+            stop.asked = number
+            stop.time = now
         if (is_first and not stop.graceful) or now - stop.time > ECHO_S:
             task.cancel()
         elif is_first:
@@ -135,6 +137,6 @@ def exit_now(status: int, line: str) -> NoReturn:
 
 
 def reported_file() -> Path | None:
-    """There once a rank has said why the run ends: in the folder that torchrun made for this attempt."""
+    """The mark that a rank has said why the run ends: in the folder that torchrun made for this attempt."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path).parents[1] / "reported" if path else None

@@ -1,4 +1,4 @@
-"""What SGLang's wheels need of a machine. `python runtime/supported.py` says in one line what it lacks."""
+"""The needs of SGLang's wheels. `python runtime/supported.py` says in one line what a machine lacks."""
 
 # no annotations here: an old Python has to get as far as its own sentence
 import platform

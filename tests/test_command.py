@@ -19,7 +19,7 @@ import config
 import data
 import models
 import run
-from commands import dry_run, evaluate, finetune
+from commands import dry_run, finetune
 from engines import fleet
 from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
@@ -67,12 +67,12 @@ def actor(tmp_path_factory):
     return models.save_model(tmp_path_factory.mktemp("own") / "actor")
 
 
-def read(actor: Path, rows: Path, *more: str) -> dict:
+def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     """All that a rank reads of models and prompts before a start; parts of a controller."""
     given = ["--model", str(actor), "--rule", "right", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    return run.load_inputs(settings, print)[-1]
+    return run.load_inputs(settings, print)
 
 
 def saying(**more):
@@ -177,7 +177,8 @@ def test_every_command_looks_at_its_model(tmp_path, command):
     with pytest.raises(config.UserError, match=r"--model .*: architectures"):
         if command == "rl":
             dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
-        work = evaluate.run(settings) if command == "eval" else finetune.prepare(settings, 0, print)
+        is_eval = command == "eval"
+        work = run.measure(settings) if is_eval else finetune.prepare(settings, 0, print)
         asyncio.run(work)
     assert not (tmp_path / "out").exists()
 
@@ -199,15 +200,14 @@ def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
     (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 3 + row)
     with nullcontext() if fits else pytest.raises(config.UserError, match=r"rows\.jsonl:4"):
         inputs = read(actor, tmp_path / "rows.jsonl")
-        assert inputs["greedy"] == replace(inputs["sampling"], temperature=0.0)
-        assert (inputs["sampling"].temperature, inputs["sampling"].max_new_tokens) == (1.0, 12)
+        assert inputs.greedy == replace(inputs.sampling, temperature=0.0)
+        assert (inputs.sampling.temperature, inputs.sampling.max_new_tokens) == (1.0, 12)
 
 
 @pytest.mark.parametrize(
     "ranks,arguments,message",
     [
         ("2", ["eval", "--model", "m"], "needs one engine, not 2 ranks"),
-        ("2", ["--map"], "--map belongs to --dry-run"),
         (None, ["--mode", "full"], "start with: torchrun --nproc-per-node 2"),
     ],
 )

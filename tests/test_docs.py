@@ -243,7 +243,7 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 
 def test_every_flag_that_is_named_exists():
     known = {f"--{dashed(field.name)}" for field in fields(Config)} | TORCHRUN
-    known |= {"--help", "--nodes", "--map", "--shm-size"}  # the last is of docker run
+    known |= {"--help", "--nodes", "--shm-size"}  # the last is of docker run
     switches = [
         field
         for field in fields(Config)

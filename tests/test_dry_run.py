@@ -1,7 +1,6 @@
 """What is said before a run: sizes by hand and against the real libraries, and both commands as typed."""
 
 import dataclasses
-import json
 import os
 import re
 import socket
@@ -139,9 +138,9 @@ def said(capsys, monkeypatch):
     """What a dry run prints on rank 0."""
     monkeypatch.delenv("RANK", raising=False)
 
-    def said(*arguments, ranks=2, maps=False):
+    def said(*arguments, ranks=2):
         config = parse_config(["--dry-run", *map(str, arguments)])
-        dry_run.dry_run(config, run.check_settings(config, ranks), ranks, maps)
+        dry_run.dry_run(config, run.check_settings(config, ranks), ranks)
         return capsys.readouterr().out
 
     return said
@@ -180,29 +179,6 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
     assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
     keys, width = 2 * 24, 288  # two key-value heads
     assert parts["activations"] == 2 * (40 * 96 + 12 * keys + 20 * width) * 2000
-
-
-def test_a_dry_run_with_a_map(said):
-    """The best mapping of both placements of a policy and a judge; which can be run, and how."""
-    text = said(ranks=4, maps=True)
-    shown = text[text.index("  HybridFlow's mapping by closed forms, for 4 devices of ") :]
-    assert "    a step has 128 sequences of 72 + 72 tokens; judges " in shown
-    found = re.findall(r"^    ([\d.e-]+) s = generation .*(?:\n        .*)*", shown, re.MULTILINE)
-    assert len(found) == 2 and [*map(float, found)] == sorted(map(float, found))
-    assert shown.count("|") == 3  # one between two sets, two in words
-    assert shown.endswith("--mode full --pp 1 --tp 1 --rollout-tp 1\nnothing was started\n")
-
-
-def test_a_map_has_every_model_of_the_algorithm(tmp_path):
-    save_model(tmp_path / "model")
-    path = str(tmp_path / "model")
-    safe = dict(judge=(path,), cost_judge=(path,), algorithm=("safe_rlhf", "kl_coef=0.1"))
-    hf = json.loads((tmp_path / "model" / "config.json").read_text())
-    models = dry_run.models_by_role(settings(model=path, **safe), hf)
-    assert [*models] == ["actor", "reference", "reward critic", "cost critic", "judge 1", "judge 2"]
-    actor, judge = models["actor"], models["judge 1"]
-    assert actor._replace(cuts=0) == judge and actor.cuts == 2
-    assert (actor.layers, actor.hidden, actor.kv_width) == (2, 64, 32)
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):

@@ -37,9 +37,9 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, c
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked, out = [], tmp_path / "out"
+    out.mkdir()
 
-    async def generate(config, prompts, sampling):
-        assert (tmp_path / ".out.lease").exists()  # nobody else may write there meanwhile
+    async def generate(config, fleet, prompts, sampling):
         asked.extend(prompts)
         assert sampling.stop_token_ids == (tokenizer.eos_token_id, end)
         return [[*answers_of(tokenizer, config.samples + 1)] for _ in prompts]
@@ -47,7 +47,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, c
     monkeypatch.setattr(evaluate, "generate", generate)
     given = f"--data {tmp_path}/rows.jsonl --out {out} --model {tmp_path}/model"
     given += " --judge-format addition --samples 5 --max-new-tokens 72"
-    assert asyncio.run(evaluate.run(parse_config(["eval", *given.split()]))) == ""
+    asyncio.run(evaluate.evaluate(parse_config(["eval", *given.split()]), None, print))
     encoded = [data.encode(tokenizer, row["prompt"]) for row in rows[:2]]
     assert [prompt.tokens for prompt in asked] == encoded
     found = json.loads((out / "eval.json").read_text())
