@@ -95,7 +95,7 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
     actor, rank = c.placement.actor, c.world.rank
     vars(c.state).update({name: common[name] for name in COUNTERS})
     rows = [group for own in controllers for group in own["groups"]]
-    groups = [[Sample(**row | {"media": ()}) for row in group] for group in rows]
+    groups = [[Sample.from_json(row) for row in group] for group in rows]
     c.prompts.load_state(
         common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1
     )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from images.tokens import Image
 
 Key = tuple[int, int]  # prompt_id and index of a sample
+
+
+class Outcome(NamedTuple):
+    """The worth of an answer, as the others of its group compare themselves with it."""
+
+    index: int
+    length: int  # tokens of the response
+    reward: float
+    cost: float | None
+    greedy: bool
 
 
 @dataclass
@@ -40,9 +50,8 @@ class Sample:
     verdict: bool | None = None
     reward: float | None = None
     cost: float | None = None
-    baseline: float = 0.0  # taken off the reward; by algorithms.py
-    # of its signals in its group; by algorithms.py
-    scores: dict[str, float] = field(default_factory=dict)
+    # of its group, itself among them; by rollout.py, before the answers go to different ranks
+    outcomes: list[Outcome] = field(default_factory=list)
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
     # the trainer's, under the weights at the start of the step
@@ -50,6 +59,13 @@ class Sample:
     values: dict[str, list[float]] = field(default_factory=dict)
     returns: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] | None = None
+
+    @staticmethod
+    def from_json(row: dict) -> Sample:
+        """Read fields that were written as JSON, but images, and fields that older versions had."""
+        known = {each.name: row[each.name] for each in fields(Sample) if each.name in row}
+        known["outcomes"] = [Outcome(*outcome) for outcome in row.get("outcomes", [])]
+        return Sample(**known | {"media": ()})
 
     @property
     def key(self) -> Key:

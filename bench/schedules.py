@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from actor import Actor, cross_entropy_loss
+from actor import Actor
 from bench.tables import picture, print_table, spread
 from config import Config, UserError
-from critic import Critic, returns_loss
+from critic import Critic, ValueLoss
 from examples.make_demo import models
 from reporting import timeline
 from scheduling.pipeline import SCHEDULES, base_memory, bound, evaluate, fused, read_instances
@@ -51,11 +51,12 @@ def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
 
 
 def works_of(trainers: list, count: int) -> list[executor.Work]:
-    """A pass of each model over `count` micro-batches, not yet run."""
+    """The passes of critic and actor over `count` micro-batches, not yet run."""
+    critic, actor = trainers
     packed = [[([1] * 8, [2] * (LENGTH - 8))] for _ in range(count)]
     values = torch.zeros(count * LENGTH)
-    losses = (returns_loss(values, values, 0.2), cross_entropy_loss)
-    return [next(t.step(packed, loss, (), 0.0)) for t, loss in zip(trainers, losses, strict=True)]
+    value_loss = ValueLoss(critic.read_targets, values, values, 0.2)
+    return [critic.work(packed, value_loss), actor.work(packed, actor.cross_entropy_loss)]
 
 
 def run_once(trainers: list, count: int, schedule: str) -> tuple[float, float]:
@@ -83,7 +84,7 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
         )
     )
     for count in given.micro_batches:
-        pipes = [work.pipe(trainers[0].durations[0]) for work in works_of(trainers, count)]
+        pipes = [work.pipe() for work in works_of(trainers, count)]
         planned = {
             name: evaluate(pipes, SCHEDULES[name].table(pipes)).latency for name in (SERIAL, FUSED)
         }
@@ -104,7 +105,15 @@ def report(count: int, planned: dict[str, float], runs: dict[str, list], pipes: 
     for name, measured in runs.items():
         seconds, waited = zip(*measured, strict=True)
         by_table = f"{1 - busy / planned[name]:.3f}"
-        rows.append([name, spread(seconds, 3), f"{planned[name]:g}", spread(waited, 3), by_table])
+        rows.append(
+            [
+                name,
+                spread(seconds, 3),
+                f"{planned[name] / pipes[0].forward:g}",
+                spread(waited, 3),
+                by_table,
+            ]
+        )
     print_table([f"{count} micro-batches", "seconds", "the table's", "bubble", "the table's"], rows)
     measured = median(s for s, _ in runs[FUSED]) / median(s for s, _ in runs[SERIAL])
     expected = planned[FUSED] / planned[SERIAL]

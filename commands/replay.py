@@ -74,6 +74,6 @@ def read_replay(path: Path, name: str) -> list[list[Sample]]:
             raise UserError(
                 f"--replay {path}:{number}: served for --algorithm {served}, not {name}"
             )
-        by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
+        by_step.setdefault(row.pop("step"), []).append(Sample.from_json(row))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

@@ -7,7 +7,6 @@ micro-data-parallel group and gather among themselves; each takes the part of it
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,8 +86,8 @@ class Gathering:
     They and their like in the other stages are a micro-data-parallel group.
     """
 
-    def __init__(self, chunks: list[GPTModel], near: ProcessGroup):
-        self.chunks, self.near, self.received = chunks, near, 0
+    def __init__(self, gpt: GPTModel, near: ProcessGroup):
+        self.gpt, self.near, self.received = gpt, near, 0
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -98,14 +97,11 @@ class Gathering:
         Stages take turns to broadcast theirs, so that every rank yields every tensor, in the same order. The
         tensors may be views of the live weights: use or copy them before the next update.
         """
-        stages, config = self.chunks[0].pg_collection.pp, self.chunks[0].config
-        like = {"dtype": config.params_dtype, "device": next(self.chunks[0].parameters()).device}
+        gpt, stages, config = self.gpt, self.gpt.pg_collection.pp, self.gpt.config
+        like = {"dtype": config.params_dtype, "device": next(gpt.parameters()).device}
         self.received = 0
-        # in the stages' order
-        for chunk, source in itertools.product(self.chunks, range(stages.size())):
-            mine = {
-                name: p for name, p in global_parameters(chunk) if not is_tied_copy(chunk, name)
-            }
+        mine = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
+        for source in range(stages.size()):
             own = source == stages.rank()
             listing = [
                 [(name, self._shape(param)) for name, param in mine.items()] if own else None
@@ -117,9 +113,7 @@ class Gathering:
                 if stages.size() > 1:
                     dist.broadcast(part, group=stages, group_src=source)
                     self.received += 0 if own else part.nbytes
-                yield from zip(
-                    hf_names(name, chunk.family), unfuse(name, part, config), strict=True
-                )
+                yield from zip(hf_names(name, gpt.family), unfuse(name, part, config), strict=True)
 
     def _part(self, name: str, param: torch.nn.Parameter) -> Tensor:
         """Of one of this stage's parameters (collective: `near`)."""

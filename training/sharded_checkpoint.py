@@ -82,11 +82,8 @@ def metadata() -> dict:
 
 
 def state_of(trainer: Trainer) -> dict:
-    """The model's tensors. Each says where it belongs: the names of the chunks aren't in a checkpoint."""
-    chunks = enumerate(trainer.chunks)
-    return {
-        f"chunk_{number}": chunk.sharded_state_dict(metadata=metadata()) for number, chunk in chunks
-    }
+    """The model's tensors. Each says where it belongs: this name isn't in a checkpoint."""
+    return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata())}
 
 
 class CommonLater(TorchCommonSaveStrategy):
@@ -158,7 +155,7 @@ def plan_save(
     """
     model = state_of(trainer)
     common, strategy = CommonLater("torch", 1), PlanOnly(optimizer_boxes(trainer, model))
-    state = {"version": trainer.version, "measured": trainer.measured, "model": model}
+    state = {"version": trainer.version, "model": model}
     state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
     which = (strategies.StrategyAction.SAVE_COMMON, "torch", 1)
@@ -273,7 +270,6 @@ def load(trainer: Trainer, folder: Path) -> None:
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
     template = {"version": trainer.version, "model": model, "optimizer": optimizer}
     loaded = dist_checkpointing.load(template, str(folder))
-    for number, chunk in enumerate(trainer.chunks):
-        chunk.load_state_dict(loaded["model"][f"chunk_{number}"])
+    trainer.gpt.load_state_dict(loaded["model"]["gpt"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
-    trainer.version, trainer.measured = loaded["version"], loaded.get("measured", [])
+    trainer.version = loaded["version"]
