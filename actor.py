@@ -31,8 +31,8 @@ from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.trainer import LossSums, Trainer, all_reduce, as_sequences, loss_sums, means, totals
 
-# Trainer and engine may differ by this much in the mean over tokens. Single tokens are far apart
-# in bfloat16, and say little.
+# Trainer and engine may differ by this much in the mean over tokens. Single tokens are far apart in bfloat16,
+# and say little.
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 # Statistics of a micro-batch: sums over its targets, reported as means over tokens, and others.
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
@@ -118,8 +118,7 @@ class Actor(Trainer):
         packed = []
         for chosen in self.pack(mine):
             packed.append([mine[index] for index in chosen])
-        # as many micro-batches on every rank: with other tables replicas would sum gradients in
-        # another order
+        # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
         most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
         while len(packed) < most["count"]:
             packed.append([])
@@ -137,7 +136,7 @@ class Actor(Trainer):
         return self._read(batch, hidden, 1.0)[0]
 
     def read_with_entropy(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read_targets`, and entropies, which have a gradient if they are in the loss."""
+        """Log-probabilities, and entropies, which have a gradient if they are in the loss: [targets]."""
         entropy_learns = self.algorithm.entropy_coef > 0
         return self._read(batch, hidden, self.config.temperature, entropy_learns)
 
@@ -166,7 +165,7 @@ class Actor(Trainer):
 
 @dataclass
 class PackedTargets:
-    """What is known of a mini-batch's response tokens: [slots], see packing.MicroBatch."""
+    """The columns of a mini-batch's response tokens: [slots], see packing.MicroBatch."""
 
     engine_logprobs: Tensor  # under the weights that wrote the token
     advantages: Tensor
@@ -205,7 +204,7 @@ def pack_targets(
         columns["sequence"] += [number] * length
         columns["lengths"].append(length)
         if proximal:
-            known = proximal.get(sample.key, sample.logprobs)
+            known = proximal.get(sample.key, sample.logprobs)  # no others if all of it is fresh
             columns.setdefault("proximal_logprobs", []).extend(known)
         if sample.reference_logprobs is not None:
             columns.setdefault("reference_logprobs", []).extend(sample.reference_logprobs)
@@ -217,14 +216,13 @@ def pack_targets(
     return PackedTargets(**tensors)
 
 
+@dataclass
 class PolicyLoss:
     """The loss of a mini-batch: the algorithm's, importance weights, KL and entropy."""
 
-    def __init__(self, read: Callable, targets: PackedTargets, algorithm: Algorithm):
-        """read: see Actor.read_with_entropy."""
-        self.read = read
-        self.targets = targets
-        self.algorithm = algorithm
+    read: Callable  # see Actor.read_with_entropy
+    targets: PackedTargets
+    algorithm: Algorithm
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp, cp)."""
@@ -267,7 +265,7 @@ class PolicyLoss:
 
 
 class Correction(NamedTuple):
-    """How a token's loss is corrected for the weights, and the numbers, that it was sampled with."""
+    """The correction of each target for the weights, and the numbers, that it was sampled with."""
 
     old_logprobs: Tensor  # the log-probability that the ratio of the algorithm's loss is to
     weights: Tensor  # the importance weight of its loss

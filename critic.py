@@ -1,12 +1,13 @@
 """A value model: what return to expect from every token on, learned beside the policy.
 
-It is the policy's architecture with one number a token in place of the logits, predicted where the
-policy predicts the token: the value of the state before it is written.
+It is the policy's architecture with one number a token in place of the logits, predicted where the policy
+predicts the token: the value of the state before it is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -40,7 +41,7 @@ class ValueHead(torch.nn.Module):
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
-        """As Megatron calls an output layer, which may also return a bias."""
+        """Return values, and None for the bias that an output layer of Megatron's may have."""
         if self.config.sequence_parallel:
             # every rank makes all values: their gradients are equal, and must not be summed
             gather = models.gather_from_sequence_parallel_region
@@ -128,8 +129,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """The clipped squared error of each token, and whether the clip cut its gradient: [tokens].
 
-    loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved
-    by more than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
+    loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
+    than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
     """
     # bit for bit `values` inside
     clipped_values = values.clamp(old_values - clip, old_values + clip)
@@ -138,15 +139,14 @@ def value_loss(
     return plain.maximum(clipped) / 2, clipped > plain
 
 
+@dataclass
 class ValueLoss:
-    """`value_loss` of a mini-batch's targets."""
+    """The loss of a mini-batch: `value_loss` of its targets."""
 
-    def __init__(self, read: Read, returns: Tensor, old_values: Tensor, clip: float):
-        """read: the values; returns, old_values: [slots], see packing.MicroBatch."""
-        self.read = read
-        self.returns = returns
-        self.old_values = old_values
-        self.clip = clip
+    read: Read  # the values
+    returns: Tensor  # [slots], see packing.MicroBatch
+    old_values: Tensor  # [slots]
+    clip: float
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch, from the model's output."""

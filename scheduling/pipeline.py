@@ -4,8 +4,8 @@ A schedule makes a `Table` of the `Pipe`s that an optimizer step trains; one exe
 
 `1f1b`: PipeDream-Flush, pipe after pipe (in Megatron-LM's form, arXiv 2104.04473, section 2.2). `fused`: all
 pipes in one table, where those that run in opposite directions fill each other's idle time (RLHFuse, arXiv
-2409.13221, section 5; it searches by simulated annealing, here it is list scheduling).
-`python -m bench.schedules` shows what it gains.
+2409.13221, section 5; it searches by simulated annealing, here it is list scheduling). `python -m
+bench.schedules` shows what it gains.
 """
 
 from __future__ import annotations
@@ -74,11 +74,8 @@ def needs(pipes: Sequence[Pipe], task: Task) -> list[Task]:
 def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
     """Run each rank's tasks in order, each as soon as what it needs has ended; messages take no time.
 
-    ValueError if the table is not of these pipes' tasks, each once, or if ranks wait for each other.
+    ValueError if ranks wait for each other.
     """
-    if [sorted(tasks) for tasks in table] != all_tasks(pipes):
-        wrong = "lacks tasks, repeats them or has them on other ranks"
-        raise ValueError(f"a pipeline schedule that {wrong}")
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
     free = [0.0] * len(table)  # when each rank has run all that it has begun
@@ -101,18 +98,8 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
     return Evaluation(max(free), peak, starts)
 
 
-def all_tasks(pipes: Sequence[Pipe]) -> Table:
-    """The tasks of each rank, sorted."""
-    table = empty_table(pipes)
-    for number, pipe in enumerate(pipes):
-        for stage, rank in enumerate(pipe.ranks):
-            for backward in (False, True):
-                for micro_batch in range(pipe.micro_batches):
-                    table[rank].append(Task(number, stage, backward, micro_batch))
-    return table
-
-
 def empty_table(pipes: Sequence[Pipe]) -> Table:
+    """A table without tasks, of all ranks."""
     ranks = chain.from_iterable(pipe.ranks for pipe in pipes)
     return [[] for _ in range(1 + max(ranks))]
 
@@ -122,11 +109,10 @@ def bound(pipes: Sequence[Pipe]) -> float:
 
     A rank waits for the fill, and for the drain, of the pipe whose stage here is reached first.
     """
-    alone = []
+    most = 0.0
     for pipe in pipes:
         steps = pipe.micro_batches + len(pipe.ranks) - 1
-        alone.append(steps * (pipe.forward + pipe.backward))
-    most = max(alone)
+        most = max(most, steps * (pipe.forward + pipe.backward))
     for rank in set(chain.from_iterable(pipe.ranks for pipe in pipes)):
         here = [pipe for pipe in pipes if rank in pipe.ranks]
         work = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe in here)
@@ -142,11 +128,9 @@ def base_memory(pipes: Sequence[Pipe]) -> float:
 
 
 def one_after_another(pipes: Sequence[Pipe]) -> Table:
-    """1F1B. A rank begins with the next pipe as soon as it can. ValueError if it has two stages of one."""
+    """1F1B. A rank begins with the next pipe as soon as it can."""
     table = empty_table(pipes)
     for number, pipe in enumerate(pipes):
-        if len(set(pipe.ranks)) < len(pipe.ranks):
-            raise ValueError(f"pipe {number} has several stages on a rank")
         micro_batches = range(pipe.micro_batches)
         for stage, rank in enumerate(pipe.ranks):
             forwards = [Task(number, stage, False, i) for i in micro_batches]
@@ -200,7 +184,7 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
     fastest = evaluate(pipes, best).latency
     target = bound(pipes) * (1 + EPSILON)
     most_memory = MOST_MEMORY * base_memory(pipes)
-    lanes, mirrored = lanes_of(pipes)
+    lanes = lanes_of(pipes)
     rng = random.Random(seed)
     stuck = STUCK
     for _ in range(TRIES):
@@ -212,6 +196,7 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
             stuck = 0
         # not gauss: logarithms may differ in the last digit between machines, and then their tables would
         shifts = [rng.uniform(-reach, reach) for _ in pipes]
+        mirrored = mirror(lanes)
         urgency = []
         for lane, ends in zip(mirrored, reversed(now.ends), strict=True):
             urgency.append([shifts[lane.pipe] - end for end in reversed(ends)])
@@ -223,15 +208,15 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
         if tried and tried.latency <= now.latency:
             now = tried
             reach = NEAR * target
-            lanes, mirrored = mirrored, lanes
+            lanes = mirrored
             if now.latency < fastest:
                 fastest = now.latency
                 best = table_of(pipes, lanes, now.order)
     return best
 
 
-def lanes_of(pipes: tuple[Pipe, ...]) -> tuple[list[Lane], list[Lane]]:
-    """All lanes, and the same seen from the end: the last first, where memory is taken up, not given back."""
+def lanes_of(pipes: tuple[Pipe, ...]) -> list[Lane]:
+    """All lanes: the stages of each pipe, forward, then back."""
     lanes = []
     for number, pipe in enumerate(pipes):
         stages = list(enumerate(pipe.ranks))
@@ -239,7 +224,12 @@ def lanes_of(pipes: tuple[Pipe, ...]) -> tuple[list[Lane], list[Lane]]:
             lanes.append(Lane(number, stage, False, rank, pipe.forward, pipe.memory))
         for stage, rank in reversed(stages):
             lanes.append(Lane(number, stage, True, rank, pipe.backward, -pipe.memory))
-    return lanes, [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
+    return lanes
+
+
+def mirror(lanes: list[Lane]) -> list[Lane]:
+    """The lanes seen from the end: what gave memory back takes it up."""
+    return [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
 
 
 def alone(pipes: tuple[Pipe, ...], lanes: list[Lane]) -> list[list[float]]:

@@ -42,26 +42,9 @@ def test_1f1b_by_hand():
     assert [starts[task] for task in table[1]] == [1, 2, 4, 5, 7, 8]
 
 
-@pytest.mark.parametrize("make", [pipeline.one_after_another, fused])
-def test_a_pipe_that_is_not_for_a_schedule(make):
-    with pytest.raises(ValueError, match="pipe 0 has several stages on a rank"):
-        make([Pipe((0, 1, 0, 1), 4)])
-
-
-OTHERS = "lacks tasks, repeats them or has them on other ranks"
-WRONG_TABLES = [
-    (("F00", "F10 B10"), OTHERS),  # lacks a task
-    (("F00 B00 B00", "F10 B10"), OTHERS),  # repeats one
-    (("F00 B00 F10", "B10"), OTHERS),  # has one on another rank
-    (("F00 B00", "F10 B10", ""), OTHERS),  # has a rank too many
-    (("F00 B00", "B10 F10"), "ranks wait for each other"),
-]
-
-
-@pytest.mark.parametrize("ranks,message", WRONG_TABLES)
-def test_a_table_that_cannot_be_run(ranks, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate([Pipe((0, 1), 1)], table_from(*ranks))
+def test_a_table_that_cannot_be_run():
+    with pytest.raises(ValueError, match="ranks wait for each other"):
+        evaluate([Pipe((0, 1), 1)], table_from("F00 B00", "B10 F10"))
 
 
 def check_order(pipes: list[Pipe], table) -> None:

@@ -1,30 +1,28 @@
 """Runs tables of pipeline passes: Megatron-Core's passes of one stage, messages in between.
 
-How models learn: `Trainer.updating` is a generator. For each optimizer step it yields a `Work`,
-micro-batches and their losses; when it is resumed, `run` has left the gradient in DDP, and it takes
-the step. `Trainer.update` resumes the generators of all models that learn side by side, and runs
-what they yielded as one table. So actor and critic share a pipeline, and don't know each other:
+How models learn: `Trainer.updating` is a generator. For each optimizer step it yields a `Work`, micro-batches
+and their losses; when it is resumed, `run` has left the gradient in DDP, and it takes the step.
+`Trainer.update` resumes the generators of all models that learn side by side, and runs what they yielded as
+one table. So actor and critic share a pipeline, and don't know each other:
 
     Trainer.update             run          run          run
     actor.updating    yield Work   step, yield   step, return
     critic.updating   yield Work   step, yield   step, yield   step, return
 
-Megatron's own schedules run one model in one order. Here any table of scheduling/pipeline.py is
-run, of one model or of several that share the ranks. In every table a stage takes a model's
-micro-batches in the order of their numbers, and no model's gradient depends on another's: so tables
-differ in time, and in no bit.
+Megatron's own schedules run one model in one order. Here any table of scheduling/pipeline.py is run, of one
+model or of several that share the ranks. In every table a stage takes a model's micro-batches in the order of
+their numbers, and no model's gradient depends on another's: so tables differ in time, and in no bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """What this rank did of a table; times in seconds, by time.monotonic."""
+    """A task that this rank has run; times in seconds, by time.monotonic."""
 
     title: str  # of the model
     task: Task
@@ -66,8 +64,8 @@ class Phase(NamedTuple):
 class Work:
     """Passes over this rank's micro-batches, forward and, unless `forward_only`, backward.
 
-    Once it is run DDP has the gradient of the mean loss over all ranks; `stats` are those of each
-    micro-batch on the last stage, and empty elsewhere.
+    Once it is run DDP has the gradient of the mean loss over all ranks; `stats` are those of each micro-batch
+    on the last stage, and empty elsewhere.
     """
 
     trainer: Trainer
@@ -113,8 +111,8 @@ def run(works: list[Work], schedule: str) -> Phase:
     pipes = [work.pipe() for work in works]
     table = SCHEDULES[schedule].table(pipes)
     if forward_only:
-        table = [list(filter(is_forward, tasks)) for tasks in table]
-    assert_same_table(table, trainer)
+        for tasks in table:
+            tasks[:] = [task for task in tasks if not task.backward]
     for work in works:
         work.trainer.ddp.zero_grad_buffer()
     tasks = table[trainer.pipeline.rank]
@@ -130,21 +128,6 @@ def run(works: list[Work], schedule: str) -> Phase:
             divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
             finalize_model_grads([work.trainer.ddp], divisor, pg_collection=work.trainer.groups)
     return Phase(start, end, list(chain.from_iterable(work.passes for work in works)))
-
-
-def is_forward(task: Task) -> bool:
-    return not task.backward
-
-
-def assert_same_table(table: Table, trainer: Trainer) -> None:
-    """Assert that the ranks of a model-parallel group have the same table (collective over it)."""
-    if len(table) == 1:
-        return
-    digest = zlib.crc32(repr(table).encode())
-    both = torch.tensor([digest, -digest])
-    for group in (trainer.groups.tp_cp, trainer.groups.pp):
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    assert not both.sum(), "ranks of a pipeline have different tables: none would end"
 
 
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: Clock) -> None:
@@ -246,14 +229,12 @@ def join_pipeline(device: torch.device) -> Pipeline:
 def connect(pipeline: Pipeline, device: torch.device) -> None:
     """Pass one number between all neighbours in both groups (collective over the pipeline).
 
-    At the first message of two ranks in a group NCCL connects them, and both wait for that. In a
-    table ranks first turn to different neighbours, and would wait for ever.
+    At the first message of two ranks in a group NCCL connects them, and both wait for that. In a table ranks
+    first turn to different neighbours, and would wait for ever.
     """
     number = torch.zeros(1, device=device)
-    ranks = len(pipeline.ranks)
-    neighbours = {tuple(sorted((place, (place + 1) % ranks))) for place in range(ranks)}
     for group in (pipeline.up, pipeline.down):
-        for low, high in sorted(neighbours):
+        for low, high in pairwise(range(len(pipeline.ranks))):
             if pipeline.rank == low:
                 dist.send(number, pipeline.ranks[high], group)
             if pipeline.rank == high:
@@ -263,10 +244,10 @@ def connect(pipeline: Pipeline, device: torch.device) -> None:
 class Messages:
     """This rank's messages to other stages: activations going forward, gradients going back.
 
-    The table says in which order another rank sends, and that is the order of receiving: so neither
-    tags, which NCCL lacks, nor shapes travel. Messages to higher and to lower ranks have groups of
-    their own: NCCL carries a group's messages between two ranks one after the other, and one that
-    waits for its receiver would hold up what comes the other way. Two GPUs have not yet run it.
+    The table says in which order another rank sends, and that is the order of receiving: so neither tags,
+    which NCCL lacks, nor shapes travel. Messages to higher and to lower ranks have groups of their own: NCCL
+    carries a group's messages between two ranks one after the other, and one that waits for its receiver
+    would hold up what comes the other way. Two GPUs have not yet run it.
     """
 
     def __init__(self, table: Table, pipes: list[Pipe], works: list[Work]):
@@ -283,7 +264,6 @@ class Messages:
             self.expected[rank] = deque(messages_between(table, pipes, rank, self.rank))
             self.leaving[rank] = []
             self.order.append({task: place for place, task in enumerate(tasks)})
-        assert not self.expected[self.rank], "two stages that follow each other lie on one rank"
 
     def receive(self, task: Task) -> Tensor | None:
         """Wait for what a task needs of its neighbour; None if it begins a way forward or back."""

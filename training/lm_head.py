@@ -1,10 +1,10 @@
 """The output layer of a language model, in chunks: log-probabilities without all logits at once.
 
-Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies.
-So Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made
-and read, and made again for the gradient (torch.utils.checkpoint); all but the last one's, which
-the gradient needs first: two copies of a chunk live at once, six where the entropy learns. Chunks
-are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
+Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
+Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
+made again for the gradient (torch.utils.checkpoint); all but the last one's, which the gradient needs first:
+two copies of a chunk live at once, six where the entropy learns. Chunks are of all tokens, prompts' too: with
+one chunk the sums have the same bits as without.
 """
 
 from __future__ import annotations
@@ -40,17 +40,13 @@ def leave_out_logits(gpt: GPTModel) -> None:
 
 
 def read_targets(
-    gpt: GPTModel,
-    batch: MicroBatch,
-    hidden: Tensor,
-    temperatures: Tensor,
-    entropy_learns: bool = False,
+    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperatures: Tensor, entropy_learns: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    hidden: [1, T, hidden], the output of `gpt`. temperatures: [T]; SGLang, too, reports
-    log_softmax(logits / temperature). entropy_learns: whether the entropies have a gradient, which
-    costs four more copies of a chunk. Collective over the tensor-parallel group, both ways.
+    hidden: [1, T, hidden], the output of `gpt`. temperatures: [T]; SGLang, too, reports log_softmax(logits /
+    temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
+    chunk. Collective over the tensor-parallel group, both ways.
     """
     weight = gpt.output_layer.weight  # [vocab / tp, hidden]
     if gpt.share_embeddings_and_output_weights:

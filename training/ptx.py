@@ -2,13 +2,14 @@
 
     loss = mean policy loss + ptx_coef * mean over the texts' tokens of -log p(token)
 
-in one optimizer step: AdamW would scale two steps of their own to the same size, whatever ptx_coef.
-p is the model's own, at temperature 1: at that of the answers the optimum would be another distribution.
-Source: PPO-ptx of InstructGPT (arXiv 2203.02155), equation 2; Safe RLHF (arXiv 2310.12773), appendix B.
+in one optimizer step: AdamW would scale two steps of their own to the same size, whatever ptx_coef. p is the
+model's own, at temperature 1: at that of the answers the optimum would be another distribution. Source:
+PPO-ptx of InstructGPT (arXiv 2203.02155), equation 2; Safe RLHF (arXiv 2310.12773), appendix B.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,16 +60,12 @@ def choose(
     return [order.training(draw) for draw in draws]
 
 
+@dataclass
 class TextLoss:
-    """The loss of a micro-batch of texts: -weight * log p(token).
+    """The loss of a micro-batch of texts: -weight * log p(token). It adds nothing to the policy's divisor."""
 
-    weight: ptx_coef * the policy's divisor / the texts' tokens, both over all ranks. The sum of all
-    losses is divided by the policy's divisor: that gives the formula above.
-    """
-
-    def __init__(self, read: Read, weight: float):
-        self.read = read  # the log-probabilities
-        self.weight = weight
+    read: Read  # the log-probabilities
+    weight: float  # ptx_coef * the policy's divisor / the texts' tokens, both over all ranks
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         logprobs = self.read(batch, hidden)

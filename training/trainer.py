@@ -1,7 +1,7 @@
 """One Megatron-Core model that is trained: what the policy and the value models share.
 
-Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data DistributedDataParallel
-(DDP) with the DistributedOptimizer, which shards AdamW over the ranks.
+Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data DistributedDataParallel (DDP)
+with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CLIP_GRAD = 1.0  # largest norm of the gradient
 Packed = list[list[Sequence]]  # micro-batches of a pass
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
-# Functions of a micro-batch and the output of the last pipeline stage: hidden states of a policy,
-# [1, T, hidden], or values of a critic, [1, T, 1].
+# Functions of a micro-batch and the output of the last pipeline stage: hidden states of a policy, [1, T,
+# hidden], or values of a critic, [1, T, 1].
 Loss = Callable[[MicroBatch, Tensor], LossSums]
 Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target: [targets]
 
@@ -52,10 +52,10 @@ Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target: [targ
 class Trainer:
     """One rank's part of a model. All ranks of a model-parallel group get the same samples.
 
-    The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of
-    `dp_size` is this rank's share of the samples; `is_head` marks the rank of its model-parallel
-    group that talks to engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that
-    on its images; `title` names the model in messages.
+    The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of `dp_size`
+    is this rank's share of the samples; `is_head` marks the rank of its model-parallel group that talks to
+    engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images; `title` names
+    the model in messages.
     """
 
     def __init__(self, config: Config, model_dir: str, reverse: bool = False):
@@ -139,8 +139,8 @@ class Trainer:
     def close(self) -> None:
         """Destroy the model and all trainers' process groups: others can be built (collective).
 
-        DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see.
-        Megatron only forgets its groups; each is a pair of threads that wake up all the time.
+        DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
+        only forgets its groups; each is a pair of threads that wake up all the time.
         """
         dist.barrier()  # nobody may still talk in a group that another has destroyed
         for node in self.ddp.grad_accs:
@@ -210,7 +210,7 @@ class Trainer:
         raise NotImplementedError
 
     def read_targets(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """What the model says of each target, from the output of its last stage: [targets]."""
+        """The model's number for each target, from the output of its last stage: [targets]."""
         raise NotImplementedError
 
     def optimizer_step(
@@ -224,11 +224,10 @@ class Trainer:
     ) -> dict[str, float]:
         """Take an optimizer step with the gradient of a work that was run (collective: all ranks).
 
-        names: the losses' statistics. check: sees all of them before the weights move, and may
-        raise, on all ranks alike. A step without a target, or whose loss or gradient isn't finite,
-        is skipped: weights and optimizer stay. Returns over all ranks the statistics, `loss` and
-        `divisor` (sums), seconds of a rank's own work, `grad_norm` before clipping, `not_finite`
-        and `skipped` (1 or 0).
+        names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
+        ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
+        optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), seconds of a
+        rank's own work, `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0).
         """
         stats = self._reduce(work.stats, names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
