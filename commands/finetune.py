@@ -124,7 +124,7 @@ def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
 
 
 class PairLoss:
-    """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs, by the conventions of TRL.
+    """The mean of -log sigmoid(r(chosen) - r(rejected)) over pairs, by the conventions of TRL.
 
     r = scale * the sum over an answer's targets of what `read` gives, less the reference's. Every
     context-parallel rank counts every pair.
@@ -210,14 +210,15 @@ class Learner:
         return means(stats, ("loss", *self.task.stats), "divisor")
 
     def _prepare(self, examples: list[Example]) -> tuple[list, Loss]:
-        """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
+        """Make this rank's micro-batches, and the loss. Samples keep the reference's log-probabilities."""
         trainer = self.trainer
         rooms = {(n, 0): room(example, self.config.cp) + 1 for n, example in enumerate(examples)}
         plans = plan_batch(rooms, trainer.cost, self.config, trainer.dp_size)
         (plan,) = plans[trainer.dp_rank]
         micro_batches = []
         for keys in plan:
-            micro_batches.append(list(chain.from_iterable(examples[number] for number, _ in keys)))
+            chosen = [examples[number] for number, _ in keys]
+            micro_batches.append(list(chain.from_iterable(chosen)))
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
@@ -229,7 +230,7 @@ class Learner:
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
-    """Rank 0 clears the folder for what `train` leaves behind; without --data the demo's examples in it."""
+    """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
     check_models(config)
     if config.command == "rm" and sees(config.model):
         raise UserError(
