@@ -35,7 +35,7 @@ from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
-from sample import Sample
+from sample import sample_from_json
 from scheduling.rebalance import RequestStats, Split, StepStats
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def restore_controller(c: Controller, common: dict, controllers: list[dict]) -> 
     actor, rank = c.placement.actor, c.world.rank
     vars(c.state).update({name: common[name] for name in COUNTERS})
     rows = [group for own in controllers for group in own["groups"]]
-    groups = [[Sample.from_json(row) for row in group] for group in rows]
+    groups = [[sample_from_json(row) for row in group] for group in rows]
     c.prompts.load_state(
         common["prompts"], groups, actor.dp_size, actor.dp_rank if actor.is_head else -1
     )

@@ -60,13 +60,6 @@ class Sample:
     returns: dict[str, list[float]] = field(default_factory=dict)
     advantages: list[float] | None = None
 
-    @staticmethod
-    def from_json(row: dict) -> Sample:
-        """Read fields that were written as JSON, but images, and fields that older versions had."""
-        known = {each.name: row[each.name] for each in fields(Sample) if each.name in row}
-        known["outcomes"] = [Outcome(*outcome) for outcome in row.get("outcomes", [])]
-        return Sample(**known | {"media": ()})
-
     @property
     def key(self) -> Key:
         return self.prompt_id, self.index
@@ -74,3 +67,10 @@ class Sample:
     @property
     def is_finished(self) -> bool:
         return self.finish in ("stop", "length")
+
+
+def sample_from_json(row: dict) -> Sample:
+    """Read the fields of a sample, but no images, and none that only earlier versions had."""
+    known = {each.name: row[each.name] for each in fields(Sample) if each.name in row}
+    known["outcomes"] = [Outcome(*outcome) for outcome in row.get("outcomes", [])]
+    return Sample(**known | {"media": ()})

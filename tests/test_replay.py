@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from commands import replay
 from commands.replay import Replay, read_replay
 from fakes import simulate, trained
-from sample import Outcome, Sample
+from sample import Outcome, Sample, sample_from_json
 
 
 def rollout_only(out, mode="partial", size=2, done=0, **more):
@@ -135,7 +135,7 @@ def test_a_sample_of_an_earlier_version_is_read():
     """From a checkpoint: fields that are gone are left out, new ones begin anew."""
     fields = vars(Sample(1, 2, [3])) | {"baseline": 0.5, "scores": {"reward": 1.0}}
     del fields["outcomes"]
-    assert Sample.from_json(fields) == Sample(1, 2, [3])
+    assert sample_from_json(fields) == Sample(1, 2, [3])
 
 
 GOOD = row(0, Sample(0, 0, [1]))
