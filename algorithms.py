@@ -1,7 +1,8 @@
 """Algorithms: scores, estimators, losses and means as pure functions; a row of `ALGORITHMS` for each.
 
-Losses use tensors by their methods alone, so that importing this doesn't import torch. A target is a response
-token that is trained on; tensors are [targets] unless it says otherwise.
+Rewards become advantages in `set_advantages`. Losses use tensors by their methods alone, so that importing
+this doesn't import torch. A target is a response token that is trained on; tensors are [targets] unless it
+says otherwise.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
     from controller import State
 
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
-# of ln(lambda) in one step, which grows with lambda: slack could end a large one
-MULTIPLIER_STEP_MAX = 1.0
+MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in a step, else slack could end a large lambda at once
 
-Signals = dict[str, dict[int, dict[int, float]]]  # by signal (reward, cost), prompt_id and index
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
 
@@ -35,7 +34,8 @@ def raw(rewards: list[float]) -> list[float]:
 
 def group_norm(rewards: list[float]) -> list[float]:
     """s_i = (r_i - mean(r)) / (std(r) + 1e-4), population std. GRPO (arXiv 2402.03300), section 4.1.2."""
-    mean, std = fmean(rewards), pstdev(rewards)
+    mean = fmean(rewards)
+    std = pstdev(rewards)
     return [(reward - mean) / (std + 1e-4) for reward in rewards]  # equal rewards: 0 instead of 0/0
 
 
@@ -47,7 +47,8 @@ def mean_baseline(rewards: list[float]) -> list[float]:
 
 def leave_one_out(rewards: list[float]) -> list[float]:
     """s_i = r_i - mean of the others, 0 of a lone answer. RLOO (arXiv 2402.14740), section 2.2."""
-    total, others = math.fsum(rewards), len(rewards) - 1
+    total = math.fsum(rewards)
+    others = len(rewards) - 1
     return [reward - (total - reward) / others if others else 0.0 for reward in rewards]
 
 
@@ -57,15 +58,18 @@ def gae(rewards: list[float], values: list[float], algorithm: Algorithm) -> Esti
     values: [T], V_t of what stands before token t. The returns, which the critic learns, are A_t + V_t.
     Generalised advantage estimation (arXiv 1506.02438), section 3, equation 16.
     """
-    gamma, advantages, ahead, value_ahead = algorithm.gamma, [], 0.0, 0.0
+    gamma = algorithm.gamma
+    advantages = []
+    advantage = 0.0  # of the token behind, then of this one
+    next_value = 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        ahead = reward + gamma * value_ahead - value + gamma * algorithm.gae_lambda * ahead
-        advantages.append(ahead)
-        value_ahead = value
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * algorithm.gae_lambda * advantage
+        advantages.append(advantage)
+        next_value = value
     advantages.reverse()
-    return advantages, [
-        advantage + value for advantage, value in zip(advantages, values, strict=True)
-    ]
+    returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+    return advantages, returns
 
 
 def reward_to_go(
@@ -90,10 +94,11 @@ class LossInputs:
     advantages: Tensor
     sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
     lengths: Tensor  # [answers], the targets of each answer, over all context-parallel ranks
-    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over the context-parallel ranks
+    # over the context-parallel ranks, with a gradient
+    total: Callable[[Tensor], Tensor] = lambda sums: sums
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
-        """For each target the mean of x over its answer (collective over the context-parallel group)."""
+        """Return for each target the mean of x over its answer (collective: context-parallel group)."""
         sums = x.new_zeros(len(self.lengths)).index_add(0, self.sequence, x)
         return (self.total(sums) / self.lengths.clamp(min=1))[self.sequence]
 
@@ -132,22 +137,24 @@ def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor
     return -weight * inputs.advantages * inputs.logprobs, weight != ratio
 
 
+def one_of(length: int) -> list[int]:
+    """Return 1 for an answer's first token and 0 for the others: the answer counts once, if at all."""
+    return [int(token == 0) for token in range(length)]
+
+
 # (tokens of an answer, the most that it may have) -> each token's weight in the sum of the loss, and what it
 # adds to the divisor of the sum, the whole step's: no mean depends on the split into micro-batches or ranks
 MEANS: dict[str, Callable[[int, int], tuple[list[float], list[int]]]] = {
     # every token weighs the same: DAPO (arXiv 2503.14476), section 3.3
     "token": lambda length, longest: ([1.0] * length, [1] * length),
     # every answer weighs the same: GRPO (arXiv 2402.03300), equation 3
-    "sequence": lambda length, longest: (
-        [1 / max(1, length)] * length,
-        ([1] + [0] * length)[:length],
-    ),
+    "sequence": lambda length, longest: ([1 / max(1, length)] * length, one_of(length)),
     # a token's weight doesn't depend on any length: Dr. GRPO (arXiv 2503.20783), section 3.2
-    "constant": lambda length, longest: ([1 / longest] * length, ([1] + [0] * length)[:length]),
+    "constant": lambda length, longest: ([1 / longest] * length, one_of(length)),
 }
 # of KL(policy || reference) on the policy's own tokens: Schulman, Approximating KL Divergence (2020)
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    # unbiased; as a loss it pulls nowhere: its gradient's mean is 0
+    # unbiased; as a loss it pulls nowhere: the mean of its gradient is 0
     "k1": lambda log_ratio: log_ratio,
     # biased; on fresh tokens its gradient is the KL's
     "k2": lambda log_ratio: log_ratio.square() / 2,
@@ -162,30 +169,23 @@ class Settings:
 
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
-    # largest importance weight of a token that older weights wrote
-    behavior_weight_cap: float = 2.0
-    # correct for the engine's numbers by importance weights, at most so large; 0: don't
-    tis_cap: float = 0.0
-    # a token whose weight isn't in [1/this, this] gives no gradient; 0: all do
-    icepop_bound: float = 0.0
+    behavior_weight_cap: float = 2.0  # largest importance weight of a token of older weights
+    tis_cap: float = 0.0  # largest weight that corrects for the engine's numbers; 0: none does
+    icepop_bound: float = 0.0  # a weight that isn't in [1/this, this] masks its token; 0: none does
     gamma: float = 1.0  # discount of a token's reward for each token before it
     gae_lambda: float = 1.0  # from the critic's word (0) to what was rewarded (1)
-    # weight of the KL to the start weights, a reference model; 0: none is made
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # weight of the KL to the start weights; 0: no reference model is made
     kl_in: str = "loss"  # where the KL goes: loss | reward
-    # k1 | k2 | k3; in the loss take k2 or k3; in the reward the default is k1
-    kl_estimator: str = "k3"
+    kl_estimator: str = "k3"  # k1 | k2 | k3; in the loss k2 or k3; in the reward k1 is the default
     entropy_coef: float = 0.0  # weight of the entropy, which lowers the loss
     overlong_from: int = 0  # tokens from where the reward of an answer falls; 0: it doesn't
     overlong_penalty: float = 1.0  # by so much at --max-new-tokens
-    # weight of the pretraining term, cross-entropy on ptx_data; 0: there is none
-    ptx_coef: float = 0.0
+    ptx_coef: float = 0.0  # weight of the pretraining term, cross-entropy on ptx_data; 0: none
     ptx_data: str = ""  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
     ptx_batch: int = 16  # texts of an optimizer step
     cost_limit: float = 0.0  # the mean cost of an answer shall be at most this
     lagrange_init: float = 1.0  # lambda, the cost's weight, before the first step; 0: it stays 0
-    # a step adds this times lambda times (mean cost - cost_limit) to ln(lambda)
-    lagrange_lr: float = 0.1
+    lagrange_lr: float = 0.1  # ln(lambda) grows by this times lambda times (cost - cost_limit)
     critic_epochs: int = 1  # passes of a critic over a step's answers; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone
     # a value that moved by more towards its return isn't pulled on; inf: no limit
@@ -194,10 +194,9 @@ class Settings:
 
 LIMITS = {field.name: (0.0, math.inf) for field in fields(Settings) if field.type != "str"}
 LIMITS |= dict.fromkeys(("clip_high", "behavior_weight_cap", "value_clip"), (1e-12, math.inf))
-LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf)) | {
-    "cost_limit": (-1e30, 1e30)
-}
-LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1), "lagrange_init": (0, MULTIPLIER_MAX)}
+LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf))
+LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
+LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}
 
 
 @dataclass(frozen=True)
@@ -205,18 +204,15 @@ class Algorithm(Settings):
     """score, estimator, combine and whiten make advantages; loss and mean say what is minimised."""
 
     score: Callable[[list[float]], list[float]]  # the rewards of one group -> one score an answer
-    # -> of each target; is it clipped?
+    # -> the loss of each target, and whether it is clipped
     loss: Callable[[LossInputs, Algorithm], tuple[Tensor, Tensor]]
     # (rewards of an answer's tokens, a critic's values of them, the algorithm) -> advantages and returns
     estimator: Callable[[list[float], list[float] | None, Algorithm], Estimate] = reward_to_go
     mean: str = "token"  # a row of MEANS
     whiten: bool = False  # advantages are standardised over all tokens of the step, on all ranks
-    kl_by_token: bool = False  # kl_in=reward takes the KL off the tokens' rewards, not the answer's
-    signals: tuple[str, ...] = ("reward",)  # rows of SIGNALS: each is scored and estimated
+    signals: tuple[str, ...] = ("reward",)  # reward, cost: each is scored and estimated
     # (advantages by signal, lambda) -> those that train
-    combine: Callable[[dict[str, list[float]], float], list[float]] = lambda by_signal, _: (
-        by_signal["reward"]
-    )
+    combine: Callable[[dict[str, list[float]], float], list[float]] = lambda by, _: by["reward"]
     critics: tuple[str, ...] = ()  # names of the value models, by the signal that they predict
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
@@ -224,30 +220,22 @@ class Algorithm(Settings):
 
     @property
     def corrects_mismatch(self) -> bool:
-        """Whether fresh tokens, too, are corrected for the engine's numbers, which aren't the trainer's."""
+        """True if fresh tokens, too, are corrected: the engine's numbers aren't the trainer's."""
         return self.tis_cap > 0 or self.icepop_bound > 0
-
-    @property
-    def gathers_signals(self) -> bool:
-        """Whether scores, or the multiplier, need what only those that train know, or the whole step's."""
-        whole_kl = self.kl_in == "reward" and not self.kl_by_token
-        return "cost" in self.signals or (whole_kl and self.kl_coef > 0)
 
 
 # arXiv 2402.03300, equation 3 and section 4.2; it names no clip
 AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
-BOTH, WITH_GAE = (
-    ("reward", "cost"),
-    dict(estimator=gae, whiten=True, kl_by_token=True, filters=False),
-)
+BOTH = ("reward", "cost")
+WITH_GAE = dict(estimator=gae, whiten=True, filters=False)
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
     "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),
     "dr_grpo": Algorithm(mean_baseline, clipped_loss, mean="constant"),
     "rloo": Algorithm(leave_one_out, clipped_loss),
-    "reinforce++": Algorithm(raw, clipped_loss, whiten=True, kl_by_token=True, filters=False),
+    "reinforce++": Algorithm(raw, clipped_loss, whiten=True, filters=False),
     "reinforce++_baseline": Algorithm(mean_baseline, clipped_loss, whiten=True),
-    "remax": Algorithm(raw, clipped_loss, greedy=True, kl_by_token=True),
+    "remax": Algorithm(raw, clipped_loss, greedy=True),
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
     "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
@@ -262,7 +250,7 @@ BY_DTYPE = {"float32": {}, "bfloat16": dict(tis_cap=2.0)}
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The row that --algorithm names, with the settings behind it. UserError in one sentence."""
+    """Return the row that --algorithm names, with the settings given behind it, or raise UserError."""
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
@@ -275,133 +263,112 @@ def algorithm_of(config: Config) -> Algorithm:
             algorithm = replace(algorithm, **{setting: type(defaults[setting])(value)})
         except (KeyError, ValueError):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise UserError(
-                f"--algorithm: {setting}={value} is none of the settings {known}"
-            ) from None
+            problem = f"{setting}={value} is none of the settings {known}"
+            raise UserError(f"--algorithm: {problem}") from None
     if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
         algorithm = replace(algorithm, kl_estimator="k1")
-    for fits, need in needs(algorithm, config):
-        if not fits:
-            raise UserError(f"--algorithm {as_text(config.algorithm)} needs {need}")
+    need = next(unmet_needs(algorithm, config), None)
+    if need:
+        raise UserError(f"--algorithm {as_text(config.algorithm)} needs {need}")
     return algorithm
 
 
-def needs(algorithm: Algorithm, config: Config) -> Iterator[tuple[bool, str]]:
-    """Whether the settings are what they, each other and the run need, and what that is."""
-    a, values = algorithm, vars(algorithm)
-    # else answers are compared with each other
-    alone = a.score is raw and (a.greedy or not a.filters)
-    for name, (low, high) in LIMITS.items():  # NaN is refused, too
-        yield low <= values[name] <= high, f"{name} from {low:g} to {high:g}"
-    yield not 0 < a.icepop_bound <= 1, "icepop_bound=0 or more than 1"
-    yield a.kl_in in ("loss", "reward"), "kl_in=loss or kl_in=reward"
-    yield a.kl_estimator in KL_ESTIMATORS, f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
-    yield alone or config.answers_per_prompt > 1, "--answers-per-prompt 2 or more"
-    yield (
-        bool(a.critics) or not (config.critic or a.critic_warmup),
-        "a critic for --critic and critic_warmup",
-    )
-    yield a.critic_warmup < config.steps, f"critic_warmup below --steps {config.steps}"
-    has_cost = bool(config.cost_rule or config.cost_judge)
-    yield (
-        has_cost or "cost" not in a.signals,
-        "a --cost-rule or a --cost-judge: what an answer costs",
-    )
-    yield bool(a.ptx_coef) == bool(a.ptx_data), "both of ptx_coef and ptx_data, or none"
-    corrects = a.loss is not gspo_loss or config.dtype == "float32" or a.corrects_mismatch
-    yield (
-        corrects,
-        "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip",
-    )
-    yield (
-        a.overlong_from < a.max_new_tokens,
-        f"overlong_from below --max-new-tokens {a.max_new_tokens}",
-    )
+def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
+    """Yield what the settings need of themselves, of each other and of the run, but don't have."""
+    for name, (low, high) in LIMITS.items():
+        if not low <= vars(a)[name] <= high:  # so written, NaN is refused, too
+            yield f"{name} from {low:g} to {high:g}"
+    if 0 < a.icepop_bound <= 1:
+        yield "icepop_bound=0 or more than 1"
+    if a.kl_in not in ("loss", "reward"):
+        yield "kl_in=loss or kl_in=reward"
+    if a.kl_estimator not in KL_ESTIMATORS:
+        yield f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
+    alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared
+    if config.answers_per_prompt < 2 and not alone:
+        yield "--answers-per-prompt 2 or more"
+    if (config.critic or a.critic_warmup) and not a.critics:
+        yield "a critic for --critic and critic_warmup"
+    if a.critic_warmup >= config.steps:
+        yield f"critic_warmup below --steps {config.steps}"
+    if "cost" in a.signals and not (config.cost_rule or config.cost_judge):
+        yield "a --cost-rule or a --cost-judge: what an answer costs"
+    if bool(a.ptx_coef) != bool(a.ptx_data):
+        yield "both of ptx_coef and ptx_data, or none"
+    if a.loss is gspo_loss and config.dtype == "bfloat16" and not a.corrects_mismatch:
+        correction = "tis_cap or icepop_bound with --dtype bfloat16"
+        yield f"{correction}: the engine's numbers are beyond its clip"
+    if a.overlong_from >= a.max_new_tokens:
+        yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
+
+
+def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
+    """Fill `advantages` and, for critics, `returns` of samples with the outcomes of their groups.
+
+    For each signal (reward, cost):
+    1. outcomes of the group -> the answer's score
+    2. score, and the KL of each token with kl_in=reward -> rewards of its tokens
+    3. rewards of tokens, the critic's values -> advantages and returns
+    Then `combine` makes one advantage of them for each token; multiplier: the weight of the cost. Whitening
+    is over the whole step, on all ranks, and comes next: see `whiten`.
+    """
+    for sample in samples:
+        advantages = {}
+        returns = {}
+        for signal in algorithm.signals:
+            score = score_of(sample, signal, algorithm)
+            rewards = token_rewards(sample, signal, score, algorithm)
+            values = sample.values.get(signal)
+            advantages[signal], returns[signal] = algorithm.estimator(rewards, values, algorithm)
+        sample.advantages = algorithm.combine(advantages, multiplier)
+        sample.returns = {name: returns[name] for name in algorithm.critics}
+
+
+def score_of(sample: Sample, signal: str, algorithm: Algorithm) -> float:
+    """The score of an answer: its reward or cost, compared with those of its group.
+
+    A greedy answer's reward is the baseline of the others: ReMax (arXiv 2310.10505), section 4.
+    """
+    trained = [answer for answer in sample.outcomes if not answer.greedy]
+    if signal == "cost":
+        numbers = [answer.cost for answer in trained]
+    else:
+        greedy = [answer for answer in sample.outcomes if answer.greedy]
+        baseline = sum(a.reward - overlong_penalty(a.length, algorithm) for a in greedy)
+        numbers = [a.reward - (baseline + overlong_penalty(a.length, algorithm)) for a in trained]
+    assert None not in numbers, f"an answer to prompt {sample.prompt_id} has no {signal}"
+    scores = algorithm.score(numbers)
+    return scores[[answer.index for answer in trained].index(sample.index)]
 
 
 def overlong_penalty(length: int, algorithm: Algorithm) -> float:
-    """0 up to overlong_from tokens, then linear to overlong_penalty. DAPO (arXiv 2503.14476), equation 13."""
+    """Grow from 0 at overlong_from tokens to overlong_penalty. DAPO (arXiv 2503.14476), equation 13."""
     if not algorithm.overlong_from:
         return 0.0
     over = (length - algorithm.overlong_from) / (algorithm.max_new_tokens - algorithm.overlong_from)
     return algorithm.overlong_penalty * min(max(over, 0.0), 1.0)
 
 
-def set_baseline(group: list[Sample], algorithm: Algorithm) -> None:
-    """Fill `baseline` of a judged group: its greedy answer's reward. ReMax (arXiv 2310.10505), section 4."""
-    greedy = [s for s in group if s.greedy]
-    baseline = sum(s.reward - overlong_penalty(len(s.response), algorithm) for s in greedy)
-    for sample in group:
-        sample.baseline = float(baseline)
-
-
-def kl_penalties(sample: Sample, algorithm: Algorithm) -> list[float]:
-    """[T], off the reward: kl_coef times the KL to the reference model, both in the trainer's numbers."""
+def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorithm) -> list[float]:
+    """The rewards of an answer's tokens: its score at the last, with kl_in=reward less the KL of each."""
+    rewards = [0.0] * len(sample.response)
+    if rewards:
+        rewards[-1] = score
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
-        return [0.0] * len(sample.response)
+        return rewards
     from torch import float64, tensor
 
-    policy, reference = tensor((sample.policy_logprobs, sample.reference_logprobs), dtype=float64)
-    return (algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](policy - reference)).tolist()
-
-
-def reward_of(sample: Sample, algorithm: Algorithm) -> float:
-    """What an answer's score is made of: its reward, less what the settings take off the whole answer."""
-    off = sample.baseline + overlong_penalty(len(sample.response), algorithm)
-    if not algorithm.kl_by_token:
-        off += math.fsum(kl_penalties(sample, algorithm))
-    return sample.reward - off
-
-
-SIGNALS = {"reward": reward_of, "cost": lambda sample, algorithm: sample.cost}
-KL_SIGN = {"reward": -1.0, "cost": 1.0}  # combined, the KL comes off once, whatever lambda is
-
-
-def signals_of(samples: list[Sample], algorithm: Algorithm) -> Signals:
-    signals = {name: {} for name in algorithm.signals}
-    for sample in samples:
-        for name in algorithm.signals:
-            assert vars(sample)[name] is not None, (
-                f"answer {sample.prompt_id}.{sample.index} has no {name}"
-            )
-            signals[name].setdefault(sample.prompt_id, {})[sample.index] = SIGNALS[name](
-                sample, algorithm
-            )
-    return signals
-
-
-def set_scores(samples: list[Sample], parts: list[Signals], algorithm: Algorithm) -> None:
-    """Fill `scores` of samples. parts: `signals_of` on each rank: it takes the rewards of whole groups."""
-    for name in algorithm.signals:
-        scores = {}
-        for prompt_id in {sample.prompt_id for sample in samples}:
-            group = sorted(item for part in parts for item in part[name].get(prompt_id, {}).items())
-            values = algorithm.score([reward for _, reward in group])
-            scores |= {
-                (prompt_id, index): value for (index, _), value in zip(group, values, strict=True)
-            }
-        for sample in samples:
-            sample.scores[name] = scores[sample.key]
-
-
-def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
-    """Fill `advantages` and, of critics, `returns` of samples with scores. multiplier: the cost's weight."""
-    for sample in samples:
-        advantages, returns = {}, {}
-        for name in algorithm.signals:
-            rewards = [0.0] * len(sample.response)
-            rewards[-1:] = [sample.scores[name]][: len(rewards)]
-            if algorithm.kl_by_token:
-                penalties = zip(rewards, kl_penalties(sample, algorithm), strict=True)
-                rewards = [reward + KL_SIGN[name] * penalty for reward, penalty in penalties]
-            values = sample.values.get(name)
-            advantages[name], returns[name] = algorithm.estimator(rewards, values, algorithm)
-        sample.advantages = algorithm.combine(advantages, multiplier)
-        sample.returns = {name: returns[name] for name in algorithm.critics}
+    # both in the trainer's numbers: the engine's would add their difference to the KL
+    policy = tensor(sample.policy_logprobs, dtype=float64)
+    reference = tensor(sample.reference_logprobs, dtype=float64)
+    kl = algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](policy - reference)
+    # off the reward, onto the cost: combined, the KL counts once, whatever the multiplier is
+    sign = 1.0 if signal == "cost" else -1.0
+    return [reward + sign * penalty for reward, penalty in zip(rewards, kl.tolist(), strict=True)]
 
 
 def moments(values: list[float]) -> tuple[int, float, float]:
-    """Count, mean, and sum of squared distances from it."""
+    """The count, the mean, and the sum of squared distances from it."""
     mean = fmean(values) if values else 0.0
     return len(values), mean, math.fsum((value - mean) ** 2 for value in values)
 
@@ -420,11 +387,11 @@ def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
     return algorithm.lagrange_init * math.exp(state.log_multiplier)
 
 
-def update_multiplier(state: State, parts: list[Signals], algorithm: Algorithm) -> dict[str, float]:
-    """ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Safe RLHF (arXiv 2310.12773), eq. 31."""
-    costs = [
-        cost for part in parts for group in part.get("cost", {}).values() for cost in group.values()
-    ]
+def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) -> dict[str, float]:
+    """ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Safe RLHF (arXiv 2310.12773), eq. 31.
+
+    costs: of all answers of the step, on all ranks. Returns the constraint's metrics.
+    """
     if not costs:
         return {}
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks

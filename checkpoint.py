@@ -35,7 +35,7 @@ from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
-from sample import Sample
+from sample import sample_from_json
 from scheduling.rebalance import RequestStats, Split, StepStats
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ async def restore(c: Controller, folder: Path) -> None:
     groups = []
     for own in controllers:
         for rows in own["groups"]:
-            groups.append([Sample(**row | {"media": ()}) for row in rows])
+            groups.append([sample_from_json(row) for row in rows])
     actor = c.placement.actor
     holder = actor.dp_rank if actor.is_head else -1
     c.prompts.load_state(common["prompts"], groups, actor.dp_size, holder)

@@ -82,7 +82,7 @@ class Config:
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
     sp: bool = False  # sequence parallelism beside tp
-    schedule: str = "1f1b"  # of pipeline passes: 1f1b | interleaved | fused, with critics
+    schedule: str = "1f1b"  # of pipeline passes: 1f1b | fused, with critics
     recompute: bool = False  # keep each layer's input alone, compute the rest again
     freeze_vision: bool = False  # of a model that sees, train the language model alone
     # ---- reinforcement learning

@@ -136,8 +136,6 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     Each works out the whole plan from gathered lengths. Samples then move point to point, never through one
     rank; of a model-parallel group the first gets them and passes them on. Images are read here, not moved.
     """
-    if not c.algorithm.gathers_signals:  # groups are whole here, later their answers are anywhere
-        algorithms.set_scores(samples, [algorithms.signals_of(samples, c.algorithm)], c.algorithm)
     actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
     # prompt_id -> tokens of its answers, 0 of one that isn't held here
     lengths: dict[int, list[int]] = {}
@@ -191,11 +189,9 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
         await c.world.run(critic.compute_values, mini_batches)
     # others of its model-parallel group hold the same
     mine = samples if c.placement.actor.is_head else []
-    # `exchange` couldn't score whole groups before their answers moved
-    if c.algorithm.gathers_signals:
-        parts = await c.world.gather(algorithms.signals_of(mine, c.algorithm))
-        metrics = algorithms.update_multiplier(c.state, parts, c.algorithm)
-        algorithms.set_scores(samples, parts, c.algorithm)
+    if "cost" in c.algorithm.signals:
+        costs = await c.world.gather([sample.cost for sample in mine])
+        metrics = algorithms.update_multiplier(c.state, flat([costs]), c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
     algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
-from algorithms import set_baseline
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
-from sample import Sample
+from sample import Outcome, Sample
 from scheduling.balance import flat
 from scheduling.dynamic_sampling import (
     DynamicSampler,
@@ -283,14 +282,21 @@ def partition(step: RolloutStep) -> None:
     chosen, requeued = set(sampler.chosen()), set(sampler.requeued())
     for prompt_id, group in step.groups.items():
         if prompt_id in chosen:
-            set_baseline(group, c.algorithm)
+            outcomes = outcomes_of(group)
             for sample in group:
+                sample.outcomes = outcomes
                 is_dropped = sample.reward is None or sample.greedy
                 (batch.dropped if is_dropped else batch.kept).append(sample)
         else:
             (batch.carried if prompt_id in requeued else batch.filtered).append(group)
     c.prompts.requeue(sampler.requeued(), batch.carried)
     batch.waves, batch.missing_groups = sampler.waves, sampler.target - len(chosen)
+
+
+def outcomes_of(group: list[Sample]) -> list[Outcome]:
+    """The outcomes that advantages compare. A group is whole here; its answers train on any ranks."""
+    judged = [sample for sample in group if sample.reward is not None]
+    return [Outcome(s.index, len(s.response), s.reward, s.cost, s.greedy) for s in judged]
 
 
 class Meeting(NamedTuple):

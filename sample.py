@@ -1,10 +1,21 @@
 """The record that flows between the roles."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from images.tokens import Image
 
 Key = tuple[int, int]  # prompt_id and index of a sample
+
+
+class Outcome(NamedTuple):
+    """The worth of an answer, as the others of its group compare themselves with it."""
+
+    index: int
+    length: int  # tokens of the response
+    reward: float
+    cost: float | None
+    greedy: bool
 
 
 @dataclass
@@ -33,9 +44,8 @@ class Sample:
     verdict: bool | None = None
     reward: float | None = None
     cost: float | None = None
-    baseline: float = 0.0  # taken off the reward; by algorithms.py
-    # of its signals in its group; by algorithms.py
-    scores: dict[str, float] = field(default_factory=dict)
+    # of its group, itself among them; by rollout.py, before the answers go to different ranks
+    outcomes: list[Outcome] = field(default_factory=list)
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
     reference_logprobs: list[float] | None = None
     policy_logprobs: list[float] | None = None  # by the weights at the start of the step
@@ -50,3 +60,10 @@ class Sample:
     @property
     def is_finished(self) -> bool:
         return self.finish in ("stop", "length")
+
+
+def sample_from_json(row: dict) -> Sample:
+    """Read the fields of a sample, but no images, and none that only earlier versions had."""
+    known = {each.name: row[each.name] for each in fields(Sample) if each.name in row}
+    known["outcomes"] = [Outcome(*outcome) for outcome in row.get("outcomes", [])]
+    return Sample(**known | {"media": ()})

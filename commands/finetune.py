@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
-from actor import Actor, Reference, cross_entropy_loss, learning_rate, target_logprobs
+from actor import Actor, Reference, learning_rate
 from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
-from critic import Critic, target_values
+from critic import Critic
 from images.reader import sees
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -38,15 +39,14 @@ from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
 from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch
-from training.trainer import Output, OutputLoss, Trainer, as_sequences
+from training.trainer import Loss, LossSums, Read, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
-Read = Callable[[MicroBatch, Output], Tensor]  # a number for each target from the output
 
 
 def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
-    """prompt, answer: text or chat turns. UserError that says `where` what is wrong.
+    """Encode a prompt and an answer, each text or chat turns. UserError says what is wrong, and `where`.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
     """
@@ -56,7 +56,8 @@ def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
         return encode(tokenizer, prompt, answer)
-    before, turns = as_turns(prompt or [], "user"), as_turns(answer, "assistant")
+    before = as_turns(prompt or [], "user")
+    turns = as_turns(answer, "assistant")
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
     turns = turns if turns[0]["role"] != "assistant" else before + turns
@@ -68,7 +69,7 @@ def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: st
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
-    """{"messages": [...]}, or {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
+    """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
     answers = [(row.get("prompt"), row[name]) for name in ("response", "completion") if name in row]
     if "messages" in row:
         answers = [([], row["messages"])]
@@ -82,7 +83,7 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 
 
 def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode) -> list:
-    """{"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
+    """Read {"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     answers = (row["chosen"], row["rejected"])
@@ -90,12 +91,13 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode
 
 
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+    """Read a row as `encode_both` does, as two samples."""
     pairs = encode_both(row, tokenizer, where, partial(data.encode_pair, where=where))
     return [Sample(0, index, pair[0], response=pair[1]) for index, pair in enumerate(pairs)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
-    """The same for a scalar head, which is read at the last token: one target behind it, whatever it is."""
+    """Read a pair for a scalar head, which is read at the last token: one target behind it, any one."""
     pairs = encode_both(row, tokenizer, where, data.encode_exchange)
     return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
 
@@ -103,13 +105,13 @@ def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 def read_examples(
     path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config
 ) -> list[Example]:
-    """UserError with file and line for a row that can't be used, or is longer than a micro-batch."""
-    rows, budget = [], config.max_tokens_per_micro_batch
+    """Read all rows. UserError with file and line for one that can't be used, or is too long."""
+    rows = []
+    budget = config.max_tokens_per_micro_batch
     for line, row in read_rows(path):
         if row.get("images"):
-            raise UserError(
-                f"{path}:{line}: it has images, and run.py {config.command} learns from texts"
-            )
+            limit = f"run.py {config.command} learns from texts"
+            raise UserError(f"{path}:{line}: it has images, and {limit}")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
@@ -121,52 +123,64 @@ def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
     return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
 
 
-def pair_loss(read: Read, scale: float, samples: list[Sample], device: torch.device) -> OutputLoss:
-    """-log sigmoid(r(chosen) - r(rejected)), the mean over pairs, by the conventions of TRL.
+class PairLoss:
+    """The mean of -log sigmoid(r(chosen) - r(rejected)) over pairs, by the conventions of TRL.
 
-    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. samples: of all
-    micro-batches, chosen and rejected in turns. Every context-parallel rank counts every pair.
+    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. Every
+    context-parallel rank counts every pair.
     """
-    owners = [number for number, sample in enumerate(samples) for _ in sample.response]
-    answer_of = torch.tensor(owners, dtype=torch.int64, device=device)  # [slots]
-    rows = [sample.reference_logprobs or [0.0] * len(sample.response) for sample in samples]
-    reference = torch.tensor([x for row in rows for x in row], dtype=torch.float32, device=device)
 
-    def loss(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def __init__(self, read: Read, scale: float, samples: list[Sample], device: torch.device):
+        """samples: of all micro-batches, chosen and rejected in turns."""
+        self.read = read
+        self.scale = scale
+        self.answers = len(samples)
+        answer_of = []
+        reference = []
+        for number, sample in enumerate(samples):
+            answer_of += [number] * len(sample.response)
+            reference += sample.reference_logprobs or [0.0] * len(sample.response)
+        self.answer_of = torch.tensor(answer_of, dtype=torch.int64, device=device)  # [slots]
+        self.reference = torch.tensor(reference, dtype=torch.float32, device=device)  # [slots]
+
+    def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
+        """The loss of a micro-batch, from the model's output (collective: the context-parallel group)."""
         slots = batch.slots[batch.slots != NO_TARGET]
-        # before they are summed: equal weights give 0
-        values = read(batch, output) - reference[slots]
+        # less the reference before they are summed: equal weights give exactly 0
+        values = self.read(batch, output) - self.reference[slots]
         both = torch.stack([values, torch.ones_like(values)], -1)
-        sums = values.new_zeros(len(samples), 2).index_add(0, answer_of[slots], both)
+        sums = values.new_zeros(self.answers, 2).index_add(0, self.answer_of[slots], both)
         sums, targets = over_context_parallel(sums).unbind(-1)  # [answers]
         here = targets[::2] > 0  # pairs of this micro-batch
-        chosen, rejected = (scale * sums).view(-1, 2)[here].unbind(-1)
+        chosen, rejected = (self.scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
-        losses, count = -F.logsigmoid(margin), here.sum()
-        facts = zip(PAIR_STATS, (margin > 0, margin, chosen, rejected), strict=True)
-        return losses.sum(), count, {name: fact.detach().sum() for name, fact in facts}
-
-    return loss
+        losses = -F.logsigmoid(margin)
+        stats = {
+            "accuracy": (margin > 0).sum(),
+            "margin": margin.detach().sum(),
+            "chosen": chosen.detach().sum(),
+            "rejected": rejected.detach().sum(),
+        }
+        return loss_sums(losses.sum(), here.sum(), stats)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A command: how a row is parsed, and which model learns. read: of pairs, see `pair_loss`."""
+    """A command: how a row is parsed, and which model learns."""
 
     parse: Callable[[dict, data.Tokenizer, str], Example]
     model: type[Trainer]
-    read: Read | None = None
+    stats: tuple[str, ...] = ()  # of PairLoss; a task without any has the cross-entropy
     has_reference: bool = False
-    stats: tuple[str, ...] = ()  # beside the loss
 
 
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
 TASKS = {
     "sft": Task(parse_sft, Actor),
     # InstructGPT (arXiv 2203.02155), section 3.5, equation 1; r: the scalar head at the last token
-    "rm": Task(parse_rm, Critic, target_values, stats=PAIR_STATS),
+    "rm": Task(parse_rm, Critic, PAIR_STATS),
     # DPO (arXiv 2305.18290), section 4, equation 7; r: the log-probability of the answer, scale: beta
-    "dpo": Task(parse_pair, Actor, target_logprobs, has_reference=True, stats=PAIR_STATS),
+    "dpo": Task(parse_pair, Actor, PAIR_STATS, has_reference=True),
 }
 
 
@@ -175,53 +189,48 @@ class Learner:
 
     def __init__(self, config: Config):
         """Load --model, at temperature 1: log-probabilities are the model's own (collective)."""
-        self.config, self.task = replace(config, temperature=1.0), TASKS[config.command]
+        self.config = replace(config, temperature=1.0)
+        self.task = TASKS[config.command]
         self.trainer = self.task.model(self.config, config.model)
         self.reference = Reference(self.trainer) if self.task.has_reference else None
 
     def step(self, examples: list[Example]) -> dict[str, float]:
         """Learn a batch; returns its metrics from before (collective)."""
         lr = learning_rate(self.trainer.version, self.config)
-        stats = self.trainer.optimizer_step(*self._prepare(examples), self.task.stats, lr)
+        packed, loss = self._prepare(examples)
+        stats = self.trainer.optimizer_step(packed, loss, self.task.stats, lr)
         self.trainer.version += 1
-        return (
-            self._means(stats)
-            | {name: stats[name] for name in ("grad_norm", "skipped")}
-            | {"lr": lr}
-        )
+        metrics = means(stats, ("loss", *self.task.stats), "divisor")
+        return metrics | {"grad_norm": stats["grad_norm"], "skipped": stats["skipped"], "lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
         """The metrics of examples, without learning (collective)."""
-        return self._means(self.trainer.measure(*self._prepare(examples), self.task.stats))
+        packed, loss = self._prepare(examples)
+        stats = self.trainer.measure(packed, loss, self.task.stats)
+        return means(stats, ("loss", *self.task.stats), "divisor")
 
-    def _prepare(self, examples: list[Example]) -> tuple[list, OutputLoss]:
-        """This rank's micro-batches, and the loss. A sample keeps the reference's log-probabilities."""
-        rooms = {
-            (number, 0): room(example, self.config.cp) + 1
-            for number, example in enumerate(examples)
-        }
-        plans = plan_batch(rooms, self.trainer.cost, self.config, self.trainer.dp_size)
-        (plan,) = plans[self.trainer.dp_rank]
-        micro_batches = [
-            [sample for number, _ in keys for sample in examples[number]] for keys in plan
-        ]
+    def _prepare(self, examples: list[Example]) -> tuple[list, Loss]:
+        """Make this rank's micro-batches, and the loss. Samples keep the reference's log-probabilities."""
+        trainer = self.trainer
+        rooms = {(n, 0): room(example, self.config.cp) + 1 for n, example in enumerate(examples)}
+        plans = plan_batch(rooms, trainer.cost, self.config, trainer.dp_size)
+        (plan,) = plans[trainer.dp_rank]
+        micro_batches = []
+        for keys in plan:
+            chosen = [examples[number] for number, _ in keys]
+            micro_batches.append(list(chain.from_iterable(chosen)))
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.compute_ref_logprobs([micro_batches])
-        loss = cross_entropy_loss  # the mean over the answers' tokens of the whole batch
-        if self.task.read:
-            scale = self.config.dpo_beta if self.task.has_reference else 1.0
-            loss = pair_loss(self.task.read, scale, samples, self.trainer.device)
+        if not self.task.stats:
+            return as_sequences(micro_batches), trainer.cross_entropy_loss
+        scale = self.config.dpo_beta if self.task.has_reference else 1.0
+        loss = PairLoss(trainer.read_targets, scale, samples, trainer.device)
         return as_sequences(micro_batches), loss
-
-    def _means(self, stats: dict[str, float]) -> dict[str, float]:
-        return {
-            name: stats[name] / max(stats["divisor"], 1.0) for name in ("loss", *self.task.stats)
-        }
 
 
 async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
-    """Rank 0 clears the folder for what `train` leaves behind; without --data the demo's examples in it."""
+    """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
     check_models(config)
     if config.command == "rm" and sees(config.model):
         raise UserError(
@@ -241,7 +250,8 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
 
 def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
-    name, path = config.command, Path(config.data or out / "data.jsonl")
+    name = config.command
+    path = Path(config.data or out / "data.jsonl")
     tokenizer = data.load_tokenizer(config.model)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
@@ -250,11 +260,13 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     progress.line(
         f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}"
     )
-    learner, skips = Learner(config), 0
+    learner = Learner(config)
     writer = MetricsWriter(out, progress.line) if rank == 0 else None
     learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)
+    skips = 0
     for step in range(config.steps + 1):
-        row, began = {}, time.perf_counter()
+        row = {}
+        began = time.perf_counter()
         if held_out and (step % config.eval_every == 0 or step == config.steps):
             progress.doing(f"{name}: held-out examples")
             metrics = learner.measure(held_out)

@@ -89,7 +89,7 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
 
 
 def activations(shapes: Shapes, config: Config) -> int:
-    """The full micro-batches that a pipeline's first rank keeps, interleaved more; without a tower's."""
+    """The full micro-batches that a pipeline's first rank keeps, without a tower's."""
     inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
     rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
@@ -103,9 +103,7 @@ def activations(shapes: Shapes, config: Config) -> int:
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
         kept += layers * BYTES[config.dtype] * widths[0] // whole
         layers = 1
-    per_rank = schedule_of(config).stages_per_rank
-    more = (config.pp - 1) / (config.pp * per_rank) if per_rank > 1 else 0.0
-    return int((1 + more) * kept * layers) * config.max_tokens_per_micro_batch // config.cp
+    return kept * layers * config.max_tokens_per_micro_batch // config.cp
 
 
 def embedding(shapes: Shapes) -> list[int]:

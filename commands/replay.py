@@ -18,7 +18,7 @@ from controller import Controller, MiniBatches
 from rollout import RolloutBatch, follow, sync_controllers
 from runtime import atomic_files
 from runtime.rows import read_rows
-from sample import Sample
+from sample import Sample, sample_from_json
 from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
 
@@ -74,6 +74,6 @@ def read_replay(path: Path, name: str) -> list[list[Sample]]:
             raise UserError(
                 f"--replay {path}:{number}: served for --algorithm {served}, not {name}"
             )
-        by_step.setdefault(row.pop("step"), []).append(Sample(**row | {"media": ()}))
+        by_step.setdefault(row.pop("step"), []).append(sample_from_json(row))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

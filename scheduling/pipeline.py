@@ -2,10 +2,10 @@
 
 A schedule makes a `Table` of the `Pipe`s that an optimizer step trains; one executor runs any table.
 
-`1f1b`: PipeDream-Flush, pipe after pipe. `interleaved`: several stages of a pipe on a rank, so that fill and
-drain are shorter (Megatron-LM, arXiv 2104.04473, section 2.2). `fused`: all pipes in one table, where those
-that run in opposite directions fill each other's idle time (RLHFuse, arXiv 2409.13221, section 5; it searches
-by simulated annealing, here it is list scheduling). `python -m bench.schedules` shows what it gains.
+`1f1b`: PipeDream-Flush, pipe after pipe (in Megatron-LM's form, arXiv 2104.04473, section 2.2). `fused`: all
+pipes in one table, where those that run in opposite directions fill each other's idle time (RLHFuse, arXiv
+2409.13221, section 5; it searches by simulated annealing, here it is list scheduling). `python -m
+bench.schedules` shows what it gains.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from config import Config, UserError
 MOST_MEMORY = 1.5  # of a fused table, over `base_memory`
 TRIES = 400  # list schedules; a count and not a time, so that all ranks come to the same table
 STUCK = 10  # tries without a gain, then a fresh start
-# of the bound: how far a pipe's urgency is shifted, at most; FAR at a fresh start
-NEAR, FAR = 0.025, 0.25
+NEAR = 0.025  # of the bound: how far a pipe's urgency is shifted, at most
+FAR = 0.25  # the same at a fresh start
 EPSILON = 1e-9  # part by which sums of floats may be off
-NOTHING = (math.inf, 0)  # that a rank can go on with
+NOTHING = (math.inf, 0)  # the choice of a rank that can run no task now
 
 
 class Pipe(NamedTuple):
     """One model's pipeline; time and memory, in any unit, are those of one micro-batch on one stage."""
 
-    ranks: tuple[int, ...]  # ranks[stage] runs the stage; interleaved they go round: (0, 1, 0, 1)
+    ranks: tuple[int, ...]  # ranks[stage] runs the stage; each has one
     micro_batches: int
     forward: float = 1.0
     backward: float = 2.0
@@ -53,6 +53,8 @@ Table = list[list[Task]]  # of each rank, in order
 
 
 class Evaluation(NamedTuple):
+    """The times of a table, and its memory, in the units of its pipes."""
+
     latency: float
     peak_memory: float  # of the rank that holds most
     starts: dict[Task, float]
@@ -60,26 +62,26 @@ class Evaluation(NamedTuple):
 
 def needs(pipes: Sequence[Pipe], task: Task) -> list[Task]:
     """The tasks that must end before `task`: the neighbour's, and a backward pass's own forward pass."""
+    found = []
     neighbour = task.stage + (1 if task.backward else -1)
-    found = [task._replace(stage=neighbour)] if 0 <= neighbour < len(pipes[task.pipe].ranks) else []
-    return [*found, task._replace(backward=False)] if task.backward else found
+    if 0 <= neighbour < len(pipes[task.pipe].ranks):
+        found.append(task._replace(stage=neighbour))
+    if task.backward:
+        found.append(task._replace(backward=False))
+    return found
 
 
 def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
-    """Each rank runs its tasks in order, each as soon as what it needs has ended; messages take no time.
+    """Run each rank's tasks in order, each as soon as what it needs has ended; messages take no time.
 
-    ValueError if the table is not of these pipes' tasks, each once, or if ranks wait for each other.
+    ValueError if ranks wait for each other.
     """
-    expected = empty_table(pipes)
-    for number, pipe in enumerate(pipes):
-        for stage, rank in enumerate(pipe.ranks):
-            both = ((backward, i) for backward in (False, True) for i in range(pipe.micro_batches))
-            expected[rank] += [Task(number, stage, *which) for which in both]
-    if [sorted(tasks) for tasks in table] != expected:
-        wrong = "lacks tasks, repeats them or has them on other ranks"
-        raise ValueError(f"a pipeline schedule that {wrong}")
-    starts, ends, free, held, peak = {}, {}, [0.0] * len(table), [0.0] * len(table), 0.0
-    left = [tasks[::-1] for tasks in table]
+    starts: dict[Task, float] = {}
+    ends: dict[Task, float] = {}
+    free = [0.0] * len(table)  # when each rank has run all that it has begun
+    held = [0.0] * len(table)  # the memory of each rank
+    peak = 0.0
+    left = [tasks[::-1] for tasks in table]  # of each rank, the next one last
     while any(left):
         before = len(starts)
         for rank, tasks in enumerate(left):
@@ -97,62 +99,48 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
 
 
 def empty_table(pipes: Sequence[Pipe]) -> Table:
-    return [[] for _ in range(1 + max(max(pipe.ranks) for pipe in pipes))]
+    """A table without tasks, of all ranks."""
+    ranks = chain.from_iterable(pipe.ranks for pipe in pipes)
+    return [[] for _ in range(1 + max(ranks))]
 
 
 def bound(pipes: Sequence[Pipe]) -> float:
-    """No table is faster (RLHFuse's bound): a pipe's last stage waits for fill and drain, so does a rank."""
-    most = max(
-        (pipe.micro_batches + len(pipe.ranks) - 1) * (pipe.forward + pipe.backward)
-        for pipe in pipes
-    )
-    for rank in {rank for pipe in pipes for rank in pipe.ranks}:
-        here = [(pipe, s) for pipe in pipes for s, other in enumerate(pipe.ranks) if other == rank]
-        work = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe, _ in here)
-        fill = min(s * pipe.forward for pipe, s in here)
-        drain = min(s * pipe.backward for pipe, s in here)
+    """The latency that no table beats (RLHFuse's bound): the longest of any pipe alone or any rank's work.
+
+    A rank waits for the fill, and for the drain, of the pipe whose stage here is reached first.
+    """
+    most = 0.0
+    for pipe in pipes:
+        steps = pipe.micro_batches + len(pipe.ranks) - 1
+        most = max(most, steps * (pipe.forward + pipe.backward))
+    for rank in set(chain.from_iterable(pipe.ranks for pipe in pipes)):
+        here = [pipe for pipe in pipes if rank in pipe.ranks]
+        work = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe in here)
+        fill = min(pipe.ranks.index(rank) * pipe.forward for pipe in here)
+        drain = min(pipe.ranks.index(rank) * pipe.backward for pipe in here)
         most = max(most, fill + work + drain)
     return most
 
 
 def base_memory(pipes: Sequence[Pipe]) -> float:
-    """What 1F1B's first stage holds of the largest pipe, if there are micro-batches enough."""
+    """The memory that 1F1B's first stage holds of the largest pipe, if it has micro-batches enough."""
     return max(len(pipe.ranks) * pipe.memory for pipe in pipes)
 
 
 def one_after_another(pipes: Sequence[Pipe]) -> Table:
-    """1F1B. A rank goes on to the next pipe as soon as it can. ValueError if it has two stages of a pipe."""
-    for number, pipe in enumerate(pipes):
-        if len(set(pipe.ranks)) < len(pipe.ranks):
-            has = f"pipe {number} has several stages on a rank"
-            raise ValueError(f"{has}: that takes `interleaved`")
-    return interleaved(pipes)
-
-
-def interleaved(pipes: Sequence[Pipe]) -> Table:
-    """1F1B whose ranks take their stages in turns, as many micro-batches a turn as there are ranks.
-
-    Megatron asks for a multiple of them. Here the missing ones are planned for, then left out: no rank can
-    come to wait for another by that. ValueError if the stages don't go round the ranks.
-    """
+    """1F1B. A rank begins with the next pipe as soon as it can."""
     table = empty_table(pipes)
     for number, pipe in enumerate(pipes):
-        p = len(set(pipe.ranks))
-        chunks, behind = len(pipe.ranks) // p, 1 if len(pipe.ranks) == p else 2
-        if pipe.ranks != pipe.ranks[:p] * chunks:
-            raise ValueError(f"the stages of pipe {number} don't go round its ranks: {pipe.ranks}")
-        firsts = range(0, pipe.micro_batches, p)
-        turns = [(c, i) for first in firsts for c in range(chunks) for i in range(first, first + p)]
-        for place, rank in enumerate(pipe.ranks[:p]):
-            forwards = [Task(number, c * p + place, False, i) for c, i in turns]
-            backwards = [Task(number, (chunks - 1 - c) * p + place, True, i) for c, i in turns]
-            order = alternate(forwards, backwards, behind * (p - 1 - place) + (chunks - 1) * p)
-            table[rank] += [task for task in order if task.micro_batch < pipe.micro_batches]
+        micro_batches = range(pipe.micro_batches)
+        for stage, rank in enumerate(pipe.ranks):
+            forwards = [Task(number, stage, False, i) for i in micro_batches]
+            backwards = [Task(number, stage, True, i) for i in micro_batches]
+            table[rank] += alternate(forwards, backwards, warm_up=len(pipe.ranks) - 1 - stage)
     return table
 
 
 def alternate(forwards: list[Task], backwards: list[Task], warm_up: int) -> list[Task]:
-    """`warm_up` forward passes, then one forward and one backward pass by turns, then the rest."""
+    """Order `warm_up` forward passes, then one forward and one backward pass by turns, then the rest."""
     steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))
     return forwards[:warm_up] + steady + backwards[len(steady) // 2 :]
 
@@ -172,6 +160,8 @@ class Lane(NamedTuple):
 
 
 class Tried(NamedTuple):
+    """A list schedule."""
+
     latency: float
     ends: list[list[float]]  # [lane][micro-batch]
     order: list[int]  # the lane of each task; all that a task needs stands before it
@@ -184,72 +174,108 @@ def fused(pipes: Sequence[Pipe]) -> Table:
 
 @lru_cache(maxsize=64)
 def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
-    """The fastest of TRIES list schedules, or the first that meets `bound`: the same whoever asks.
+    """The fastest of TRIES list schedules, or the first that meets `bound`: the same on every rank.
 
     A try looks at the last good schedule from its end, where forward passes are backward ones: what ended
     last is most urgent, and gaps close as it is built anew (forward-backward improvement of project
     scheduling: Li and Willis, 1992). Chance shifts the pipes' urgency against each other.
     """
-    best, most_memory = one_after_another(pipes), MOST_MEMORY * base_memory(pipes)
-    fastest, target = evaluate(pipes, best).latency, bound(pipes) * (1 + EPSILON)
-    lanes, mirrored = lanes_of(pipes)
-    rng, stuck = random.Random(seed), STUCK
+    best = one_after_another(pipes)
+    fastest = evaluate(pipes, best).latency
+    target = bound(pipes) * (1 + EPSILON)
+    most_memory = MOST_MEMORY * base_memory(pipes)
+    lanes = lanes_of(pipes)
+    rng = random.Random(seed)
+    stuck = STUCK
     for _ in range(TRIES):
         if fastest <= target:
             break
         if stuck == STUCK:
-            now, reach, stuck = Tried(math.inf, alone(pipes, lanes), []), FAR * target, 0
+            now = Tried(math.inf, alone(pipes, lanes), [])
+            reach = FAR * target
+            stuck = 0
         # not gauss: logarithms may differ in the last digit between machines, and then their tables would
         shifts = [rng.uniform(-reach, reach) for _ in pipes]
-        seen_from_end = zip(mirrored, reversed(now.ends), strict=True)
-        urgency = [
-            [shifts[lane.pipe] - end for end in reversed(ends)] for lane, ends in seen_from_end
-        ]
+        mirrored = mirror(lanes)
+        urgency = []
+        for lane, ends in zip(mirrored, reversed(now.ends), strict=True):
+            urgency.append([shifts[lane.pipe] - end for end in reversed(ends)])
         tried = list_schedule(mirrored, urgency, rng.random(), most_memory)
-        stuck = 0 if tried and tried.latency < now.latency else stuck + 1
+        if tried is None or tried.latency >= now.latency:
+            stuck += 1
+        else:
+            stuck = 0
         if tried and tried.latency <= now.latency:
-            now, reach, lanes, mirrored = tried, NEAR * target, mirrored, lanes
+            now = tried
+            reach = NEAR * target
+            lanes = mirrored
             if now.latency < fastest:
-                fastest, best = now.latency, table_of(pipes, lanes, now.order)
+                fastest = now.latency
+                best = table_of(pipes, lanes, now.order)
     return best
 
 
-def lanes_of(pipes: tuple[Pipe, ...]) -> tuple[list[Lane], list[Lane]]:
-    """All lanes, and as they are seen from the end: the last first, and what gave memory back takes it up."""
+def lanes_of(pipes: tuple[Pipe, ...]) -> list[Lane]:
+    """All lanes: the stages of each pipe, forward, then back."""
     lanes = []
     for number, pipe in enumerate(pipes):
         stages = list(enumerate(pipe.ranks))
-        lanes += [Lane(number, s, False, rank, pipe.forward, pipe.memory) for s, rank in stages]
-        lanes += [
-            Lane(number, s, True, rank, pipe.backward, -pipe.memory) for s, rank in reversed(stages)
-        ]
-    return lanes, [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
+        for stage, rank in stages:
+            lanes.append(Lane(number, stage, False, rank, pipe.forward, pipe.memory))
+        for stage, rank in reversed(stages):
+            lanes.append(Lane(number, stage, True, rank, pipe.backward, -pipe.memory))
+    return lanes
+
+
+def mirror(lanes: list[Lane]) -> list[Lane]:
+    """The lanes seen from the end: what gave memory back takes it up."""
+    return [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
 
 
 def alone(pipes: tuple[Pipe, ...], lanes: list[Lane]) -> list[list[float]]:
-    """When the passes of each lane would end if each pipe had its ranks for itself."""
-    ends, first = [], [0.0] * len(pipes)
+    """The ends of each lane's passes if each pipe had its ranks for itself: [lane][micro-batch]."""
+    ends = []
+    first = [0.0] * len(
+        pipes
+    )  # of each pipe, when its first micro-batch has gone through the lanes so far
     for lane in lanes:
+        pipe = pipes[lane.pipe]
         first[lane.pipe] += lane.duration
-        _, micro_batches, forward, backward, _ = pipes[lane.pipe]
-        ends.append([first[lane.pipe] + i * (forward + backward) for i in range(micro_batches)])
+        between = pipe.forward + pipe.backward
+        ends.append([first[lane.pipe] + i * between for i in range(pipe.micro_batches)])
     return ends
+
+
+class LaneState(NamedTuple):
+    """A lane while a list schedule is built. Its lists grow; [micro-batch]."""
+
+    number: int  # among all lanes
+    ends: list[float]  # of the passes that were placed
+    ready: list[float]  # the ends of the lane before, which its passes wait for
+    urgency: list[float]  # the lowest is the most urgent
+    duration: float
+    memory: float
 
 
 def list_schedule(
     lanes: list[Lane], urgency: list[list[float]], patience: float, most_memory: float
 ) -> Tried | None:
-    """The rank that can go on first does so, as `choose` says, until all is placed.
+    """Let the rank that can begin first run its next task, as `choose` says, until all are placed.
 
-    None if that ends with the memory of all ranks taken up. Flat lists, for speed: a task takes about 8 us.
+    None if that ends with the memory of all ranks taken up. A task takes about 8 us.
     """
     ranks = range(1 + max(lane.rank for lane in lanes))
-    ends, here = [[] for _ in lanes], [[] for _ in ranks]
+    ends = [[] for _ in lanes]
+    here: list[list[LaneState]] = [[] for _ in ranks]
     for k, lane in enumerate(lanes):
-        ready = ends[k - 1] if k and lanes[k - 1].pipe == lane.pipe else [0.0] * len(urgency[k])
-        here[lane.rank].append((k, ends[k], ready, urgency[k], lane.duration, lane.memory))
-    free, room = [0.0 for _ in ranks], [most_memory * (1 + EPSILON) for _ in ranks]
-    choices, order = [choose(here[rank], 0.0, room[rank], patience) for rank in ranks], []
+        follows = k > 0 and lanes[k - 1].pipe == lane.pipe
+        ready = ends[k - 1] if follows else [0.0] * len(urgency[k])
+        state = LaneState(k, ends[k], ready, urgency[k], lane.duration, lane.memory)
+        here[lane.rank].append(state)
+    free = [0.0 for _ in ranks]  # when each rank has run all that was placed on it
+    room = [most_memory * (1 + EPSILON) for _ in ranks]
+    choices = [choose(here[rank], 0.0, room[rank], patience) for rank in ranks]
+    order = []
     while (choice := min(choices)) != NOTHING:
         start, k = choice
         rank = lanes[k].rank
@@ -257,24 +283,30 @@ def list_schedule(
         room[rank] -= lanes[k].memory
         ends[k].append(free[rank])
         order.append(k)
-        for changed in (rank, lanes[k + 1].rank) if k + 1 < len(lanes) else (rank,):
-            choices[changed] = choose(here[changed], free[changed], room[changed], patience)
-    return Tried(max(free), ends, order) if len(order) == sum(map(len, urgency)) else None
+        changed = [rank]
+        if k + 1 < len(lanes):
+            changed.append(lanes[k + 1].rank)
+        for each in changed:
+            choices[each] = choose(here[each], free[each], room[each], patience)
+    is_whole = len(order) == sum(map(len, urgency))
+    return Tried(max(free), ends, order) if is_whole else None
 
 
-def choose(here: list[tuple], free: float, room: float, patience: float) -> tuple[float, int]:
-    """When a rank goes on, and in which lane: the most urgent (lowest) that may start soon, or NOTHING.
+def choose(here: list[LaneState], free: float, room: float, patience: float) -> tuple[float, int]:
+    """The start of a rank's next task, and its lane: the most urgent that may start soon, or NOTHING.
 
-    here: of each lane of the rank its number, ends, the ends of the lane before, urgency, duration, memory.
     patience, 0 to 1: the part of the time until another task would have ended that the rank may wait.
     """
-    able, earliest, soonest = [], math.inf, math.inf
+    able = []
+    earliest = math.inf  # start of any task
+    soonest = math.inf  # end of any task
     for k, ends, ready, urgency, duration, memory in here:
         i = len(ends)
         if i < len(ready) and memory <= room:
             start = ready[i] if ready[i] > free else free
             able.append((urgency[i], k, start))
-            earliest, soonest = min(earliest, start), min(soonest, start + duration)
+            earliest = min(earliest, start)
+            soonest = min(soonest, start + duration)
     if not able:
         return NOTHING
     limit = earliest + patience * (soonest - earliest)
@@ -284,7 +316,8 @@ def choose(here: list[tuple], free: float, room: float, patience: float) -> tupl
 
 def table_of(pipes: tuple[Pipe, ...], lanes: list[Lane], order: list[int]) -> Table:
     """The tasks of each rank; `lanes` that are mirrored start with a backward one."""
-    table, done = empty_table(pipes), [0] * len(lanes)
+    table = empty_table(pipes)
+    done = [0] * len(lanes)
     for k in reversed(order) if lanes[0].backward else order:
         lane = lanes[k]
         table[lane.rank].append(Task(lane.pipe, lane.stage, lane.backward, done[k]))
@@ -293,32 +326,25 @@ def table_of(pipes: tuple[Pipe, ...], lanes: list[Lane], order: list[int]) -> Ta
 
 
 class Schedule(NamedTuple):
+    """A value of --schedule."""
+
     table: Callable[[list[Pipe]], Table]
-    stages_per_rank: int = 1
     fuses: bool = False  # actor and critics train in one table, the critics' pipes the other way
 
 
-SCHEDULES = {
-    "1f1b": Schedule(one_after_another),
-    "interleaved": Schedule(interleaved, stages_per_rank=2),
-    "fused": Schedule(fused, fuses=True),
-}
+SCHEDULES = {"1f1b": Schedule(one_after_another), "fused": Schedule(fused, fuses=True)}
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The row of --schedule. UserError if there is none, or if a rank would have stages in a row."""
+    """The row of --schedule. UserError if there is none."""
     if config.schedule not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise UserError(f"--schedule {config.schedule} is unknown; choose one of {known}")
-    schedule = SCHEDULES[config.schedule]
-    if schedule.stages_per_rank > config.pp == 1:
-        needed = "--pp 2 or more: one rank waits for nobody"
-        raise UserError(f"--schedule {config.schedule} needs {needed}")
-    return schedule
+    return SCHEDULES[config.schedule]
 
 
 def read_instances(path: str) -> dict[str, list[Pipe]]:
-    """By name, the instances of a file such as papers/published/rlhfuse_table3.json."""
+    """The instances of a file such as papers/published/rlhfuse_table3.json, by name."""
     found = {}
     for instance in json.loads(Path(path).read_text()):
         rows = (row | {"ranks": tuple(row["ranks"])} for row in instance["pipes"])

@@ -26,13 +26,13 @@ def megatron_run(works: list, schedule: str):
     from training.executor import Pass, Phase
 
     for work in works:
-        (module,) = work.trainer.ddps
-        config = module.config
+        module, config = work.trainer.ddp, work.trainer.ddp.config
         config.no_sync_func, config.finalize_model_grads_func = module.no_sync, finalize_model_grads
         module.zero_grad_buffer()
         with torch.set_grad_enabled(not work.forward_only):
+            numbers = iter(range(len(work.micro_batches)))
             step = lambda rest, module: work.forward(next(rest), module)  # noqa: B023, E731
-            how = dict(data_iterator=iter(work.micro_batches), forward_only=work.forward_only)
+            how = dict(data_iterator=numbers, forward_only=work.forward_only)
             how |= dict(seq_length=0, micro_batch_size=1, num_microbatches=len(work.micro_batches))
             work.stats = get_forward_backward_func()(forward_step_func=step, model=module, **how)
         config.no_sync_func = config.finalize_model_grads_func = None

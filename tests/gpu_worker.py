@@ -183,22 +183,22 @@ def nap() -> None:
 
 def training_pass(recompute: str = "") -> None:
     """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step."""
-    from actor import Actor, cross_entropy_loss
+    from actor import Actor
     from commands.memory import trainer_parts
 
     actor = Actor(settings(recompute=bool(recompute)), MODEL)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
     packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
     for _ in range(2):  # compiles, makes AdamW's state
-        actor.optimizer_step(packed, cross_entropy_loss, (), 1e-6)
+        actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
-    actor.optimizer_step(packed, cross_entropy_loss, (), 1e-6)
+    actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
     peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
     parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
     note("memory", peak=peak, predicted=sum(parts.values()))
     seconds = statistics.median(
-        timed(lambda: actor._passes(packed, cross_entropy_loss)) for _ in range(5)
+        timed(lambda: actor._passes(packed, actor.cross_entropy_loss)) for _ in range(5)
     )
     tokens_per_s = sum(map(len, packed)) * SIZE.sequence / seconds
     note("pass", tokens_per_s=tokens_per_s)

@@ -15,12 +15,11 @@ def image_config(**changes):
 
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
     """One optimizer step of cross-entropy on this rank's share of samples; the mean loss, the norm."""
-    from actor import cross_entropy_loss
     from training.trainer import as_sequences
 
     mine = as_sequences([samples[actor.dp_rank :: actor.dp_size]])[0]
     packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
-    stats = actor.optimizer_step(packed, cross_entropy_loss, (), LR)
+    stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), LR)
     return stats["loss"] / stats["divisor"], stats["grad_norm"]
 
 

@@ -60,10 +60,8 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
 
 def supervised(trainer, sequences: list, lr: float) -> float:
     """One optimizer step of cross-entropy on (prompt, response) pairs; returns the mean loss before it."""
-    from actor import cross_entropy_loss
-
     packed = [[sequences[index] for index in chosen] for chosen in trainer.pack(sequences)]
-    stats = trainer.optimizer_step(packed, cross_entropy_loss, (), lr)
+    stats = trainer.optimizer_step(packed, trainer.cross_entropy_loss, (), lr)
     return stats["loss"] / stats["divisor"]
 
 

@@ -123,7 +123,7 @@ def gradient(actor, samples, monkeypatch) -> torch.Tensor:
         patch.setattr(actor, "_apply_gradients", lambda lr: 0.0)
         update(actor, samples)
     actor.version -= 1
-    return actor.ddps[0].buffers[0].grad_data.clone()
+    return actor.ddp.buffers[0].grad_data.clone()
 
 
 @pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])

@@ -23,7 +23,8 @@ def check_scores(samples, algorithm):
     for (prompt_id, _), sample in sorted(samples.items()):
         groups.setdefault(prompt_id, []).append(sample)
     for group in groups.values():
-        scores = algorithm.score([sample.reward - sample.baseline for sample in group])
+        greedy = sum(answer.reward for answer in group[0].outcomes if answer.greedy)
+        scores = algorithm.score([sample.reward - greedy for sample in group])
         for sample, score in zip(group, scores, strict=True):
             assert sample.advantages == [score] * len(sample.response)
 
@@ -72,8 +73,9 @@ def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, more):
         assert greedy.keys() == {prompt_id for prompt_id, _ in samples}
         for (prompt_id, _), sample in samples.items():
             assert greedy[prompt_id].index == 3 and not sample.greedy
-            assert greedy[prompt_id].reward == sample.baseline == 1.0 - prompt_id % 2
-            assert sample.advantages == [sample.reward - sample.baseline] * len(sample.response)
+            baseline = greedy[prompt_id].reward
+            assert baseline == 1.0 - prompt_id % 2
+            assert sample.advantages == [sample.reward - baseline] * len(sample.response)
         for prompt_id in greedy:
             group = [sample for (of, _), sample in samples.items() if of == prompt_id]
             assert any(sample.advantages[0] for sample in group), "it teaches nothing"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 
 import actor
 import algorithms
-from actor import PackedTargets, pack_targets, policy_loss, update_metrics
+from actor import PackedTargets, PolicyLoss, pack_targets, update_metrics
 from algorithms import ALGORITHMS, Algorithm, LossInputs, algorithm_of, moments, set_advantages
 from columns import numbers
 from config import Config
+from rollout import outcomes_of
 from sample import Sample
 
 ROWS = list(ALGORITHMS)
@@ -41,9 +43,15 @@ def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fiel
     return Sample(prompt_id, index, prompt=[1], **fields)
 
 
+def with_outcomes(samples: list[Sample]) -> list[Sample]:
+    """What rollout does while groups are whole."""
+    for sample in samples:
+        sample.outcomes = outcomes_of([s for s in samples if s.prompt_id == sample.prompt_id])
+    return samples
+
+
 def with_advantages(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
     """What the controllers do, on one rank."""
-    algorithms.set_scores(samples, [algorithms.signals_of(samples, algorithm)], algorithm)
     set_advantages(samples, algorithm)
     if algorithm.whiten:
         algorithms.whiten(samples, [moments([a for sample in samples for a in sample.advantages])])
@@ -104,9 +112,9 @@ def test_the_estimators_are_the_plain_double_loop(tokens, gamma, lam):
     assert algorithms.reward_to_go(rewards, None, config)[0] == pytest.approx(plain, abs=1e-6)
 
 
-def test_a_sample_without_a_reward_is_refused():
-    with pytest.raises(AssertionError, match="answer 3\\.1 has no reward"):
-        algorithms.signals_of([answer(3, 1, None, 2)], settings_of())
+def test_a_sample_without_a_cost_is_refused():
+    with pytest.raises(AssertionError, match="an answer to prompt 3 has no cost"):
+        set_advantages(with_outcomes([answer(3, 1, 0.0, 2)]), settings_of(signals=("cost",)))
 
 
 LOGPROB = st.floats(-4, 0, width=32)
@@ -132,7 +140,7 @@ def samples_of(groups) -> list[Sample]:
             sample.values = {"reward": values, "cost": [0.3 - value / 2 for value in values]}
             sample.cost = cost_of(reward, tokens)
             samples.append(sample)
-    return samples
+    return with_outcomes(samples)
 
 
 def plain_kl(name: str, log_ratio: float) -> tuple[float, float]:
@@ -146,13 +154,12 @@ def plain_kl(name: str, log_ratio: float) -> tuple[float, float]:
 
 def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[float]]:
     """By sample, one token at a time."""
-    by_token = row in ("reinforce++", "remax", "ppo", "safe_rlhf")
     has_critic = row in ("ppo", "safe_rlhf")
     weight = config.gamma * (config.gae_lambda if has_critic else 1.0)
     kl_coef = config.kl_coef if config.kl_in == "reward" else 0.0
 
     def credit(score, kl, values):
-        given = [sign_kl * by_token for sign_kl in kl]
+        given = [*kl]
         given[-1] += score
         return plain_sums(given, values, config.gamma, weight)
 
@@ -166,7 +173,7 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
                 room = config.max_new_tokens - config.overlong_from
                 over = config.overlong_penalty * (len(tokens) - config.overlong_from) / room
             kls.append(kl)
-            rewards.append(reward - min(over, config.overlong_penalty) - sum(kl) * (not by_token))
+            rewards.append(reward - min(over, config.overlong_penalty))
         scores = plain_scores(row, rewards)
         for index, (reward, tokens) in enumerate(group):
             values = [value * has_critic for *_, value in tokens]
@@ -200,14 +207,12 @@ STEP |= dict(start_column=st.sampled_from([1, 2]), stale_part=st.sampled_from([0
 @settings(max_examples=25, deadline=None)
 @given(groups=GROUPS, changes=CHANGES, ranks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, changes, ranks, seed):
-    """Groups are torn apart: every rank works out its own samples from what was gathered."""
+    """Groups are torn apart: every sample has the outcomes of its own."""
     config, rng = settings_of(row, **changes), random.Random(seed)
     shares = [[] for _ in range(ranks)]
     for sample in samples_of(groups):
         rng.choice(shares).append(sample)
-    gathered = [algorithms.signals_of(share, config) for share in shares]
     for share in shares:
-        algorithms.set_scores(share, gathered, config)
         set_advantages(share, config, LAMBDA)
     if ALGORITHMS[row].whiten:
         parts = [moments([a for sample in share for a in sample.advantages]) for share in shares]
@@ -223,7 +228,8 @@ def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, cha
 
 def test_the_returns_that_ppo_s_critic_learns_are_not_whitened():
     sample = answer(0, 0, 1.0, 2, values={"reward": [0.25, 0.5]})
-    with_advantages([sample, answer(0, 1, 0.0, 1, values={"reward": [0.5]})], settings_of("ppo"))
+    other = answer(0, 1, 0.0, 1, values={"reward": [0.5]})
+    with_advantages(with_outcomes([sample, other]), settings_of("ppo"))
     assert sample.returns == {"reward": [1.0, 1.0]}
     std = math.sqrt(0.875 / 3)  # of 0.75, 0.5 and -0.5, whose mean is 0.25
     assert sample.advantages == pytest.approx([0.5 / std, 0.25 / std])
@@ -233,12 +239,11 @@ def test_remax_takes_the_greedy_answer_s_reward_off():
     """Also what is taken off it for its length; the greedy one itself is not trained on."""
     config = settings_of("remax", overlong_from=4, overlong_penalty=0.5, max_new_tokens=8)
     group = [answer(0, 0, 1.0, 2), answer(0, 1, 0.25, 3), answer(0, 2, 0.5, 6, greedy=True)]
-    algorithms.set_baseline(group, config)
-    assert [sample.baseline for sample in group] == [0.25] * 3
-    found = [sample.advantages for sample in with_advantages(group[:2], config)]
+    trained = with_outcomes(group)[:2]
+    found = [sample.advantages for sample in with_advantages(trained, config)]
     assert found == [[0.75] * 2, [0.0] * 3]
-    algorithms.set_baseline(group[:2], config)
-    assert group[0].baseline == 0.0
+    found = [sample.advantages for sample in with_advantages(with_outcomes(trained), config)]
+    assert found == [[1.0] * 2, [0.25] * 3]
 
 
 def inputs_of(logprobs, old, advantages) -> LossInputs:
@@ -270,13 +275,13 @@ def test_the_objective_of_grpo_s_first_paper_by_hand():
     config = settings_of("grpo_2024")
     good = answer(0, 0, 1.0, 1, versions=[0], reference_logprobs=[math.log(0.5)])
     bad = answer(0, 1, 0.0, 2, versions=[0, 0], reference_logprobs=[-0.5, -0.5])
-    targets = pack_targets(with_advantages([good, bad], config), 0, {}, config, CPU)
+    targets = pack_targets(with_advantages(with_outcomes([good, bad]), config), 0, {}, config, CPU)
     targets.engine_logprobs[0] = -math.log(1.25)
     now = torch.tensor([0.0, -0.5, -0.5])
-    loss, stats = policy_loss(targets, config, same, torch.arange(3), now, -now)
+    loss, stats = loss_of(targets, config, torch.arange(3), now, -now)
     score, kl = 0.5 / 0.5001, 0.5 - 1 + math.log(2)
     by_answer = [-1.2 * score + 0.04 * kl, (score + score) / 2]
-    mean = loss.sum().item() / stats["divisor"].item()
+    mean = loss.item() / stats["divisor"].item()
     assert mean == pytest.approx(sum(by_answer) / 2, abs=1e-6)
     assert not config.filters
 
@@ -299,9 +304,19 @@ def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
     assert clipped.tolist() == [True, False]
 
 
-def same(sums: torch.Tensor) -> torch.Tensor:
-    """One context-parallel rank."""
-    return sums
+@pytest.fixture(autouse=True, scope="module")
+def one_context_parallel_rank():
+    """So sums over the group are this rank's."""
+    with mock.patch("actor.over_context_parallel", lambda sums: sums):
+        yield
+
+
+def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy) -> tuple:
+    """A policy's loss whose model says so of the targets; its sum and its statistics."""
+    loss = PolicyLoss(lambda batch, output: output, targets, config)
+    total, divisor, stats = loss(SimpleNamespace(slots=slots), (logprobs, entropy))
+    assert stats["loss"] == total and stats["divisor"] == divisor
+    return total, stats
 
 
 def plain_objective(groups, row: str, advantages, config, stale, start_column):
@@ -393,10 +408,10 @@ def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(
         logprobs.requires_grad_()
         order = torch.tensor(rng.sample(range(len(where)), len(where)), dtype=torch.int64)
         columns = (order, logprobs[order], 0.7 * logprobs[order])
-        loss, stats = policy_loss(exact(targets, micro_batch, config), config, same, *columns)
-        loss.sum().backward()
+        loss, stats = loss_of(exact(targets, micro_batch, config), config, *columns)
+        loss.backward()
         slopes |= dict(zip(where, logprobs.grad.tolist(), strict=True))
-        assert stats["policy_loss"].item() == pytest.approx(loss.sum().item(), abs=1e-9)
+        assert stats["policy_loss"].item() == pytest.approx(loss.item(), abs=1e-9)
         sums.update({name: value.item() for name, value in stats.items()})
     advantages = {sample.key: sample.advantages for sample in samples}
     expected = plain_objective(groups, row, advantages, config, stale, start_column)
@@ -430,9 +445,9 @@ def test_a_masked_token_gives_a_gradient_of_exactly_zero(row):
     one = Sample(0, 0, [1], response=[2] * 3, versions=[0] * 3, advantages=[1.0] * 3, **tokens)
     now = torch.tensor([200.0, -1.25, -0.5], requires_grad=True)
     targets = pack_targets([one], 0, {}, config, CPU)
-    loss, stats = policy_loss(targets, config, same, torch.arange(3), now, -now)
-    loss.sum().backward()
-    assert stats["masked_frac"] == 2 and loss[0] == loss[2] == 0
+    loss, stats = loss_of(targets, config, torch.arange(3), now, -now)
+    loss.backward()
+    assert stats["masked_frac"] == 2 and loss.isfinite()
     assert now.grad[0] == now.grad[2] == 0 and now.grad[1] != 0 and now.grad.isfinite().all()
 
 
@@ -443,10 +458,10 @@ def test_the_importance_weight_of_a_token_weighs_its_own_gradient_under_gspo():
     one.logprobs = [-1.0 - math.log(weight) for weight in weights]
     now = torch.tensor([-1.0] * 4, requires_grad=True)
     targets = pack_targets([one], 0, {}, config, CPU)
-    loss, _ = policy_loss(targets, config, same, torch.arange(4), now, -now)
-    loss.sum().backward()
+    loss, _ = loss_of(targets, config, torch.arange(4), now, -now)
+    loss.backward()
     assert now.grad.tolist() == pytest.approx([-0.5, -0.25, -0.125, -0.025])
-    assert loss.sum().item() == pytest.approx(-0.9)
+    assert loss.item() == pytest.approx(-0.9)
 
 
 def test_a_sequence_s_mean_over_context_parallel_ranks():
@@ -474,7 +489,7 @@ def test_in_bfloat16_engines_are_corrected_for():
 @pytest.mark.parametrize("difference, agrees", [(1e-5, True), (1.0, False), (math.nan, False)])
 def test_what_is_no_number_is_no_agreement_with_the_engine(difference, agrees):
     """A masked token has no gradient, whatever it is: the loss alone wouldn't tell."""
-    found = actor.difference_stats(torch.tensor([0.0, difference]))
+    found = actor.engine_stats(torch.tensor([0.0, difference]))
     stats = {name: value.item() for name, value in found.items()}
     refused = pytest.raises(ValueError, match="differ from the engine's by")
     with nullcontext() if agrees else refused:
@@ -483,10 +498,10 @@ def test_what_is_no_number_is_no_agreement_with_the_engine(difference, agrees):
 
 def test_metrics_of_two_optimizer_steps_by_hand():
     """Sums over both by the tokens of both; seconds lost in both by those of the slowest rank."""
-    first = dict.fromkeys(actor.DIFF_BINS, 0.0) | numbers("""
+    first = numbers("""
         policy_loss=2 entropy=4 kl=1 clip_frac=3 tokens=10 reference_kl=5 stale_token_frac=4
-        stale_weight=6 masked_frac=2 divisor=4 ptx_tokens=0 not_finite=0 skipped=0 grad_norm=1
-        diff_bin_64=3 diff_bin_90=1 engine_logprob_diff_max=0.1 engine_logprob_diff_sum=0.2
+        stale_weight=6 masked_frac=2 divisor=4 ptx=0 ptx_tokens=0 not_finite=0 skipped=0 grad_norm=1
+        fresh_tokens=4 engine_logprob_diff_max=0.1 engine_logprob_diff_sum=0.2
         slowest_s=3 fastest_s=2""")
     second = dict.fromkeys(first, 0.0) | dict(slowest_s=1.0, fastest_s=1.0, skipped=1.0)
     second["engine_logprob_diff_max"] = 0.7
@@ -495,13 +510,14 @@ def test_metrics_of_two_optimizer_steps_by_hand():
         lr=0.01 tokens=10 skipped=1 not_finite=0 engine_logprob_diff_mean=0.05
         engine_logprob_diff_max=0.1 seconds_spread=0.25 stale_token_frac=0.4
         stale_weight_mean=1.5""")
-    expected["engine_logprob_diff_p999"] = 10 ** (90 / 16 - 7)
     found = update_metrics([first, second], 0.01)
     assert found == {f"train/{name}": value for name, value in expected.items()}
     assert update_metrics([second], 0.01)["train/stale_weight_mean"] == 1.0
     third = first | {"not_finite": 1.0, "skipped": 1.0}
     skips = update_metrics([first, second, third], 0.01)
     assert (skips["train/skipped"], skips["train/not_finite"]) == (2.0, 1.0)
+    texts = [first | {"ptx": 8.0, "ptx_tokens": 2.0}, second | {"ptx": 2.0, "ptx_tokens": 2.0}]
+    assert update_metrics(texts, 0.01)["train/ptx_loss"] == 2.5
 
 
 def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():

@@ -116,9 +116,8 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
     """What `controller.exchange` returns on every rank, and every rank's world."""
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
-    algorithm = SimpleNamespace(gathers_signals=True)  # of samples that have no reward
     prompts = SimpleNamespace(attach_images=lambda samples: None)
-    shared = dict(config=config(100, 2), algorithm=algorithm, prompts=prompts)
+    shared = dict(config=config(100, 2), prompts=prompts)
 
     def controller_of(world):
         place = dict(dp_rank=world.rank // tp, dp_size=size // tp)

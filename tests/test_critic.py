@@ -180,7 +180,7 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
     for asked in (False, True):
         actor = start(model_dir, dtype=dtype)[0]
         samples, reference = trained_on(0), Reference(actor)
-        at_start = actor.packed_logprobs([samples[:5], samples[5:]])
+        at_start = actor.read_tokens([samples[:5], samples[5:]])
         weights, losses = weights_of(actor), []
         for step in range(3):
             if asked:
@@ -191,6 +191,6 @@ def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_
             sequences = [(sample.prompt, sample.response) for sample in make_samples(step)]
             losses.append(supervised(actor, sequences, lr=1e-2))
         assert not same_weights(weights_of(actor), weights)
-        assert actor.packed_logprobs([samples[:5], samples[5:]]) != at_start
+        assert actor.read_tokens([samples[:5], samples[5:]]) != at_start
         runs.append((losses, weights_of(actor)))
     assert runs[0][0] == runs[1][0] and same_weights(runs[0][1], runs[1][1])

@@ -71,7 +71,7 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
             sample.logprobs, sample.versions = logprobs, [0] * len(logprobs)
         metrics = update(actor, samples)
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
-        found.append((timeless, weights_of(actor), actor.ddps[0].buffers[0].grad_data.clone()))
+        found.append((timeless, weights_of(actor), actor.ddp.buffers[0].grad_data.clone()))
     (metrics, weights, gradient), *others = found
     assert others[0][0] == metrics and torch.equal(others[0][2], gradient)
     assert gradient.abs().max() > 1e-3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduling import pipeline
-from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused, interleaved
+from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused
 
 ROOT = Path(__file__).parent.parent
 TABLE3 = ROOT / "papers" / "published" / "rlhfuse_table3.json"
@@ -40,45 +40,9 @@ def test_1f1b_by_hand():
     assert [starts[task] for task in table[1]] == [1, 2, 4, 5, 7, 8]
 
 
-def test_interleaved_by_hand():
-    """Megatron-LM's order for two ranks with two stages each and four micro-batches; a sixth less idle."""
-    pipes = [Pipe((0, 1, 0, 1), 4)]
-    assert [words(tasks) for tasks in interleaved(pipes)] == [
-        "F00 F01 F20 F21 F02 B20 F03 B21 F22 B00 F23 B01 B22 B23 B02 B03",
-        "F10 F11 F30 B30 F31 B31 F12 B10 F13 B11 F32 B32 F33 B33 B12 B13",
-    ]
-    plain = [Pipe((0, 1), 4, forward=2, backward=4)]
-    assert evaluate(pipes, interleaved(pipes)).latency == 27
-    assert evaluate(plain, pipeline.one_after_another(plain)).latency == 30
-
-
-@pytest.mark.parametrize(
-    "make,ranks,message",
-    [
-        (pipeline.one_after_another, (0, 1, 0, 1), "pipe 0 has several stages on a rank"),
-        (fused, (0, 1, 0, 1), "pipe 0 has several stages on a rank"),
-        (interleaved, (0, 1, 1, 0), r"pipe 0 don't go round its ranks: \(0, 1, 1, 0\)"),
-    ],
-)
-def test_a_pipe_that_is_not_for_a_schedule(make, ranks, message):
-    with pytest.raises(ValueError, match=message):
-        make([Pipe(ranks, 4)])
-
-
-OTHERS = "lacks tasks, repeats them or has them on other ranks"
-WRONG_TABLES = [
-    (("F00", "F10 B10"), OTHERS),  # lacks a task
-    (("F00 B00 B00", "F10 B10"), OTHERS),  # repeats one
-    (("F00 B00 F10", "B10"), OTHERS),  # has one on another rank
-    (("F00 B00", "F10 B10", ""), OTHERS),  # has a rank too many
-    (("F00 B00", "B10 F10"), "ranks wait for each other"),
-]
-
-
-@pytest.mark.parametrize("ranks,message", WRONG_TABLES)
-def test_a_table_that_cannot_be_run(ranks, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate([Pipe((0, 1), 1)], table_from(*ranks))
+def test_a_table_that_cannot_be_run():
+    with pytest.raises(ValueError, match="ranks wait for each other"):
+        evaluate([Pipe((0, 1), 1)], table_from("F00 B00", "B10 F10"))
 
 
 def check_order(pipes: list[Pipe], table) -> None:
@@ -122,13 +86,13 @@ durations = st.sampled_from([0.3, 0.5, 1.0, 1.7, 2.0, 5.0])
 
 
 @st.composite
-def several_pipes(draw, stages_per_rank: int = 1) -> list[Pipe]:
+def several_pipes(draw) -> list[Pipe]:
     """One to three, over all of up to five ranks or some neighbours, in one direction or the other."""
     size, found = draw(st.integers(1, 5)), []
     for _ in range(draw(st.integers(1, 3))):
         first = draw(st.integers(0, size - 1))
         ranks = tuple(range(first, draw(st.integers(first + 1, size))))
-        ranks = (ranks[::-1] if draw(st.booleans()) else ranks) * stages_per_rank
+        ranks = ranks[::-1] if draw(st.booleans()) else ranks
         numbers = draw(st.tuples(st.integers(1, 6), durations, durations, durations))
         found.append(Pipe(ranks, *numbers))
     return found
@@ -140,7 +104,7 @@ def several_pipes(draw, stages_per_rank: int = 1) -> list[Pipe]:
 def test_every_schedule(name, data):
     """Valid, evaluated exactly, no faster than the bound; fused no slower than one after another."""
     schedule = SCHEDULES[name]
-    pipes = data.draw(several_pipes(schedule.stages_per_rank))
+    pipes = data.draw(several_pipes())
     table = schedule.table(pipes)
     latency, memory, _ = evaluate(pipes, table)
     assert (latency, memory) == check(pipes, table)
@@ -148,18 +112,6 @@ def test_every_schedule(name, data):
     if schedule.fuses:
         assert latency <= evaluate(pipes, pipeline.one_after_another(pipes)).latency * (1 + 1e-9)
         assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-6)
-
-
-@given(p=st.integers(1, 5), chunks=st.integers(1, 4), micro_batches=st.integers(1, 13))
-def test_interleaved_takes_any_number_of_micro_batches(p, chunks, micro_batches):
-    """At the bound where Megatron's rule holds; a short last turn costs at most its missing micro-batches."""
-    pipes = [Pipe(tuple(range(p)) * chunks, micro_batches)]
-    latency, memory = check(pipes, interleaved(pipes))
-    whole = [pipes[0]._replace(micro_batches=-(-micro_batches // p) * p)]
-    assert latency <= evaluate(whole, interleaved(whole)).latency
-    assert memory <= min(micro_batches * chunks, p * (chunks + 1))
-    if micro_batches % p == 0:
-        assert latency == bound(pipes) == 3 * (micro_batches * chunks + p - 1)
 
 
 def test_every_process_finds_the_same_table():

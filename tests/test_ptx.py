@@ -13,8 +13,9 @@ import actor
 import run
 from config import Config
 from scheduling.balance import packed_length
-from training import model, ptx
-from training.ptx import add_texts, choose, metrics, read_texts
+from training import model, ptx, trainer
+from training.packing import NO_TARGET
+from training.ptx import TextLoss, choose, read_texts
 
 TEXTS = [([1], [number]) for number in range(7)]
 
@@ -32,24 +33,15 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
         assert all(sorted(drawn[at : at + 7]) == TEXTS for at in range(0, len(drawn), 7))
 
 
-def test_the_weight_of_a_text_s_token_by_hand():
-    """4 tokens divide the policy's sum, the texts have 3 on all ranks: 0.5 * 4 / 3 each."""
-
-    def policy(slots, logprobs, entropy):
-        assert slots.tolist() == [0, 1] and entropy.tolist() == [0.25, 0.5]
-        return -logprobs, {"loss": -logprobs.detach().sum(), "normaliser": torch.tensor(2)}
-
-    logprobs = torch.tensor([-1.0, -5.0, -2.0, -3.0], requires_grad=True)
-    mixed = add_texts(policy, 2, 4.0, 3.0, 0.5)
-    loss, stats = mixed(torch.tensor([0, 2, 1, 4]), logprobs, torch.tensor([0.25, 9.0, 0.5, 9.0]))
-    loss.sum().backward()
-    assert logprobs.grad.tolist() == pytest.approx([-1.0, -2 / 3, -1.0, -2 / 3])
-    expected = {"tokens": 2, "loss": 3.0, "normaliser": 2, "ptx": 8.0, "ptx_tokens": 2}
-    assert {name: value.item() for name, value in stats.items()} == expected
-    assert add_texts(policy, 2, 4.0, 0.0, 0.5) is policy
-    steps = [{"ptx": 8.0, "ptx_tokens": 2.0}, {"ptx": 2.0, "ptx_tokens": 2.0}]
-    assert metrics(steps) == {"train/ptx_loss": 2.5}
-    assert metrics([{"ptx": 0.0, "ptx_tokens": 0.0}]) == {}
+def test_the_loss_of_texts_by_hand():
+    """No part of the divisor, which is the policy's: what is divided by it has the weight already."""
+    logprobs = torch.tensor([-5.0, -3.0], requires_grad=True)
+    loss = TextLoss(lambda batch, output: output, weight=2 / 3)
+    total, divisor, stats = loss(None, logprobs)
+    total.backward()
+    assert logprobs.grad.tolist() == pytest.approx([-2 / 3, -2 / 3]) and divisor == 0
+    expected = {"loss": 16 / 3, "divisor": 0, "ptx": 8.0, "ptx_tokens": 2}
+    assert {name: value.item() for name, value in stats.items()} == pytest.approx(expected)
 
 
 class Characters(SimpleNamespace):
@@ -91,19 +83,29 @@ def test_the_longest_sequence_fits_a_micro_batch(budget, cp, data):
 
 
 def test_every_rank_has_as_many_micro_batches(monkeypatch):
-    """Replicas that train on other numbers of texts would sum gradients in another order."""
+    """Replicas that train on other numbers of texts would sum gradients in another order.
+
+    A token's weight: 4 tokens divide the policy's sum, the texts have 3 on all ranks, 0.5 * 4 / 3 each.
+    """
 
     def reduced(values, op):
-        return values | ({"count": 5.0} if "count" in values else {})  # another rank has 5
+        if "count" in values:
+            return {"count": 5.0}  # another rank has 5
+        assert values == {"divisor": 4.0, "tokens": 1.0}
+        return {"divisor": 4.0, "tokens": 3.0}
 
     monkeypatch.setattr(actor, "all_reduce", reduced)
-    monkeypatch.setattr(actor.Actor, "pack", lambda self, texts: [[0, 1], [2]])
+    monkeypatch.setattr(actor.Actor, "pack", lambda self, texts: [[0]])
     one = actor.Actor.__new__(actor.Actor)
     one.texts, one.version, one.dp_rank, one.dp_size = [([1], [2])], 0, 0, 1
-    one.config = Config()
-    one.algorithm = SimpleNamespace(ptx_batch=3, ptx_coef=0.1)
-    packed, _ = one._add_texts(0, SimpleNamespace(divisors=torch.ones(4)), None)
-    assert [len(texts) for texts in packed] == [2, 1, 0, 0, 0]
+    one.config, one.awake = Config(), True
+    one.algorithm = SimpleNamespace(ptx_batch=1, ptx_coef=0.5)
+    monkeypatch.setattr(trainer.mpu, "get_context_parallel_rank", lambda: 0)
+    work = SimpleNamespace(micro_batches=["policy's"], losses=["policy's"])
+    one._add_texts(work, 0, SimpleNamespace(divisors=torch.ones(4)))
+    texts = work.micro_batches[1:]
+    assert [(batch.slots != NO_TARGET).sum().item() for batch in texts] == [1, 0, 0, 0, 0]
+    assert {loss.weight for loss in work.losses[1:]} == {0.5 * 4 / 3} and len(work.losses) == 6
 
 
 def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from commands import replay
 from commands.replay import Replay, read_replay
 from fakes import simulate, trained
-from sample import Sample
+from sample import Outcome, Sample, sample_from_json
 
 
 def rollout_only(out, mode="partial", size=2, done=0, **more):
@@ -105,7 +105,11 @@ def row(step, sample):
 
 
 PLACE = (st.integers(0, 9), st.integers(0, 9), st.just([1]))
+OUTCOMES = st.builds(
+    Outcome, st.integers(0, 9), st.integers(0, 9), st.floats(0, 1), st.none(), st.booleans()
+)
 FACTS = dict(question=st.text(), logprobs=st.lists(st.floats(-80, 0), max_size=5))
+FACTS |= dict(outcomes=st.lists(OUTCOMES, max_size=3))
 SAMPLES = st.builds(Sample, *PLACE, verdict=st.none() | st.booleans(), **FACTS)
 ROWS = st.lists(SAMPLES, min_size=1, max_size=4)
 BETWEEN = st.lists(ROWS | st.just([]), max_size=3)
@@ -125,6 +129,13 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     path.write_text("\n".join(map(row, *zip(*placed, strict=True))))
     expected = [[step[key] for key in sorted(step)] for step in steps]
     assert read_replay(path, "grpo") == expected
+
+
+def test_a_sample_of_an_earlier_version_is_read():
+    """From a checkpoint: fields that are gone are left out, new ones begin anew."""
+    fields = vars(Sample(1, 2, [3])) | {"baseline": 0.5, "scores": {"reward": 1.0}}
+    del fields["outcomes"]
+    assert sample_from_json(fields) == Sample(1, 2, [3])
 
 
 GOOD = row(0, Sample(0, 0, [1]))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import genrm
 import rewards
-from algorithms import algorithm_of, lagrange_multiplier, signals_of, update_multiplier
+from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
 from config import Config
 from fakes import simulate, to_text
 from sample import Sample
@@ -210,17 +210,15 @@ def constraint(**changes):
 
 
 def test_a_step_of_the_multiplier_by_hand():
-    """Mean cost 0.6 over two ranks, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4."""
+    """Mean cost 0.6, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4."""
     algorithm, state = constraint(), SimpleNamespace(step=0, log_multiplier=0.0)
-    parts = [signals_of([Sample(0, 0, [], reward=0.0, cost=0.4)], algorithm)]
-    parts.append({"reward": {}, "cost": {1: {0: 0.8, 3: 0.6}}})
-    got = update_multiplier(state, parts, algorithm)
+    got = update_multiplier(state, [0.4, 0.8, 0.6], algorithm)
     assert state.log_multiplier == pytest.approx(0.02)
     expected = {"cost/mean": 0.6, "cost/violation": 0.4}
     assert got == pytest.approx(expected | {"cost/multiplier": 0.5 * math.exp(0.02)})
-    update_multiplier(state, [{"cost": {1: {0: 0.0}}}], algorithm)
+    update_multiplier(state, [0.0], algorithm)
     assert state.log_multiplier == pytest.approx(0.02 - 0.1 * 0.5 * math.exp(0.02) * 0.2)
-    assert update_multiplier(state, [{"reward": {1: {0: 0.0}}}], algorithm) == {}
+    assert update_multiplier(state, [], algorithm) == {}
 
 
 COSTS = st.lists(st.floats(-3, 3), min_size=1, max_size=12)
@@ -231,10 +229,9 @@ COSTS = st.lists(st.floats(-3, 3), min_size=1, max_size=12)
 def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, ranks, init, limit):
     algorithm = constraint(lagrange_init=init, cost_limit=limit)
     results = []
-    for parts in ([costs], [costs[rank::ranks] for rank in range(ranks)]):
+    for gathered in (costs, [cost for rank in range(ranks) for cost in costs[rank::ranks]]):
         state = SimpleNamespace(step=0, log_multiplier=0.3)
         before = lagrange_multiplier(state, algorithm)
-        gathered = [{"cost": {rank: dict(enumerate(part))}} for rank, part in enumerate(parts)]
         update_multiplier(state, gathered, algorithm)
         results.append(state.log_multiplier)
         after, broken = lagrange_multiplier(state, algorithm), math.fsum(costs) / len(costs) > limit
@@ -247,7 +244,7 @@ def test_the_multiplier_waits_for_the_critic_s_warm_up():
     algorithm = constraint(critic_warmup=2, lagrange_init=1.0, cost_limit=0.5)
     state, reported = SimpleNamespace(step=0, log_multiplier=0.0), []
     for state.step in range(4):
-        reported.append(update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm))
+        reported.append(update_multiplier(state, [1.0], algorithm))
     third = math.exp(0.1 * 0.5)
     multipliers = [1.0, 1.0, third, third * math.exp(0.1 * third * 0.5)]
     assert [row["cost/multiplier"] for row in reported] == pytest.approx(multipliers)
@@ -259,9 +256,9 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
     algorithm = constraint(cost_limit=0.0, lagrange_lr=1.0)
     state = SimpleNamespace(step=0, log_multiplier=0.0)
     for _ in range(50):
-        update_multiplier(state, [{"cost": {0: {0: 1.0}}}], algorithm)
+        update_multiplier(state, [1.0], algorithm)
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100)
-    update_multiplier(state, [{"cost": {0: {0: -1.0}}}], algorithm)
+    update_multiplier(state, [-1.0], algorithm)
     assert lagrange_multiplier(state, algorithm) == pytest.approx(100 / math.e)
 
 

@@ -1,4 +1,4 @@
-"""The output layer of a language model, in chunks: log-probabilities of targets without all logits at once.
+"""The output layer of a language model, in chunks: log-probabilities without all logits at once.
 
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
@@ -10,7 +10,6 @@ one chunk the sums have the same bits as without.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,8 @@ from training.packing import NO_TARGET, MicroBatch
 CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32
 
 
-class LMOutput(NamedTuple):
-    """What a pass of the last pipeline stage leaves, and what makes logits of it."""
-
-    hidden: Tensor  # [1, T, hidden]
-    weight: Tensor  # [vocab / tp, hidden]
-
-
 def leave_out_logits(gpt: GPTModel) -> None:
-    """Have the output layer hand on the hidden states of all tokens, on every tensor-parallel rank."""
+    """Have the output layer hand on all tokens' hidden states, on every tensor-parallel rank."""
 
     # as Megatron calls it; [T, 1, hidden]
     def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:
@@ -47,38 +39,35 @@ def leave_out_logits(gpt: GPTModel) -> None:
     gpt.output_layer.forward = forward
 
 
-def output_of(gpt: GPTModel, hidden: Tensor) -> LMOutput:
-    tied = gpt.share_embeddings_and_output_weights
-    return LMOutput(
-        hidden, gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
-    )
-
-
 def read_targets(
-    batch: MicroBatch, output: LMOutput, temperatures: Tensor, entropy_learns: bool = False
+    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperatures: Tensor, entropy_learns: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    temperatures: [T]; SGLang, too, reports log_softmax(logits / temperature). entropy_learns: whether the
-    entropies have a gradient, which costs four more copies of a chunk. Collective over the tensor-parallel
-    group, both ways.
+    hidden: [1, T, hidden], the output of `gpt`. temperatures: [T]; SGLang, too, reports log_softmax(logits /
+    temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
+    chunk. Collective over the tensor-parallel group, both ways.
     """
-    rows = max(1, CHUNK_BYTES // (4 * len(output.weight)))
-    read = partial(_read_chunk, output.weight, entropy_learns)
-    columns = (output.hidden[0], batch.targets, temperatures)
+    weight = gpt.output_layer.weight  # [vocab / tp, hidden]
+    if gpt.share_embeddings_and_output_weights:
+        weight = gpt.shared_embedding_or_output_weight()
+    rows = max(1, CHUNK_BYTES // (4 * len(weight)))
+    read = partial(_read_chunk, weight, entropy_learns)
+    columns = (hidden[0], batch.targets, temperatures)
     *chunks, last = zip(*(column.split(rows) for column in columns), strict=True)
-    parts = [
-        checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
-    ]
+    parts = []
+    for chunk in chunks:
+        parts.append(checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False))
     parts.append(read(*last))
+    logprobs, entropies = zip(*parts, strict=True)
     chosen = batch.slots != NO_TARGET
-    return tuple(torch.cat(column)[chosen] for column in zip(*parts, strict=True))
+    return torch.cat(logprobs)[chosen], torch.cat(entropies)[chosen]
 
 
 def _read_chunk(
     weight: Tensor, entropy_learns: bool, hidden: Tensor, targets: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of all tokens, also those without a target: to select rows of logits would copy them."""
+    """Read all tokens, also those without a target: to select rows of logits would copy them."""
     logits = F.linear(hidden.to(weight.dtype), weight).float().div_(temperatures[:, None])
     logits = shift_by_maximum(logits)
     entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
@@ -86,7 +75,7 @@ def _read_chunk(
 
 
 def over_context_parallel(sums: Tensor) -> Tensor:
-    """The sum over the context-parallel group (collective), with a gradient, which is summed likewise."""
+    """The sum over the context-parallel group (collective); its gradient is summed over it, too."""
     if mpu.get_context_parallel_world_size() == 1:
         return sums
     return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
@@ -100,7 +89,7 @@ def shift_by_maximum(logits: Tensor) -> Tensor:
 
 
 class VocabParallelEntropy(torch.autograd.Function):
-    """Of a row l of `shift_by_maximum`, in nats: log(Z) - sum(l exp(l)) / Z, Z = sum(exp(l)). Collective."""
+    """Entropy of rows l of `shift_by_maximum`: log(Z) - sum(l exp(l)) / Z, Z = sum(exp(l)) (collective)."""
 
     @staticmethod
     def forward(ctx, shifted: Tensor) -> Tensor:

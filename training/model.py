@@ -31,7 +31,6 @@ from config import Config, UserError
 from engines.reward_model import HEAD
 from images.reader import ImageReader
 from runtime.hf_directory import check_tensors, read_model_config
-from scheduling.pipeline import schedule_of
 from training import lm_head
 from training.hf_weights import Family
 from training.packing import MicroBatch
@@ -191,7 +190,6 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
 def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     """Describe the model to Megatron. UserError if the parallel sizes do not divide it."""
     check_sizes(hf, config)
-    per_rank = schedule_of(config).stages_per_rank
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
@@ -211,7 +209,6 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         sequence_parallel=config.sp and config.tp > 1,
         pipeline_model_parallel_size=config.pp,
         context_parallel_size=config.cp,
-        virtual_pipeline_model_parallel_size=per_rank if per_rank > 1 else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -265,20 +262,16 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 def check_sizes(hf: dict, config: Config) -> None:
     """UserError if the tensor-parallel ranks or the stages don't divide the model."""
-    per_rank = schedule_of(config).stages_per_rank
-    stages = f"--pp {config.pp}"
-    if per_rank > 1:
-        stages += f" x {per_rank} stages a rank of --schedule {config.schedule}"
     cuts = [(f"--tp {config.tp}", config.tp, name) for name in SPLIT_BY_TP]
-    cuts.append((stages, config.pp * per_rank, "num_hidden_layers"))
+    cuts.append((f"--pp {config.pp}", config.pp, "num_hidden_layers"))
     for setting, size, name in cuts:
         if hf[name] % size:
             raise UserError(f"{setting} does not divide {name} = {hf[name]} of --model")
-    layers = hf["num_hidden_layers"] // (config.pp * per_rank)
+    layers = hf["num_hidden_layers"] // config.pp
     deep = deep_features(hf.get("vision"))
     if layers < deep:
         raise UserError(
-            f"{stages} leaves {layers} layers a stage: images enter the first {deep} of --model"
+            f"--pp {config.pp} leaves {layers} layers a stage: images enter the first {deep} of --model"
         )
 
 
@@ -327,21 +320,16 @@ def check_critic(config: Config, actor: dict) -> None:
     check_sizes(hf, config)
 
 
-def build_chunk(
-    hf: dict, config: TransformerConfig, groups: ProcessGroupCollection, number: int
-) -> GPTModel:
-    """Build one of this rank's chunks, at random (collective over its pipeline if embeddings are tied)."""
-    ranks = groups.pp.size()
-    per_rank = config.virtual_pipeline_model_parallel_size  # None for one
-    vp_stage = number if per_rank else None
-    stage = number * ranks + groups.pp.rank()
+def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection) -> GPTModel:
+    """Build this rank's stage, at random (collective over its pipeline if embeddings are tied)."""
+    stage = groups.pp.rank()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    layers = [layer] * get_num_layers_to_build(config, vp_stage, groups.pp.rank())
+    layers = [layer] * get_num_layers_to_build(config, pp_rank=stage)
     sees = stage == 0 and "vision" in hf
     gpt = (VisionModel if sees else GPTModel)(
         config,
@@ -349,9 +337,8 @@ def build_chunk(
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=stage == 0,
-        post_process=stage == (per_rank or 1) * ranks - 1,
+        post_process=stage == groups.pp.size() - 1,
         pg_collection=groups,
-        vp_stage=vp_stage,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         position_embedding_type="none",  # PackedAttention has it
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from images.tokens import Image, positions
-from scheduling.balance import packed_length, round_up
+from scheduling.balance import packed_length
 
 NO_TARGET = NO_FEATURE = -1
 
@@ -55,41 +55,45 @@ class MicroBatch:
 def make_micro_batches(
     packed: list[list[Sequence]], cp: int, cp_rank: int, tp_with_sp: int
 ) -> list[MicroBatch]:
-    """Micro-batches of sequences, whose response tokens are the targets.
+    """Make micro-batches of sequences, whose response tokens are the targets.
 
     A sequence is padded to a multiple of 2 * cp (see `pieces`). `tp_with_sp`, the tensor-parallel size under
     sequence parallelism, else 1, must divide the tokens of a micro-batch: its last sequence is padded for
     that, over the budget if need be. An empty micro-batch is a token without a target: a rank that has
     nothing to train on takes part in the passes, too.
     """
-    micro_batches, slot = [], 0
-    for sequences in ([Sequence(*each) for each in chosen] for chosen in packed):
-        padded = [
-            packed_length(len(each.prompt) + len(each.response), cp) for each in sequences
-        ] or [1]
-        padded[-1] += round_up(sum(padded), tp_with_sp * (2 * cp if cp > 1 else 1)) - sum(padded)
-        tokens, targets, slots = [], [], []
-        for (prompt, response, _), length in zip(
-            sequences or [Sequence([0], [])], padded, strict=True
-        ):
+    micro_batches = []
+    slot = 0
+    multiple = tp_with_sp * (2 * cp if cp > 1 else 1)
+    for chosen in packed:
+        sequences = [Sequence(*each) for each in chosen]
+        lengths = [packed_length(len(s.prompt) + len(s.response), cp) for s in sequences] or [1]
+        lengths[-1] += -sum(lengths) % multiple
+        tokens = []
+        targets = []
+        slots = []
+        places = []
+        pairs = zip(sequences or [Sequence([0], [])], lengths, strict=True)
+        for (prompt, response, _), length in pairs:
             assert prompt, "a response's first token is predicted from a prompt token"
             sequence = prompt + response
             padding = length - len(sequence) + 1
             tokens += sequence[:-1] + [0] * padding
             targets += sequence[1:] + [0] * padding
-            slots += [NO_TARGET] * (len(prompt) - 1) + list(range(slot, slot + len(response)))
+            slots += [NO_TARGET] * (len(prompt) - 1)
+            slots += range(slot, slot + len(response))
             slots += [NO_TARGET] * padding
             slot += len(response)
-        counted = [position for length in padded for position in range(length)]
-        batch = _split(torch.tensor([tokens, targets, slots, counted]), padded, cp, cp_rank)
-        micro_batches.append(_with_images(batch, sequences, padded, cp, cp_rank))
+            places += range(length)
+        batch = _split(torch.tensor([tokens, targets, slots, places]), lengths, cp, cp_rank)
+        micro_batches.append(_with_images(batch, sequences, lengths, cp, cp_rank))
     return micro_batches
 
 
 def _with_images(
     batch: MicroBatch, sequences: list[Sequence], lengths: list[int], cp: int, cp_rank: int
 ) -> MicroBatch:
-    """The same, and what a context-parallel rank has to know of images."""
+    """Add what a context-parallel rank has to know of images."""
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
@@ -97,19 +101,20 @@ def _with_images(
     features = {
         image: range(end - image.features, end) for image, end in zip(images, ends, strict=True)
     }
-    axes, places, mine = [], [], zigzag(lengths, cp, cp_rank)
+    axes = []
+    places = []
     for (prompt, _, shown), length in zip(sequences, lengths, strict=True):
         tokens = (prompt + [NO_TARGET] * length)[:length]  # whatever a response has in it is text
         axes += positions(tokens, shown)
         left = chain(*(features[image] for image in shown))
         markers = {image.token for image in shown}
         places += [next(left) if token in markers else NO_FEATURE for token in tokens]
-    columns = torch.tensor([*zip(*axes, strict=True), places])[:, mine]
+    columns = torch.tensor([*zip(*axes, strict=True), places])[:, zigzag(lengths, cp, cp_rank)]
     return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))
 
 
 def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:
-    """A context-parallel rank's part of tokens, targets (shifted before), slots, positions: [4, T]."""
+    """Take a context-parallel rank's part of tokens, targets (shifted before), slots, positions: [4, T]."""
     mine = list(pieces(lengths, cp, cp_rank))
     gathered = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
     place = gathered.argsort()
@@ -121,12 +126,14 @@ def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroB
 
 
 def pieces(lengths: list[int], cp: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """A context-parallel rank's: of each sequence's 2 * cp pieces, `rank` and its mirror image.
+    """Yield a context-parallel rank's pieces: of each sequence's 2 * cp, number `rank` and its mirror image.
 
-    An early piece has few keys to see and a late one many: so every rank gets the same work, as in Megatron.
-    Yields where the sequence starts, where the piece starts, where it ends. Without cp a sequence is whole.
+    A piece is: where the sequence starts, where the piece starts, where it ends. An early piece has few keys
+    to see and a late one many, so every rank gets the same work, as in Megatron. Without cp a sequence is
+    whole.
     """
-    sequence, count = 0, 2 * cp if cp > 1 else 1
+    sequence = 0
+    count = 2 * cp if cp > 1 else 1
     for length in lengths:
         for piece in sorted({rank, count - 1 - rank}):
             yield (
@@ -138,5 +145,5 @@ def pieces(lengths: list[int], cp: int, rank: int) -> Iterator[tuple[int, int, i
 
 
 def zigzag(lengths: list[int], cp: int, rank: int) -> Tensor:
-    """A context-parallel rank's packed tokens."""
+    """The places of a context-parallel rank's tokens among all packed ones: [T]."""
     return torch.cat([torch.arange(start, end) for _, start, end in pieces(lengths, cp, rank)])

@@ -78,8 +78,8 @@ class Gathering:
     With those of the other stages they are a micro-data-parallel group.
     """
 
-    def __init__(self, chunks: list[GPTModel], near: ProcessGroup):
-        self.chunks = chunks
+    def __init__(self, gpt: GPTModel, near: ProcessGroup):
+        self.gpt = gpt
         self.near = near
         self.received = 0
 
@@ -92,21 +92,21 @@ class Gathering:
         tensors may be views of the live weights: use or copy them before the next update.
         """
         self.received = 0
-        for chunk in self.chunks:
-            for source in range(chunk.pg_collection.pp.size()):  # in the stages' order
-                for name, part in self._parts_of_stage(chunk, source):
-                    tensors = unfuse(name, part, chunk.config)
-                    yield from zip(hf_names(name, chunk.family), tensors, strict=True)
+        for source in range(self.gpt.pg_collection.pp.size()):
+            for name, part in self._parts_of_stage(source):
+                tensors = unfuse(name, part, self.gpt.config)
+                yield from zip(hf_names(name, self.gpt.family), tensors, strict=True)
 
-    def _parts_of_stage(self, chunk: GPTModel, source: int) -> Iterator[tuple[str, Tensor]]:
+    def _parts_of_stage(self, source: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the parts that the pipeline's rank `source` has, under Megatron's names."""
-        stages = chunk.pg_collection.pp
-        own = {name: p for name, p in global_parameters(chunk) if not is_tied_copy(chunk, name)}
+        gpt = self.gpt
+        stages = gpt.pg_collection.pp
+        own = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
         is_source = source == stages.rank()
         listing = [[(name, self._shape(p)) for name, p in own.items()] if is_source else None]
         if stages.size() > 1:
             dist.broadcast_object_list(listing, group=stages, group_src=source)
-        like = {"dtype": chunk.config.params_dtype, "device": next(chunk.parameters()).device}
+        like = {"dtype": gpt.config.params_dtype, "device": next(gpt.parameters()).device}
         for name, shape in listing[0]:
             part = self._part(name, own[name]) if is_source else torch.empty(shape, **like)
             if stages.size() > 1:

@@ -73,9 +73,8 @@ def metadata() -> dict:
 
 
 def state_of(trainer: Trainer) -> dict:
-    """Describe the model's tensors. Each says where it belongs: a checkpoint has no names of chunks."""
-    chunks = enumerate(trainer.chunks)
-    return {f"chunk_{n}": chunk.sharded_state_dict(metadata=metadata()) for n, chunk in chunks}
+    """Describe the model's tensors. Each says where it belongs: this name isn't in a checkpoint."""
+    return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata())}
 
 
 class CommonLater(common.TorchCommonSaveStrategy):
@@ -143,7 +142,7 @@ def plan_save(
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
     """
     model = state_of(trainer)
-    state = {"version": trainer.version, "measured": trainer.measured, "model": model}
+    state = {"version": trainer.version, "model": model}
     state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
     later = CommonLater("torch", 1)
@@ -268,8 +267,6 @@ def load(trainer: Trainer, folder: Path) -> None:
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
     template = {"version": trainer.version, "model": model, "optimizer": optimizer}
     loaded = dist_checkpointing.load(template, str(folder))
-    for number, chunk in enumerate(trainer.chunks):
-        chunk.load_state_dict(loaded["model"][f"chunk_{number}"])
+    trainer.gpt.load_state_dict(loaded["model"]["gpt"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.version = loaded["version"]
-    trainer.measured = loaded.get("measured", [])

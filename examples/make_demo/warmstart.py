@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from actor import Actor, cross_entropy_loss
+from actor import Actor
 from config import Config, parse_config
 from examples.make_demo.models import new_model
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
@@ -111,7 +111,7 @@ def train(
         packed = []
         for chosen in actor.pack(mine):
             packed.append([mine[index] for index in chosen])
-        stats = actor.optimizer_step(packed, cross_entropy_loss, (), scale)
+        stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), scale)
         assert not stats["skipped"], "the gradient isn't finite"
     actor.export(end)
     actor.close()
@@ -129,7 +129,7 @@ class MuonActor(Actor):
     def _build_optimizer(self, model_config) -> None:
         matrices = []
         rest = []
-        for name, parameter in self.chunks[0].named_parameters():
+        for name, parameter in self.gpt.named_parameters():
             inside = any(part in f".{name}" for part in (".layers.", ".blocks.", "merger"))
             (matrices if parameter.ndim == 2 and inside else rest).append(parameter)
         muon = torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.0)
