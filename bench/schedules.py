@@ -105,15 +105,8 @@ def report(count: int, planned: dict[str, float], runs: dict[str, list], pipes: 
     for name, measured in runs.items():
         seconds, waited = zip(*measured, strict=True)
         by_table = f"{1 - busy / planned[name]:.3f}"
-        rows.append(
-            [
-                name,
-                spread(seconds, 3),
-                f"{planned[name] / pipes[0].forward:g}",
-                spread(waited, 3),
-                by_table,
-            ]
-        )
+        units = f"{planned[name] / pipes[0].forward:g}"
+        rows.append([name, spread(seconds, 3), units, spread(waited, 3), by_table])
     print_table([f"{count} micro-batches", "seconds", "the table's", "bubble", "the table's"], rows)
     measured = median(s for s, _ in runs[FUSED]) / median(s for s, _ in runs[SERIAL])
     expected = planned[FUSED] / planned[SERIAL]
