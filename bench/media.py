@@ -35,7 +35,7 @@ from tables import print_table
 
 import controller
 import run
-from engines import server
+from engines import wire
 from examples.make_demo import models
 from runtime.world import World
 from sample import Sample
@@ -65,7 +65,7 @@ async def exchange_through_one(
 
 def one_rank(side: str, arguments: list[str]) -> None:
     """A rank of the run itself, which counts what leaves it."""
-    sent, exchange, in_pieces = {"between": 0, "request": 0}, World.exchange, server.in_pieces
+    sent, exchange, in_pieces = {"between": 0, "request": 0}, World.exchange, wire.in_pieces
 
     def counted(world: World, outgoing: dict[int, Any], senders: Any):
         leaving = [pickle.dumps(parcel) for rank, parcel in outgoing.items() if rank != world.rank]
@@ -79,7 +79,7 @@ def one_rank(side: str, arguments: list[str]) -> None:
             yield piece
         sent["request"] = max(sent["request"], size)
 
-    World.exchange, server.in_pieces = counted, counted_pieces
+    World.exchange, wire.in_pieces = counted, counted_pieces
     if side == "central":
         controller.exchange = exchange_through_one
     rank = os.environ["RANK"]
