@@ -128,10 +128,8 @@ class Held(NamedTuple):
             row = lengths.setdefault(sample.prompt_id, [])
             row += [0] * (sample.index - len(row))
             row.append(len(sample.prompt) + len(sample.response))
-        costs = {sample.prompt_id: actor.image_cost(sample.prompt) for sample in samples}
-        return Held(
-            actor.dp_rank, lengths, {prompt: cost for prompt, cost in costs.items() if cost}
-        )
+        costs = {s.prompt_id: cost for s in samples if (cost := actor.image_cost(s.prompt))}
+        return Held(actor.dp_rank, lengths, costs)
 
     def tokens(self) -> dict[Key, int]:
         """Return the tokens of each sample, prompt and response together."""
@@ -156,11 +154,11 @@ def deal(held: list[Held], cost: Callable[[int], int], config: Config, dp_size: 
     image_costs = {}
     for rank, theirs in enumerate(held):
         groups[theirs.dp_rank].append(rank)
-        found = theirs.tokens()
-        assert tokens.keys().isdisjoint(found), "two controllers hold the same sample"
-        tokens |= found
-        holders |= dict.fromkeys(found, rank)
         image_costs |= theirs.image_costs
+        for key, length in theirs.tokens().items():
+            assert key not in tokens, "two controllers hold the same sample"
+            tokens[key] = length
+            holders[key] = rank
     plan = plan_batch(tokens, cost, config, dp_size, image_costs)
     receivers = {}
     for share, group in zip(plan, groups, strict=True):
@@ -169,7 +167,7 @@ def deal(held: list[Held], cost: Callable[[int], int], config: Config, dp_size: 
 
 
 async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
-    """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
+    """Deal all samples to the data-parallel ranks in equal work; returns this one's (collective).
 
     No rank holds the batch: each gathers lengths, works out the same deal, and sends its samples
     straight to the ranks that train on them. Of a model-parallel group the first rank is the head,
@@ -194,11 +192,10 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
         received = await send(parcels, {group[0]}, c.world)
     c.prompts.attach_images(received)
     found = {sample.key: sample for sample in received}
-    mini_batches = []
-    for mini_batch in share:
-        mini_batches.append([])
+    mini_batches = [[] for _ in share]
+    for number, mini_batch in enumerate(share):
         for keys in mini_batch:
-            mini_batches[-1].append([found[key] for key in keys])
+            mini_batches[number].append([found[key] for key in keys])
     return mini_batches
 
 
@@ -222,7 +219,7 @@ async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 
 
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Give every sample its advantages (collective). Returns the metrics of a constraint, if there is one."""
+    """Give every sample its advantages (collective). Returns metrics of a constraint, if any."""
     samples = flat(mini_batches)
     metrics = {}
     for reference in c.references:
@@ -292,7 +289,7 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 
 async def evaluate(c: Controller, step: int) -> None:
-    """Report greedy accuracy on held-out prompts, every `eval_every` steps and last (collective)."""
+    """Report greedy accuracy on held-out prompts, every `eval_every` steps (collective)."""
     held_out = [prompt for prompt in c.prompts.held_out if prompt.answer_key is not None]
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.placement.rollout.engines):

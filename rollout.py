@@ -216,10 +216,7 @@ MODES = {"full": generate_then_judge, "partial": judge_as_generated, "fused": ju
 async def ask(
     c: Controller, group: list[Sample], tasks: Tasks
 ) -> AsyncIterator[tuple[Sample, Answer]]:
-    """Yield what engines generate, for the caller to append. Aborted answers are continued.
-
-    See Pool.generate for the ways in which an answer goes on. Not once all is cut off.
-    """
+    """Yield what engines generate, and continue what was aborted (see Pool.generate)."""
     while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
         requests = []
         for sample in unfinished:
@@ -233,7 +230,7 @@ async def ask(
 
 
 async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
-    """Have the answers of a group generated; `on_finished(sample)` is called for each."""
+    """Have the answers of a group generated; `on_finished(sample)` is called after each."""
     async for sample, answer in ask(step.c, group, step.tasks):
         append_tokens(step, sample, answer)
         if sample.is_finished and not step.tasks.closed:
@@ -333,10 +330,8 @@ class Meeting(NamedTuple):
     stop: int  # the signal that asked for a stop, else 0
 
 
-async def sync_controllers(
-    c: Controller, facts: Any, total: Callable[[list], Any] = sum
-) -> Meeting:
-    """Tell the others facts, how engines are, and of a stop (collective). `follow` acts on it."""
+async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
+    """Tell the others facts, how engines are, and of a stop (collective); `follow` acts on it."""
 
     def total_of(meetings: list[Meeting]) -> Meeting:
         facts, rollout, genrm, stops = zip(*meetings, strict=True)

@@ -1,4 +1,4 @@
-"""Engine: a handle on one SGLang server, which never sees text. Whoever launches it owns its process."""
+"""Engine: a handle on one SGLang server, which never sees text. Who launches it owns it."""
 
 from __future__ import annotations
 
@@ -115,18 +115,10 @@ class Engine:
 
     @classmethod
     def launch(
-        cls,
-        role: str,
-        rank: int,
-        port: int,
-        model_dir: str,
-        config: Config,
-        log: Path,
-        key: str,
-        model=0,
+        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str
     ) -> Self:
-        """Start a server, which dies with this thread; then await `ready`. UserError: port taken."""
-        engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
+        """Start a server, which dies with this thread; then await `ready`. UserError: no port."""
+        engine = cls(role, rank, f"http://{config.host}:{port}", key)
         server.check_port(config.host, port, engine.name)
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = server.checkpoint_shapes(model_dir)
@@ -140,15 +132,17 @@ class Engine:
         return engine
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until the server generates. UserError with the end of its log: it died or is slow."""
+        """Wait until the server generates. UserError with its log's end if it dies or is slow."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
         while not await self.is_healthy(self._silence_s):
             if self.exit_status():
-                raise UserError(f"the {self.name} stopped while starting; {self.log_tail()}")
+                raise UserError(
+                    f"the {self.name} stopped while starting; {self._process.log_tail()}"
+                )
             if clock() > deadline:
                 late = f"wasn't ready within {deadline_s:g} s"
-                raise UserError(f"the {self.name} {late}; {self.log_tail()}")
+                raise UserError(f"the {self.name} {late}; {self._process.log_tail()}")
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             other = f"found another server at {self.url}"
@@ -162,14 +156,14 @@ class Engine:
             failed = f"didn't answer a first request within {deadline_s:g} s"
             if isinstance(error, EngineLost):
                 failed = f"{error} while starting"
-            raise UserError(f"the {self.name} {failed}; {self.log_tail()}") from None
+            raise UserError(f"the {self.name} {failed}; {self._process.log_tail()}") from None
         # else each sleep collects over all of SGLang's imports: 0.7 s
         await self._call("POST", "/freeze_gc")
 
     async def _warm_up(self) -> None:
-        """Generate a greedy answer beside a sampled one: CUDA kernels of both are compiled now.
+        """Generate a greedy answer and a sampled one: with CUDA kernels are compiled, for minutes.
 
-        That may take minutes; later such a silence would count as a hang.
+        Later such a silence would count as a hang.
         """
         requests = []
         for temperature in (0.0, 1.0):
@@ -185,9 +179,8 @@ class Engine:
     async def until_down(self) -> str:
         """Wait until the server, which is awake, is dead or hangs; return which.
 
-        It hangs if no stream brings anything and /health doesn't say yes. /health is requested
-        after some silence only: SGLang holds it for a second beside others, and a pause that comes
-        meanwhile waits as long.
+        It hangs if no stream brings anything and /health doesn't say yes. That is asked after some
+        silence only: SGLang holds it for a second beside others, and pausing would wait as long.
         """
         clock = asyncio.get_running_loop().time
         patience_s = self._silence_s / 4
@@ -228,13 +221,9 @@ class Engine:
             await self.kill()
             self._process.folder.cleanup()
 
-    def log_tail(self) -> str:
-        """Return where its log is, and its last lines."""
-        return self._process.log_tail()
-
     def log_end(self) -> str:
         """Return where its log is, and its last line, in one line."""
-        where, *lines = self.log_tail().splitlines()
+        where, *lines = self._process.log_tail().splitlines()
         return f"{where} {lines[-1]}" if lines else where
 
     async def sleep(self, deadline_s: float | None = None) -> None:
@@ -291,9 +280,8 @@ class Engine:
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Request answers in one go: they share the KV cache of what their prompts have in common.
 
-        Yields an Answer of new tokens alone as they come, STREAM_INTERVAL at a time: `index` is its
-        request, `finish` empty but at the end. EngineLost if the connection breaks, UserError if
-        the server refuses.
+        Yields an Answer of new tokens alone as they come, STREAM_INTERVAL at a time: `finish` is
+        empty but at the end. EngineLost if the connection breaks, UserError: the server refuses.
         """
         clock = asyncio.get_running_loop().time
         sent = clock()
@@ -329,7 +317,7 @@ class Engine:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Open a reply. EngineLost: none comes or it breaks off; UserError: not 200 nor `also`."""
         if self._session is None:
-            # SGLang drops idle connections after 5 s: ours go first, or a request meets a closing one
+            # SGLang drops idle connections after 5 s: ours go before a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=headers)
@@ -362,10 +350,7 @@ class Engine:
 
 
 def prompts_of(requests: list[Request]) -> dict[str, Any]:
-    """Write what a server reads: prompts with one token for each image, and the images.
-
-    An image that all prompts share is sent once.
-    """
+    """Write prompts with one token for each image, and the images; one that all share only once."""
     prompts = [collapse(request.prompt, request.images) for request in requests]
     body: dict[str, Any] = {"input_ids": prompts}
     if any(request.images for request in requests):
@@ -376,7 +361,7 @@ def prompts_of(requests: list[Request]) -> dict[str, Any]:
 
 
 def read_part(event: dict, written: int) -> Answer:
-    """Read the new tokens in an event of an answer's stream, after the `written` that came before."""
+    """Read the new tokens in an event of an answer's stream, after `written` that came before."""
     info = event["meta_info"]
     total = info["completion_tokens"]
     # (logprob, token, None) of the new tokens; if it was aborted in the queue, of all so far

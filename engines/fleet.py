@@ -1,4 +1,4 @@
-"""Fleet: the servers of this rank from their start to their end, and a handle on those of every rank."""
+"""Fleet: the servers of this rank from start to end, and a handle on those of every rank."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         for spec in specs:
             log = Path(self._config.out, "logs", f"{spec.role}-{rank}.log")
             kind = ScoringEngine if spec.scores else Engine
-            engine = kind.launch(
-                spec.role, rank, spec.port, spec.model_dir, self._config, log, key, spec.model
-            )
+            engine = kind.launch(spec.role, rank, spec.port, spec.model_dir, self._config, log, key)
+            engine.model = spec.model
             self._engines.append(engine)
             self._starting.append(engine)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config, UserError
@@ -43,15 +43,6 @@ class EngineStatus(NamedTuple):
         return EngineStatus(outstanding, parts, lost, tuple(sorted(stalled)))
 
 
-@dataclass
-class Served:
-    """The figures of a role in one serving phase, until `pop_stats`."""
-
-    requests: list[tuple[int, tuple]] = field(default_factory=list)  # rank, RequestStats.of's row
-    wakes: int = 0  # of the role
-    stalls: int = 0
-
-
 class Pool:
     """A handle on each engine of a role; one of them may be this rank's own, to wake and to watch.
 
@@ -73,9 +64,11 @@ class Pool:
         self._load = Load(world.rank)
         self._health = Health(next((e for e in engines if e.rank == world.rank), None))
         self._told = EngineStatus(Counter(), Counter(), {})  # in the last meeting
-        self._new_parts: Counter[int] = Counter()  # rank -> parts of answers that came since
         self._aborts = 0  # calls of `abort`
-        self._served = Served()
+        # since `pop_stats`: of each answer its engine's rank, and a row for RequestStats.of
+        self._served: list[tuple[int, tuple]] = []
+        self._wakes = 0
+        self._stalls = 0
         counts = Counter(engine.model for engine in engines)
         most = QUEUED * config.max_running_requests  # of each engine
         self._turns = {model: asyncio.Semaphore(most * count) for model, count in counts.items()}
@@ -142,13 +135,13 @@ class Pool:
                     stalls = await self._failed(engine, error, stalls)
 
     async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
-        """Pass over an engine that wrote no more; return the stalls in a row. UserError: too many."""
+        """Pass over an engine that wrote no more; return the stalls in a row, or UserError."""
         if isinstance(error, EngineLost):
             await asyncio.sleep(RECONNECT_S)
         if not self._health.is_up(engine):
             return stalls
         self._health.stalled |= {engine.rank}
-        self._served.stalls += 1
+        self._stalls += 1
         if stalls + 1 == MAX_STALLS:
             failure = f"the {engine.name} {error}, the third failure in a row"
             hint = f"--timeout-s {self.config.timeout_s:g} may be too short for it"
@@ -189,8 +182,7 @@ class Pool:
     async def _next_part(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
         """Return the next part, or None at the end.
 
-        TimeoutError if the engine writes for nobody in stalled_s and isn't healthy, or does so
-        MAX_SILENCES times.
+        TimeoutError if the engine is silent for stalled_s and not healthy, or MAX_SILENCES times.
         """
         stalled_s = self.config.stalled_s
         health_s = self.config.engine_silence_s  # for a word on its health
@@ -205,7 +197,7 @@ class Pool:
                 await asyncio.wait([coming], timeout=stalled_s)
                 is_silent = not coming.done() and progress[engine.rank] == before
                 silences = silences + 1 if is_silent else 0
-                # healthy, it writes: it tells of tokens STREAM_INTERVAL at a time, which may take long
+                # healthy, it writes: it tells of STREAM_INTERVAL tokens at a time, which takes long
                 if silences == MAX_SILENCES or (silences and not await engine.is_healthy(health_s)):
                     raise TimeoutError(f"wrote nothing for {silences * stalled_s:g} s")
         finally:
@@ -213,23 +205,24 @@ class Pool:
                 coming.cancel()
                 await asyncio.wait([coming])  # a generator that still runs can't be closed
         progress[engine.rank] += 1
-        self._new_parts[engine.rank] += 1
+        self._health.new_parts[engine.rank] += 1
         return coming.result()
 
     def _record(self, answer: Answer, request: Request) -> Answer:
         """Keep the answer's times and sizes for `pop_stats`, and return it."""
         sizes = (len(answer.tokens), len(request.prompt), answer.cached_tokens)
-        self._served.requests.append((answer.rank, (answer.sent, answer.end, *sizes)))
+        self._served.append((answer.rank, (answer.sent, answer.end, *sizes)))
         return answer
 
     def pop_stats(self) -> RequestStats:
         """Return the figures of the requests since the last call; the timeline gets them, too."""
-        served = self._served
-        self._served = Served()
-        for rank, (sent, end, *_) in served.requests:
+        for rank, (sent, end, *_) in self._served:
             self.timeline.request(self.role, rank, sent, end)
-        rows = [row for _, row in served.requests]
-        return RequestStats.of(rows, served.wakes, served.stalls)
+        stats = RequestStats.of([row for _, row in self._served], self._wakes, self._stalls)
+        self._served = []
+        self._wakes = 0
+        self._stalls = 0
+        return stats
 
     async def abort(self) -> None:
         """Abort what this controller asked for and this rank's engine writes. Not collective."""
@@ -239,14 +232,15 @@ class Pool:
 
     def status(self) -> EngineStatus:
         """Return what this controller tells the others in a meeting, which `apply_status` ends."""
-        lost = self._health.loss_to_tell()
-        stalled = tuple(self._health.stalled)
-        self._told = EngineStatus(+self._load.outstanding, self._new_parts, lost, stalled)
-        self._new_parts = Counter()
+        health = self._health
+        lost = health.loss_to_tell()
+        stalled = tuple(health.stalled)
+        self._told = EngineStatus(+self._load.outstanding, health.new_parts, lost, stalled)
+        health.new_parts = Counter()
         return self._told
 
     def apply_status(self, status: EngineStatus) -> list[str]:
-        """Act on what all told; return a line on each new loss. UserError: a model has no engine."""
+        """Act on what all told; return a line on each new loss. UserError: no engine is left."""
         health = self._health
         self._load.update(status.outstanding, self._told.outstanding)
         # its own parts counted when they came: counted again, they would hide a stall since then
@@ -267,15 +261,13 @@ class Pool:
         return [f"others go on with its work: {loss}" for loss in new]
 
     async def restart_lost(self) -> int:
-        """Start lost engines again, asleep, while all sleep (collective). Return how many here.
+        """Start lost engines again, asleep, while all sleep (collective); return how many here.
 
         UserError if one doesn't start.
         """
         assert not self.awake, "an engine that starts takes the devices"
         await raise_on_all(self.world, self._health.restart(self.config.engine_start_s))
-        restarts = 1 if self._health.own_loss else 0
-        self._health.reset()
-        return restarts
+        return self._health.reset()
 
     async def wake(self) -> None:
         """Bring weights and KV cache of all engines back to the devices (collective)."""
@@ -295,7 +287,7 @@ class Pool:
         if not leaving and not joining:
             return
         if joining:
-            self._served.wakes += 1
+            self._wakes += 1
         was_asleep = not self.awake
         self.awake = ()  # nobody asks while engines change hands
         while await self.world.reduce(sum(self._load.outstanding[rank] for rank in leaving), sum):

@@ -1,4 +1,4 @@
-"""Scalar reward model: an SGLang server that writes nothing and says one number of what it is shown."""
+"""Scalar reward model: an SGLang server that writes nothing and scores what it is shown."""
 
 from __future__ import annotations
 

@@ -51,9 +51,8 @@ class Load:
     async def deal(self, engines: list[Engine], world: World) -> None:
         """Deal the waiting requests to `engines` in turns, the least loaded first (collective).
 
-        Many wait when engines change hands. By themselves all would choose alike until they meet.
-        Example: ranks 0 and 1 have 3 and 2 waiting, for engines A and B. Rank 0 has turns 0 to 2
-        and asks A, B, A; rank 1 has turns 3 and 4 and asks B, A.
+        By themselves all would choose alike until they meet. Example: ranks 0 and 1 have 3 and 2
+        requests waiting for engines A and B. Rank 0 asks A, B, A; rank 1 continues with B, A.
         """
         queues = (self.waiting, +self.outstanding)
         waiting, outstanding = await world.reduce(queues, sum_counters)
@@ -96,6 +95,7 @@ class Health:
         self.lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
         self.stalled: frozenset[int] = frozenset()  # ranks whose engine stalled in this step
         self.progress: Counter[int] = Counter()  # rank -> grows when its engine writes for anybody
+        self.new_parts: Counter[int] = Counter()  # rank -> parts that came here since a meeting
         # model -> the engines to ask, and what they were found by
         self._askable: dict[int, tuple[tuple, list[Engine]]] = {}
 
@@ -166,8 +166,10 @@ class Health:
                 lost = f"the {own.name} {self.own_loss}"
                 raise UserError(f"{lost}; it didn't start again: {error}") from None
 
-    def reset(self) -> None:
-        """Count every engine as up, once the lost ones were started again."""
+    def reset(self) -> int:
+        """Count all engines as up; return how many of this rank's were lost."""
+        restarted = 1 if self.own_loss else 0
         self.own_loss = ""
         self.lost = {}
         self.stalled = frozenset()
+        return restarted

@@ -1,4 +1,4 @@
-"""The process of an SGLang server: command line, life, end. sglang isn't imported: that takes 10 s."""
+"""The process of an SGLang server: flags, life, end. sglang isn't imported: that takes 10 s."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         "skip-tokenizer-init": None,  # tokens in, tokens out
         "stream-interval": STREAM_INTERVAL,
         "incremental-streaming-output": None,
-        # answers come to the judge one by one, and each prefill holds up all decoding: take them in together
+        # answers come to the judge one by one, and each prefill holds up all decoding: join them
         "prefill-decode-interval": 8,
         "prefill-decode-interval-min-bs": 16,
         "skip-server-warmup": None,
@@ -74,14 +74,14 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
         # prefill graphs give wrong values (sgl-project/sglang#37606)
         "disable-prefill-cuda-graph": None,
         "watchdog-timeout": config.timeout_s,  # of a pass, which may compile kernels
-        # which attention, how large a KV cache, how long CUDA graphs took; cpu/sglang.py drops the rest
+        # attention, size of the KV cache, time of CUDA graphs; cpu/sglang.py drops the rest
         "log-level": "info",
         "log-level-http": "error",
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
     if role == "genrm" or config.mode != "partial" or config.command == "eval":
-        # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
+        # nobody pushes these weights after a sleep, nor a rollout engine's between waves in turns
         flags["enable-weights-cpu-backup"] = None
     return flags
 
