@@ -54,6 +54,7 @@ def pack_evenly(
     and always less than twice that plus `multiple`. Each number is tried by `karmarkar_karp` and by
     `spread`, which gets along with a few long sequences among many short ones; the more even that
     fits is taken. The longest come first: attention takes neighbours of equal length together.
+    UserError if a sequence alone is over the budget.
     """
     if (longest := max(lengths, default=0)) > budget:
         flag = f"--max-tokens-per-micro-batch {budget}"

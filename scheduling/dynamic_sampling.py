@@ -140,7 +140,7 @@ class DynamicSampler:
 class OrderedSampler(DynamicSampler):
     """Draws early, but keeps what it would have kept had it waited for each wave to finish.
 
-    So the batch depends on no rank, mode or timing. Example, with a target of 4:
+    So the batch depends on no rank, mode or timing. Example, with target 4 and max_refills 1:
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
         If 3 is filtered, too, 2 groups are missing: refill_size(2) = 3, wave_ends() = [4, 7].
         By experience 1 is missing: refill_size(1) = 2. Prompts 4 and 5 are drawn: 6 is within 7.
