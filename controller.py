@@ -1,15 +1,15 @@
 """The parallel controllers: every rank runs this program on its own share of the prompts.
 
-There is no rank that holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and
-take the same decisions, because each decision is a pure function of what was gathered. The outside is four
-things: a `World`, engines, trainers, and the event loop's clock.
+No rank holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and take
+the same decisions, because each decision is a pure function of what was gathered. The outside is
+four things: a `World`, engines, trainers, and the event loop's clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import algorithms
 import rollout
@@ -25,13 +25,13 @@ from rewards import Rewards
 from rollout import RolloutBatch
 from runtime.shutdown import Stop
 from runtime.world import World
-from sample import Sample
+from sample import Key, Sample
 from scheduling.balance import flat, plan_batch
 from scheduling.pipeline import schedule_of
 from scheduling.rebalance import HISTORY, StepStats, choose_split
 
 if TYPE_CHECKING:
-    from actor import Reference
+    from actor import Actor, Reference
 
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
@@ -41,7 +41,7 @@ MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batche
 
 @dataclass
 class State:
-    """What the loop carries from step to step; the same on every controller."""
+    """The state that goes from step to step; the same on every controller."""
 
     step: int = 0
     groups_per_kept: float = 1.0  # moving average of groups generated for each one kept
@@ -103,7 +103,7 @@ async def train(c: Controller) -> int:
 
 
 async def finish(c: Controller) -> int:
-    """After the last step, evaluate; where a stop was asked for, save (collective). Returns the signal."""
+    """Evaluate after the last step, or save after a stop (collective). Returns the signal or 0."""
     if not c.stopping:
         c.timeline.step = c.config.steps
         await evaluate(c, c.config.steps)
@@ -114,63 +114,101 @@ async def finish(c: Controller) -> int:
     return c.stopping
 
 
-def deal(facts: list[tuple], cost: Callable[[int], int], config: Config, dp_size: int) -> tuple:
-    """From all facts: plan_batch's plan, who holds and who gets each sample, each group's ranks (pure)."""
-    tokens, holders, images, groups = {}, {}, {}, [[] for _ in range(dp_size)]
-    for rank, (dp_rank, rows, costs) in enumerate(facts):
-        groups[dp_rank].append(rank)
-        images |= costs
-        for key, length in (((p, i), n) for p, row in rows.items() for i, n in enumerate(row) if n):
+class Held(NamedTuple):
+    """The samples that a controller holds, as it tells the others."""
+
+    dp_rank: int  # of its trainer
+    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't held
+    image_costs: dict[int, int]  # prompt_id -> work on its images
+
+    @staticmethod
+    def of(samples: list[Sample], actor: Actor) -> Held:
+        lengths: dict[int, list[int]] = {}
+        for sample in sorted(samples, key=lambda sample: sample.key):
+            row = lengths.setdefault(sample.prompt_id, [])
+            row += [0] * (sample.index - len(row))
+            row.append(len(sample.prompt) + len(sample.response))
+        costs = {s.prompt_id: cost for s in samples if (cost := actor.image_cost(s.prompt))}
+        return Held(actor.dp_rank, lengths, costs)
+
+    def tokens(self) -> dict[Key, int]:
+        """Return the tokens of each sample, prompt and response together."""
+        rows = self.lengths.items()
+        return {(prompt, i): n for prompt, row in rows for i, n in enumerate(row) if n}
+
+
+class Deal(NamedTuple):
+    """The decision who trains on which sample: the same on every controller."""
+
+    plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
+    groups: list[list[int]]  # [dp_rank]: the ranks of its model-parallel group, its head first
+    holders: dict[Key, int]  # the rank that has a sample
+    receivers: dict[Key, int]  # the rank that gets it
+
+
+def deal(held: list[Held], cost: Callable[[int], int], config: Config, dp_size: int) -> Deal:
+    """Deal all samples in equal work, from what each rank holds (pure). cost(tokens): work."""
+    groups = [[] for _ in range(dp_size)]
+    tokens = {}
+    holders = {}
+    image_costs = {}
+    for rank, theirs in enumerate(held):
+        groups[theirs.dp_rank].append(rank)
+        image_costs |= theirs.image_costs
+        for key, length in theirs.tokens().items():
             assert key not in tokens, "two controllers hold the same sample"
-            tokens[key], holders[key] = length, rank
-    plan = plan_batch(tokens, cost, config, dp_size, images)
-    receivers = {
-        key: ranks[0] for share, ranks in zip(plan, groups, strict=True) for key in flat(share)
-    }
-    return plan, holders, receivers, groups
+            tokens[key] = length
+            holders[key] = rank
+    plan = plan_batch(tokens, cost, config, dp_size, image_costs)
+    receivers = {}
+    for share, group in zip(plan, groups, strict=True):
+        receivers |= dict.fromkeys(flat(share), group[0])
+    return Deal(plan, groups, holders, receivers)
 
 
 async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
-    """Deal all samples to the data-parallel ranks in equal work; returns this one's share (collective).
+    """Deal all samples to the data-parallel ranks in equal work; returns this one's (collective).
 
-    Each works out the whole plan from gathered lengths. Samples then move point to point, never through one
-    rank; of a model-parallel group the first gets them and passes them on. Images are read here, not moved.
+    No rank holds the batch: each gathers lengths, works out the same deal, and sends its samples
+    straight to the ranks that train on them. Of a model-parallel group the first rank is the head,
+    which alone asks engines: it alone holds samples before, and it passes its share on to the
+    others. Images aren't sent: who trains on them reads them.
     """
-    actor, mine = c.placement.actor, {sample.key: sample for sample in samples}
-    # prompt_id -> tokens of its answers, 0 of one that isn't held here
-    lengths: dict[int, list[int]] = {}
-    for (prompt_id, index), sample in sorted(mine.items()):
-        row = lengths.setdefault(prompt_id, [])
-        row += [0] * (index - len(row)) + [len(sample.prompt) + len(sample.response)]
-    images = {
-        sample.prompt_id: cost for sample in samples if (cost := actor.image_cost(sample.prompt))
-    }
-    facts, outgoing = await c.world.gather((actor.dp_rank, lengths, images)), {}
-    plan, holders, receivers, groups = deal(facts, actor.cost, c.config, actor.dp_size)
-    for key, sample in mine.items():
-        outgoing.setdefault(receivers[key], []).append(sample)
-    first, *others = members = groups[actor.dp_rank]
-    senders = (
-        {holders[key] for key in flat(plan[actor.dp_rank])} if c.world.rank == first else set()
-    )
-    incoming = await c.world.exchange(outgoing, senders)
-    if others:
-        share = [sample for parcel in incoming.values() for sample in parcel]
-        outgoing = dict.fromkeys(members, share) if c.world.rank == first else {}
-        incoming = await c.world.exchange(outgoing, {first})
-    found = {sample.key: sample for parcel in incoming.values() for sample in parcel}
-    c.prompts.attach_images(list(found.values()))
-    return [
-        [[found[key] for key in micro] for micro in mini_batch]
-        for mini_batch in plan[actor.dp_rank]
-    ]
+    actor = c.placement.actor
+    held = await c.world.gather(Held.of(samples, actor))
+    dealt = deal(held, actor.cost, c.config, actor.dp_size)
+    share = dealt.plan[actor.dp_rank]
+    group = dealt.groups[actor.dp_rank]
+    is_first = c.world.rank == group[0]
+    parcels = {}
+    for sample in samples:
+        parcels.setdefault(dealt.receivers[sample.key], []).append(sample)
+    senders = {dealt.holders[key] for key in flat(share)} if is_first else set()
+    received = await send(parcels, senders, c.world)
+    if len(group) > 1:
+        parcels = dict.fromkeys(group, received) if is_first else {}
+        received = await send(parcels, {group[0]}, c.world)
+    c.prompts.attach_images(received)
+    found = {sample.key: sample for sample in received}
+    mini_batches = [[] for _ in share]
+    for number, mini_batch in enumerate(share):
+        for keys in mini_batch:
+            mini_batches[number].append([found[key] for key in keys])
+    return mini_batches
+
+
+async def send(parcels: dict[int, list[Sample]], senders: set[int], world: World) -> list[Sample]:
+    """Send each rank its parcel; returns the samples that came from `senders` (collective)."""
+    incoming = await world.exchange(parcels, senders)
+    return [sample for parcel in incoming.values() for sample in parcel]
 
 
 async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Advantages, then updates of critics and actor, in turns or fused (collective). Returns metrics."""
-    stats, fuses = await compute_advantages(c, mini_batches), schedule_of(c.config).fuses
+    """Update critics and actor, in turns or in one pipeline (collective). Returns metrics."""
+    stats = await compute_advantages(c, mini_batches)
     trainers = [*reversed(c.placement.critics), c.placement.actor]  # the last critic has the device
-    for first, *beside in [trainers] if fuses else [[trainer] for trainer in trainers]:
+    turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
+    for first, *beside in turns:
         await c.placement.give_device_to(first, *beside)
         stats |= await c.world.run(first.update, mini_batches, beside)
         c.timeline.ran(first.phases)
@@ -179,8 +217,9 @@ async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
 
 
 async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Give every sample its advantages (collective). Returns the metrics of a constraint, if there is one."""
-    samples, metrics = flat(mini_batches), {}
+    """Give every sample its advantages (collective). Returns metrics of a constraint, if any."""
+    samples = flat(mini_batches)
+    metrics = {}
     for reference in c.references:
         await c.placement.give_device_to(c.placement.actor)
         await c.world.run(reference.compute_ref_logprobs, mini_batches)
@@ -202,14 +241,16 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
 
 async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
     """Take the split that should serve the next step fastest (collective). Returns metrics."""
-    placement, config = c.placement, c.config
+    placement = c.placement
     restarts = await c.world.reduce(placement.restarts, sum)
-    c.state.history = [*c.state.history, await c.world.reduce(stats, StepStats.total)][-HISTORY:]
+    step_stats = await c.world.reduce(stats, StepStats.total)
+    c.state.history = [*c.state.history, step_stats][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
-    tp = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
-    left = config.steps - c.state.step - 1
+    tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
+    left = c.config.steps - c.state.step - 1
     decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp, left)
-    if moves := decision.split != placement.plan.split:
+    moves = decision.split != placement.plan.split
+    if moves:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))
         placement.switch(plans[decision.split])
@@ -218,13 +259,12 @@ async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
 
 
 def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:
-    """UserError after MAX_SKIPS skipped updates in a row, any trainer's; leaves the samples in a file."""
+    """Count skipped updates of any trainer; UserError after MAX_SKIPS in a row, samples saved."""
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:
-        c.report.note(
-            f"step {c.state.step + 1}: loss or gradient aren't finite: the update is skipped"
-        )
+        problem = "loss or gradient aren't finite: the update is skipped"
+        c.report.note(f"step {c.state.step + 1}: {problem}")
     if c.state.skips == MAX_SKIPS:
         path = c.report.dump(flat(mini_batches) if c.placement.actor.is_head else [])
         problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
@@ -232,7 +272,7 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
 
 
 def advance(c: Controller, batch: RolloutBatch) -> None:
-    """The step is done, as far as a checkpoint is concerned."""
+    """Count the step as done: a checkpoint from now on holds it."""
     c.state.step += 1
     is_empty = batch.missing_groups == c.config.prompts_per_step
     c.state.empty_steps = c.state.empty_steps + 1 if is_empty else 0
@@ -245,12 +285,13 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 
 async def evaluate(c: Controller, step: int) -> None:
-    """Every `eval_every` steps and at the end: greedy accuracy on the held-out prompts (collective)."""
+    """Report greedy accuracy on held-out prompts, every `eval_every` steps (collective)."""
     held_out = [prompt for prompt in c.prompts.held_out if prompt.answer_key is not None]
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.placement.rollout.engines):
         return
-    actor, tasks = c.placement.actor, rollout.Tasks()
+    actor = c.placement.actor
+    tasks = rollout.Tasks()
     share = list(enumerate(held_out))[actor.dp_rank :: actor.dp_size] if actor.is_head else []
     mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key, greedy=True) for i, p in share]
     with c.timeline.span("evaluate"):
@@ -259,11 +300,12 @@ async def evaluate(c: Controller, step: int) -> None:
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
-    right = [c.rewards.final_answer(sample) == sample.answer_key for sample in mine]
-    counts = await c.world.gather((sum(right), len(right)))
+    num_right = sum(c.rewards.final_answer(sample) == sample.answer_key for sample in mine)
+    counts = await c.world.gather((num_right, len(mine)))
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    c.report.accuracy(step, sum(n for n, _ in counts) / sum(n for _, n in counts), c.timeline.now())
+    accuracy = sum(right for right, _ in counts) / sum(asked for _, asked in counts)
+    c.report.accuracy(step, accuracy, c.timeline.now())
 
 
 async def answer_greedily(
@@ -271,5 +313,6 @@ async def answer_greedily(
 ) -> None:
     sample.media = prompt.images()
     async for _, answer in rollout.ask(c, [sample], tasks):
-        sample.response, sample.finish = sample.response + answer.tokens, answer.finish
+        sample.response = sample.response + answer.tokens
+        sample.finish = answer.finish
     sample.media = ()

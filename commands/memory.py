@@ -10,7 +10,7 @@ import psutil
 
 from algorithms import algorithm_of
 from config import Config, UserError
-from engines import server
+from engines import server, wire
 from placement import Plan
 from runtime import hf_directory
 from scheduling.pipeline import schedule_of
@@ -229,4 +229,4 @@ def bucket_bytes(config: Config) -> int:
     """The most weights on their way to an engine: a bucket with its last tensor."""
     shapes, _ = read_model(config.model, config)
     sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
-    return min(sum(sizes), server.BUCKET_BYTES + max(sizes))
+    return min(sum(sizes), wire.BUCKET_BYTES + max(sizes))

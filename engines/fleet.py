@@ -1,4 +1,4 @@
-"""Fleet: the servers of this rank from their start to their end, and a handle on those of every rank."""
+"""Fleet: the servers of this rank from start to end, and a handle on those of every rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ class ServerSpec(NamedTuple):
 
 
 class Fleet(contextlib.AbstractAsyncContextManager):
-    """`async with` ends what was started, whatever happens. All other methods are collective."""
+    """The servers of a run: `launch` them, build trainers meanwhile, await `ready`, `connect`.
+
+    `async with` ends what was started, whatever happens. All other methods are collective.
+    """
 
     def __init__(self, config: Config, world: World):
-        self._config, self._world = config, world
+        self._config = config
+        self._world = world
         self._engines: list[Engine] = []  # those of this rank; once connected all
         self._starting: list[Engine] = []
         self._pools: dict[str, Pool] = {}
@@ -47,30 +51,34 @@ class Fleet(contextlib.AbstractAsyncContextManager):
     async def launch(self, specs: list[ServerSpec]) -> None:
         """Start this rank's servers (collective). UserError if that fails.
 
-        With CUDA one role after the other, each asleep before the next and before a trainer is built: an
-        engine takes its part of the memory that it finds. On a CPU all at once, and nothing is waited for.
+        With CUDA one role after the other, each asleep before the next and before a trainer is
+        built: an engine takes its part of the memory that it finds. On a CPU all start at once, and
+        nothing is waited for.
         """
         # rank 0's: what all servers want to see
         key = await self._world.broadcast(secrets.token_hex(32))
-        by_role = [[spec for spec in specs if spec.role == role] for role in ROLES]
-        for wave in by_role if self._config.device == "cuda" else [specs]:
-            await raise_on_all(self._world, self._start(wave, key))
-            if self._config.device == "cuda":
-                await self.ready()
+        if self._config.device != "cuda":
+            await raise_on_all(self._world, self._start(specs, key))
+            return
+        for role in ROLES:
+            of_role = [spec for spec in specs if spec.role == role]
+            await raise_on_all(self._world, self._start(of_role, key))
+            await self.ready()
 
     async def _start(self, specs: list[ServerSpec], key: str) -> None:
+        rank = self._world.rank
         for spec in specs:
-            log = Path(self._config.out, "logs", f"{spec.role}-{self._world.rank}.log")
-            kind, where = ScoringEngine if spec.scores else Engine, (self._world.rank, spec.port)
-            engine = kind.launch(
-                spec.role, *where, spec.model_dir, self._config, log, key, spec.model
-            )
+            log = Path(self._config.out, "logs", f"{spec.role}-{rank}.log")
+            kind = ScoringEngine if spec.scores else Engine
+            engine = kind.launch(spec.role, rank, spec.port, spec.model_dir, self._config, log, key)
+            engine.model = spec.model
             self._engines.append(engine)
             self._starting.append(engine)
 
     async def ready(self) -> None:
-        """Wait until those that start sleep, ready (collective). UserError with a log's end if one fails."""
-        starting, self._starting = self._starting, []
+        """Wait until those that start are asleep (collective). UserError with the end of a log."""
+        starting = self._starting
+        self._starting = []
         await raise_on_all(self._world, asyncio.gather(*map(self._until_asleep, starting)))
 
     async def _until_asleep(self, engine: Engine) -> None:
@@ -80,7 +88,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             await engine.kill()  # its memory is free then, and the first hand-over finds it lost
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
-        """By role, a handle on every engine of the run (collective)."""
+        """Return the pools by role, with a handle on every engine of the run (collective)."""
         facts = [
             (type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines
         ]

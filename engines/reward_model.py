@@ -1,4 +1,4 @@
-"""Scalar reward model: an SGLang server that writes nothing and says one number of what it is shown."""
+"""Scalar reward model: an SGLang server that writes nothing and scores what it is shown."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import AsyncIterator
 from config import UserError
 from engines.engine import Answer, Engine, Request, prompts_of
 
-HEAD, BIAS = "score.weight", "score.bias"
+HEAD = "score.weight"
+BIAS = "score.bias"
 
 
 class ScoringEngine(Engine):
-    """Of a directory ...ForSequenceClassification: an Answer's `score` is its number at the last token."""
+    """The engine of a directory ...ForSequenceClassification.
+
+    An Answer's `score` is the model's number at the last token.
+    """
 
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
 
     async def ready(self, deadline_s: float) -> None:
-        """As an Engine's. UserError, too, if the model has no scalar head."""
+        """Wait like Engine.ready. UserError, too, if the model has no scalar head."""
         import torch
 
         if self._shapes.get(HEAD, [0])[0] != 1:
@@ -28,7 +32,7 @@ class ScoringEngine(Engine):
         await self._push([(BIAS, torch.zeros(1))])
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
-        """The numbers of all prompts, in one request; None if one isn't finite. Raises as an Engine does."""
+        """Yield the score of each prompt, None if it isn't finite. Raises like Engine.generate."""
         clock = asyncio.get_running_loop().time
         sent = clock()
         unknown = [{"embedding": [None]}] * len(requests)

@@ -1,45 +1,32 @@
-"""The process of an SGLang server: command line, life, end, wire. sglang isn't imported: that takes 10 s."""
+"""The process of an SGLang server: flags, life, end. sglang isn't imported: that takes 10 s."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config import Config, UserError
 from images.reader import sees
-from images.tokens import Image
 from runtime.devices import cuda_libraries
 from runtime.hf_directory import read_model_config
 
-if TYPE_CHECKING:
-    import aiohttp
-    from torch import Tensor
-
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
-BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
-PIECE_BYTES = 3 << 16  # of a body on its way; base64 of multiples of three can be joined
 MOST_COLUMNS = 300  # of a line of its log that is quoted
 LOG_START = "---- a server starts"  # a line of its log begins so
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
-    """The server's command line. An engine of several ranks takes the devices from this rank's on."""
+    """Return the server's command line. UserError if the device can't have such an engine."""
     context = context_length(model_dir, config)
     flags = {
         "model-path": Path(model_dir).resolve(),
@@ -55,7 +42,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         "skip-tokenizer-init": None,  # tokens in, tokens out
         "stream-interval": STREAM_INTERVAL,
         "incremental-streaming-output": None,
-        # answers come to the judge one by one, and each prefill holds up all decoding: take them in together
+        # answers come to the judge one by one, and each prefill holds up all decoding: join them
         "prefill-decode-interval": 8,
         "prefill-decode-interval-min-bs": 16,
         "skip-server-warmup": None,
@@ -64,19 +51,23 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     }
     if config.deterministic:
         flags["enable-deterministic-inference"] = None
-    flags |= (
-        cuda_flags(role, config) if config.device == "cuda" else cpu_flags(role, context, config)
-    )
+    if config.device == "cuda":
+        flags |= cuda_flags(role, config)
+    else:
+        flags |= cpu_flags(role, context, config)
     if sees(model_dir):
-        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
-        # and tokens of that, and fails where a text spells out the image token; with it, it takes them as is
+        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's
+        # tokens and tokens of that, and fails where a text spells out the image token; with the
+        # cache it takes the tokens as they are
         flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
-    texts = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
-    return [text for text in texts if text != "None"]
+    command = []
+    for flag, value in flags.items():
+        command += [f"--{flag}"] if value is None else [f"--{flag}", str(value)]
+    return command
 
 
 def cuda_flags(role: str, config: Config) -> dict[str, Any]:
-    """Those of an engine on GPUs, from this rank's on."""
+    """Return the flags of an engine on GPUs: one of several ranks has them from this rank's on."""
     flags = {
         "base-gpu-id": os.environ["LOCAL_RANK"],
         "mem-fraction-static": config.mem_fraction,
@@ -84,20 +75,20 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
         # prefill graphs give wrong values (sgl-project/sglang#37606)
         "disable-prefill-cuda-graph": None,
         "watchdog-timeout": config.timeout_s,  # of a pass, which may compile kernels
-        # which attention, how large a KV cache, how long CUDA graphs took; cpu/sglang.py drops the rest
+        # attention, size of the KV cache, time of CUDA graphs; cpu/sglang.py drops the rest
         "log-level": "info",
         "log-level-http": "error",
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
     if role == "genrm" or config.mode != "partial" or config.command == "eval":
-        # nobody pushes these their weights after they slept, nor a rollout engine between waves in turns
+        # nobody pushes these weights after a sleep, nor a rollout engine's between waves in turns
         flags["enable-weights-cpu-backup"] = None
     return flags
 
 
 def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
-    """Those of an engine without CUDA. UserError if it is to span several ranks."""
+    """Return the flags of an engine without CUDA. UserError if it is to span several ranks."""
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
     return {
@@ -110,58 +101,63 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
 
 
 def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
-    """SGLang's cache of image features outlives a push, which may bring another tower. A judge's is right."""
+    """Return the variables that switch off SGLang's cache of image features.
+
+    It outlives a push, which may bring another tower. A judge's stays right.
+    """
     return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" and sees(model_dir) else {}
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
-    """Ours without torchrun's variables, from which SGLang would join our process group.
+    """Return our variables without torchrun's, from which SGLang would join our process group.
 
-    key: what requests must show; anybody may read a command line. private: a folder of the server's own, for
-    its sockets and the file by which its processes meet (by default, on a port open on every interface).
+    key: what requests must show; anybody may read a command line. private: a folder of the
+    server's own, for its sockets and the file by which its processes meet, which by default is on
+    a port open on every interface.
     """
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(torchrun)
     }
-    environment |= {"NANOYATT_PARENT": str(os.getpid()), "NANOYATT_API_KEY": key}
-    environment |= {"PYTHONWARNINGS": "ignore", "TMPDIR": private}
+    environment["NANOYATT_PARENT"] = str(os.getpid())
+    environment["NANOYATT_API_KEY"] = key
+    environment["PYTHONWARNINGS"] = "ignore"
+    environment["TMPDIR"] = private
     environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{private}/store"
     if device == "cuda":
-        # a sleeping engine's weights keep their pinned memory: to pin it anew takes a second for 1 or 2 GB
+        # a sleeping engine's weights keep their pinned memory: pinning takes a second for 1 or 2 GB
         environment["TMS_RETAIN_CPU_BACKUP"] = "1"
-        # actors and other engines share the devices: that these have unequal memory free is no fault
+        # actors and other engines share the devices, so that unequal free memory is no fault
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-        # it compiles kernels with `ninja`, which pip puts beside a Python whose folder need not be in PATH
+        # it compiles kernels with `ninja`, which pip puts beside Python, in a folder outside PATH
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-        # the memory saver is loaded before Python, and needs libcudart, which may lie in pip's folders alone
+        # the memory saver is loaded before Python, and needs libcudart, which may be pip's alone
         folders = [*cuda_libraries(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         environment["LD_LIBRARY_PATH"] = ":".join(folders)
     else:
-        # glibc would hand every large buffer back to the kernel, and fault its pages in at the next step
-        environment |= dict.fromkeys(
-            ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30)
-        )
-        # MKL's products have other last bits for few rows on some processors, if not told to be strict
-        environment |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO,STRICT"}
+        # glibc would hand large buffers back to the kernel, and fault their pages in at each step
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 30)
+        environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 30)
+        # on some processors MKL's products of few rows have other last bits unless it is strict
+        environment["MKL_CBWR"] = "AUTO,STRICT"
+        environment["OMP_NUM_THREADS"] = "1"
     return environment
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:
-    """Tokens of prompt and answer together: --max-model-len, or what the model's directory says."""
+    """Return --max-model-len or what the model says: tokens of prompt and answer together."""
     if config.max_model_len:
         return config.max_model_len
     found = read_model_config(model_dir)
     found = found.get("text_config", found)  # of a model that sees
     if "max_position_embeddings" not in found:
-        raise UserError(
-            f"{model_dir}/config.json names no max_position_embeddings: say --max-model-len"
-        )
+        missing = f"{model_dir}/config.json names no max_position_embeddings"
+        raise UserError(f"{missing}: say --max-model-len")
     return found["max_position_embeddings"]
 
 
 def check_port(host: str, port: int, name: str) -> None:
-    """UserError if somebody listens on the port that the engine `name` is to have."""
+    """Raise a UserError if somebody listens on the port that the engine `name` is to have."""
     with socket.socket() as probe:
         if probe.connect_ex((host, port)) == 0:
             raise UserError(f"port {port}, wanted by the {name}, is in use: choose another --port")
@@ -173,38 +169,39 @@ class ServerProcess:
     def __init__(
         self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]
     ):
-        self._command, self._key, self._log = command, key, log
-        self._device, self._environment = device, environment
+        self._command = command
+        self._log = log
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
+        self._environment = server_environment(key, self.folder.name, device) | environment
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        """What earlier servers said stays in the log, also over a resume: it may say why they ended."""
+        """Start the server. What earlier ones said stays in the log: it may say why they ended."""
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
-        environment = (
-            server_environment(self._key, self.folder.name, self._device) | self._environment
-        )
-        how = {"cwd": Path(__file__).parents[1], "env": environment, "start_new_session": True}
+        how = {"cwd": Path(__file__).parents[1], "env": self._environment}
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, start_new_session=True, **how
+            )
 
     def exit_status(self) -> str:
-        """How it ended; empty while it runs."""
+        """Return how it ended; empty while it runs."""
         if self._process is None:
             return "killed"
         status = self._process.poll()
-        return (
-            "" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
-        )
+        if status is None:
+            return ""
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
 
     async def kill(self) -> None:
         """End the group, and return when it is gone."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return
-        process, self._process = self._process, None
+        self._process = None
         # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
         process.kill()
         process.wait()
@@ -223,68 +220,3 @@ class ServerProcess:
 
 def for_us_alone(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-async def in_pieces(body: dict) -> AsyncIterator[bytes]:
-    """A request's body in JSON, an Image in it as base64; whole, it would be copied into the connection."""
-    images = {}
-
-    def name(image: Image) -> str:
-        images[image.digest.hex()] = image
-        return image.digest.hex()
-
-    text = json.dumps(body, default=name)
-    for part in re.split(f"({'|'.join(images)})", text) if images else [text]:
-        data, encode = part, str.encode
-        if part in images:
-            # without it, SGLang takes a JPEG's for a path: it begins with a slash
-            yield b"data:;base64,"
-            data, encode = images[part].read(), base64.b64encode
-        for start in range(0, len(data), PIECE_BYTES):
-            yield encode(data[start : start + PIECE_BYTES])
-
-
-async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
-    """The JSON objects of a stream of `data: ...` events."""
-    unread = b""
-    # not by line: aiohttp refuses lines over 128 KB
-    async for chunk in response.content.iter_any():
-        *events, unread = (unread + chunk).split(b"\n\n")
-        for event in events:
-            if event != b"data: [DONE]":
-                yield json.loads(event.removeprefix(b"data: "))
-
-
-def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Cuts a stream of (name, tensor) into lists of one dtype and of about BUCKET_BYTES."""
-    bucket, size = [], 0
-    for name, tensor in named_weights:
-        if bucket and (tensor.dtype != bucket[0][1].dtype or size >= BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
-    """As SGLang's "flattened_bucket": a flat tensor's handle, one a reader, and what lies where in it."""
-    from multiprocessing.reduction import ForkingPickler
-
-    import torch
-    import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
-
-    # with the default, file descriptors, the receiver fails multiprocessing's handshake, and dies
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    metadata, offset = [], 0
-    for name, tensor in bucket:
-        span = dict(start_idx=offset, end_idx=offset + tensor.nbytes, numel=tensor.nbytes)
-        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
-        offset += tensor.nbytes
-    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
-    # CUDA takes the memory back once all were read
-    payloads = [io.BytesIO() for _ in range(readers)]
-    for payload in payloads:
-        ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
-    return [base64.b64encode(payload.getvalue()).decode() for payload in payloads]

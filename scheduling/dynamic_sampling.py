@@ -1,8 +1,9 @@
 """Dynamic sampling: which prompts make up a step, how many are drawn next. Pure.
 
-Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in their place.
-Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still needs, beyond groups in
-flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
+Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in
+their place. Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still
+needs, beyond groups in flight, is estimated from experience (`groups_per_kept`), so that a refill
+begins before all are judged.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ MAX_GROUPS_PER_KEPT = 10.0  # that one step can show
 
 
 def is_informative(group: list[Sample]) -> bool:
-    """Whether the judged answers of a group differ in reward, the greedy one, its baseline, among them."""
+    """True if a group's judged answers differ in reward, the greedy one, its baseline, included."""
     return len(judged_rewards(group)) > 1
 
 
 def is_judged(group: list[Sample]) -> bool:
-    """Whether a group has an answer to learn from: of algorithms that judge each answer by itself."""
+    """True if a group has an answer to learn from, for algorithms that need no other beside it."""
     return len(judged_rewards(group)) > 0
 
 
 def judged_rewards(group: list[Sample]) -> set[float]:
-    """The different rewards of a group, none if its greedy answer, so its baseline, has none."""
+    """Return a group's rewards, each once; none if its greedy answer, its baseline, has none."""
     if any(sample.greedy and sample.reward is None for sample in group):
         return set()
     return {sample.reward for sample in group if sample.reward is not None}
@@ -48,13 +49,16 @@ class Wave(NamedTuple):
 class DynamicSampler:
     """The prompts of one step; its batch is the first `target` informative groups to finish.
 
-    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the first wave,
-    over `target`. max_refills: waves after the first. A replacement is of the wave after the group's own.
+    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the
+    first wave, over `target`. max_refills: waves after the first. A replacement belongs to the wave
+    after that of the group it replaces.
     """
 
     def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):
-        self.target, self.groups_per_kept = target, groups_per_kept
-        self.first_size, self.max_refills = math.ceil(target * over_dispatch), max_refills
+        self.target = target
+        self.groups_per_kept = groups_per_kept
+        self.first_size = math.ceil(target * over_dispatch)
+        self.max_refills = max_refills
         self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
         self.informative: dict[int, bool] = {}  # finished prompt_id -> whether its rewards differ
         self.to_replace: list[int] = []  # filtered since the last wave
@@ -65,9 +69,9 @@ class DynamicSampler:
         self.to_replace = []
 
     def record(self, finished: dict[int, bool]) -> None:
-        """Groups finished on some controller: prompt_id -> whether it is informative."""
+        """Note groups that finished on any controller: prompt_id -> whether it is informative."""
         self.informative |= finished
-        self.to_replace += [number for number, informative in finished.items() if not informative]
+        self.to_replace += [p for p, is_informative in finished.items() if not is_informative]
 
     @property
     def waves(self) -> int:
@@ -83,7 +87,7 @@ class DynamicSampler:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the batch is full, or can't become fuller."""
+        """True once the batch is full, or can't become fuller."""
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
@@ -91,7 +95,7 @@ class DynamicSampler:
         return [prompt_id for prompt_id in self.wave_of if prompt_id in self.informative]
 
     def chosen(self) -> list[int]:
-        """The batch so far."""
+        """The batch so far, in the order of drawing."""
         return list(islice(filter(self.informative.get, self.candidates()), self.target))
 
     def used(self) -> list[int]:
@@ -105,20 +109,23 @@ class DynamicSampler:
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
     def next_wave(self) -> Wave | None:
-        """The wave to begin now; None if nothing is missing, it is too early, or there were enough waves."""
+        """The wave to begin now; None if nothing is missing, it is too early or no wave is left."""
         if not self.wave_of:
             return Wave(0, self.first_size)
         missing = self.target - self.num_informative - self.num_in_flight / self.groups_per_kept
         may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
-        return self.refill(self.refill_size(missing)) if missing > 0 and may_tell else None
+        if missing <= 0 or not may_tell:
+            return None
+        return self.refill(self.refill_size(missing))
 
     def refill(self, size: int) -> Wave | None:
+        """The wave of `size` prompts that replaces the first of the groups to replace."""
         newest = max(self.wave_of.values())
         wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
         return Wave(wave, size) if wave <= self.max_refills else None
 
     def refill_size(self, missing: float) -> int:
-        """Prompts that should make up for `missing` groups."""
+        """The prompts that should make up for `missing` groups."""
         return math.ceil(missing * MARGIN * self.groups_per_kept)
 
     def updated_groups_per_kept(self) -> float:
@@ -131,15 +138,20 @@ class DynamicSampler:
 
 
 class OrderedSampler(DynamicSampler):
-    """Keeps the first `target` informative groups in the order of drawing, whatever finishes first.
+    """Draws early, but keeps what it would have kept had it waited for each wave to finish.
 
-    The batch comes from the waves of a step that knows each wave's rewards before it draws the next (see
-    `wave_ends`), so it depends on no rank, mode or timing, whatever was drawn before that was known.
+    So the batch depends on no rank, mode or timing. Example, with target 4 and max_refills 1:
+        The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
+        If 3 is filtered, too, 2 groups are missing: refill_size(2) = 3, wave_ends() = [4, 7].
+        By experience 1 is missing: refill_size(1) = 2. Prompts 4 and 5 are drawn: 6 is within 7.
+        Both finish and are informative, but 3 comes before them: the batch isn't complete.
+        Then 3 finishes and is informative, so 1 was missing: wave_ends() = [4, 6].
+        The batch is 0, 2, 3, 4, as if 4 and 5 had been drawn now; 5 comes first in the next step.
     """
 
     @property
     def waves(self) -> int:
-        """Those that it takes, however they were drawn."""
+        """The waves that it takes, however they were drawn."""
         return len(self.wave_ends())
 
     @property
@@ -147,34 +159,39 @@ class OrderedSampler(DynamicSampler):
         return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
 
     def wave_ends(self) -> list[int]:
-        """How many prompts there are by the end of each wave, if it replaces what those before it lack.
+        """The number of prompts at the end of each wave, if it replaces what those before it lack.
 
         Prompts in flight count as filtered: an end behind one is the most that may be drawn so far.
         """
         kept = [self.informative.get(prompt_id, False) for prompt_id in self.wave_of]
         ends = [self.first_size]
-        while (
-            len(ends) <= self.max_refills and (missing := self.target - sum(kept[: ends[-1]])) > 0
-        ):
+        for _ in range(self.max_refills):
+            missing = self.target - sum(kept[: ends[-1]])
+            if missing <= 0:
+                break
             ends.append(ends[-1] + self.refill_size(missing))
         return ends
 
     def candidates(self) -> list[int]:
-        """They stop at one that hasn't finished, and where the waves end."""
+        """Finished prompts as before, up to one in flight or the end of the waves."""
         drawn = islice(self.wave_of, self.wave_ends()[-1])
         return list(takewhile(self.informative.__contains__, drawn))
 
     def used(self) -> list[int]:
-        """They end with the batch's last."""
-        candidates, chosen = self.candidates(), self.chosen()
+        """The candidates up to the batch's last."""
+        candidates = self.candidates()
+        chosen = self.chosen()
         if len(chosen) < self.target:
             return candidates
         return candidates[: candidates.index(chosen[-1]) + 1]
 
     def refill(self, size: int) -> Wave | None:
-        """Early, but no more than may be needed."""
-        drawn, ends = len(self.wave_of), self.wave_ends()
-        return Wave(bisect(ends, drawn), min(size, ends[-1] - drawn)) if drawn < ends[-1] else None
+        """The wave to draw early, of no more prompts than may be needed."""
+        drawn = len(self.wave_of)
+        ends = self.wave_ends()
+        if drawn >= ends[-1]:
+            return None
+        return Wave(bisect(ends, drawn), min(size, ends[-1] - drawn))
 
     def groups_and_kept(self) -> tuple[int, int]:
         return len(self.used()), len(self.chosen())

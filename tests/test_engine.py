@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from config import Config, UserError
 from cpu.invariance import attend, group_by_length
 from cpu.sglang import murmur_hash32
-from engines import server
+from engines import server, wire
 from engines.engine import Engine, EngineLost, Request, Sampling, read_part
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
-from engines.server import STREAM_INTERVAL, buckets
+from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
 from runtime.hf_directory import checkpoint_shapes
 from tests.fakes import VirtualClock, requests_of
@@ -517,9 +517,9 @@ def test_another_seed_writes_another_answer(engine, run):
 def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
     """Though they come in many buckets."""
     engine.dirty = True
-    monkeypatch.setattr(server, "BUCKET_BYTES", 100_000)
+    monkeypatch.setattr(wire, "BUCKET_BYTES", 100_000)
     model = hf_model(models[1])
-    assert len(list(buckets(model.named_parameters()))) > 5
+    assert len(list(wire.buckets(model.named_parameters()))) > 5
     run(engine.load_weights(model.named_parameters(), 8))
     [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
     expected = hf_logprobs(model, PROMPT, answer.tokens)

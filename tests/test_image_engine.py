@@ -15,7 +15,7 @@ from PIL import Image as pillow
 from safetensors.torch import load_file
 
 from config import Config
-from engines import server
+from engines import server, wire
 from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
 from images.reader import ImageReader
@@ -182,7 +182,7 @@ def test_a_groups_image_is_sent_once():
     assert "image_data" not in prompts_of([text])
 
 
-@pytest.mark.parametrize("size", [0, 10, server.PIECE_BYTES, 2 * server.PIECE_BYTES + 1])
+@pytest.mark.parametrize("size", [0, 10, wire.PIECE_BYTES, 2 * wire.PIECE_BYTES + 1])
 def test_an_image_travels_in_pieces(size):
     """As base64 that is never held whole."""
     files = {b"one": random.Random(0).randbytes(size), b"other": b"2"}
@@ -191,12 +191,12 @@ def test_an_image_travels_in_pieces(size):
     body = {"input_ids": [[1]], "image_data": [[first], [None], [second, first]], "stream": True}
 
     async def collect():
-        return [piece async for piece in server.in_pieces(body)]
+        return [piece async for piece in wire.in_pieces(body)]
 
     pieces = asyncio.run(collect())
     seen, other = (f"data:;base64,{b64encode(file).decode()}" for file in files.values())
     assert json.loads(b"".join(pieces)) == body | {"image_data": [[seen], [None], [other, seen]]}
-    assert max(map(len, pieces)) <= server.PIECE_BYTES * 4 // 3
+    assert max(map(len, pieces)) <= wire.PIECE_BYTES * 4 // 3
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3"])

@@ -1,0 +1,97 @@
+"""The HTTP wire to an SGLang server: bodies in pieces, streams of events, buckets of weights."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from images.tokens import Image
+
+if TYPE_CHECKING:
+    import aiohttp
+    from torch import Tensor
+
+BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
+PIECE_BYTES = 3 << 16  # of a body on its way; base64 of multiples of three can be joined
+
+
+async def in_pieces(body: dict) -> AsyncIterator[bytes]:
+    """Yield a body as JSON, each Image in it as base64; whole, it would be copied on its way."""
+    images: dict[str, Image] = {}
+
+    def name_of(image: Image) -> str:
+        name = image.digest.hex()
+        images[name] = image
+        return name
+
+    # the names stand in for the images, each of which is read when its place is reached
+    text = json.dumps(body, default=name_of)
+    parts = re.split(f"({'|'.join(images)})", text) if images else [text]
+    for part in parts:
+        if part in images:
+            # without it, SGLang takes a JPEG's for a path: it begins with a slash
+            yield b"data:;base64,"
+            data = images[part].read()
+            for start in range(0, len(data), PIECE_BYTES):
+                yield base64.b64encode(data[start : start + PIECE_BYTES])
+        else:
+            for start in range(0, len(part), PIECE_BYTES):
+                yield part[start : start + PIECE_BYTES].encode()
+
+
+async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
+    """Yield the JSON objects of a stream of `data: ...` events."""
+    unread = b""
+    # not by line: aiohttp refuses lines over 128 KB
+    async for chunk in response.content.iter_any():
+        *events, unread = (unread + chunk).split(b"\n\n")
+        for event in events:
+            if event != b"data: [DONE]":
+                yield json.loads(event.removeprefix(b"data: "))
+
+
+def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Cut a stream of (name, tensor) into lists of one dtype and of about BUCKET_BYTES."""
+    bucket = []
+    size = 0  # bytes
+    for name, tensor in named_weights:
+        if bucket and (tensor.dtype != bucket[0][1].dtype or size >= BUCKET_BYTES):
+            yield bucket
+            bucket = []
+            size = 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
+    """Serialize as SGLang's "flattened_bucket", once for each reader.
+
+    It holds a handle on one flat tensor of bytes, and where each weight lies in that.
+    """
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+    import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
+
+    # with the default, file descriptors, the receiver fails multiprocessing's handshake, and dies
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    metadata = []
+    offset = 0
+    for name, tensor in bucket:
+        span = dict(start_idx=offset, end_idx=offset + tensor.nbytes, numel=tensor.nbytes)
+        metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
+        offset += tensor.nbytes
+    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
+    handles = []
+    for _ in range(readers):  # one each: CUDA takes the memory back once all were read
+        payload = io.BytesIO()
+        ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
+        handles.append(base64.b64encode(payload.getvalue()).decode())
+    return handles
