@@ -64,7 +64,7 @@ class Prompts:
         self.held_out = self.source.held_out
 
     def draw(self, count: int) -> list[int]:
-        """The next prompt_ids: first those that were requeued, then new ones."""
+        """Take the next prompt_ids: first those that were requeued, then new ones."""
         again = self.requeued[:count]
         del self.requeued[:count]
         fresh = range(self.cursor, self.cursor + count - len(again))
@@ -72,7 +72,7 @@ class Prompts:
         return again + list(fresh)
 
     def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
-        """prompt_id -> the data-parallel rank that serves it: who has its group, else who has the fewest."""
+        """Map prompt_ids to the data-parallel ranks that serve them: who has the group, else the fewest."""
         owners = {i: self.owners[i] for i in prompt_ids if i in self.owners}
         counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
         heap = sorted((count, rank) for rank, count in counts.items())
@@ -85,7 +85,7 @@ class Prompts:
         return owners
 
     def group(self, prompt_id: int) -> Group:
-        """The group of a prompt: as far as it was generated, or empty samples."""
+        """Return the group of a prompt: as far as it was generated, or empty samples."""
         if prompt_id in self.groups:
             group = self.groups.pop(prompt_id)
             self.attach_images(group)
@@ -118,7 +118,7 @@ class Prompts:
         return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": owners}
 
     def load_state(self, state: dict, groups: list[Group], controllers: int, rank: int) -> None:
-        """groups: of all controllers. rank: this one's data-parallel rank; -1 if it asks no engine."""
+        """Continue from a `state`. groups: of all controllers. rank: data-parallel; -1 asks no engine."""
         self.cursor = state["cursor"]
         self.requeued = list(state["requeued"])
         if self.keeps_groups:
@@ -191,7 +191,7 @@ class PromptFile(Sequence[Prompt]):
             self.say(f"--skip-long: {left_out} have over {self.max_tokens} tokens")
 
     def _row(self, line: int, row: dict) -> PromptRow:
-        """Check all of a row that shows before its images are read. UserError."""
+        """Check all of a row that can be checked before its images are read. UserError."""
         where = f"{self.path}:{line}"
         images = row.get("images") or []
         if images and self.reader is None:
@@ -277,7 +277,7 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 @lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The token behind an answer in the chat template that ends it: special, or named as an end; or None."""
+    """Find the token by which the chat template ends an answer: special, or named as an end; or None."""
     if tokenizer.chat_template is None:
         return None
     question = as_turns("Is it?", "user")
@@ -312,7 +312,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
 def encode_prompt(
     tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where: str = "--data"
 ) -> list[int]:
-    """Token ids; each IMAGE is one of `images`, if the model sees. UserError for too few or many images."""
+    """Encode a prompt; each IMAGE is one of `images`, if the model sees. UserError for too few or many."""
     if reader is None:
         return encode(tokenizer, prompt)
     image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
@@ -322,7 +322,7 @@ def encode_prompt(
 
 
 def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = IMAGE) -> list[int]:
-    """Token ids of text or chat turns; is_complete: the last is an answer. UserError without a template."""
+    """Encode text or chat turns. is_complete: the last is an answer. UserError for turns without template."""
     if isinstance(prompt, str):
         text = prompt.replace(IMAGE, image)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -342,7 +342,7 @@ def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = I
 
 
 def plain_turn(tokenizer: Tokenizer, turn: dict, image: str) -> dict:
-    """A turn whose texts make no special token but IMAGE, which Qwen's templates write as `image`, too."""
+    """Keep a turn's texts from making special tokens; IMAGE becomes `image`, as in Qwen's templates."""
     plain = dict(turn)
     for name, value in turn.items():
         if isinstance(value, str):
@@ -351,7 +351,7 @@ def plain_turn(tokenizer: Tokenizer, turn: dict, image: str) -> dict:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
-    """Both text, or both chat turns. UserError if the template doesn't render one behind the other."""
+    """Encode two texts, or two lists of turns. UserError if the template doesn't put one behind the other."""
     start = encode(tokenizer, prompt)
     if isinstance(prompt, str):
         # encoded apart: a token across the border would be none of a prompt's
@@ -365,7 +365,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str =
 
 
 def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False) -> list[int]:
-    """Token ids as `run.py rm` learns from and its model is shown. is_cut: without what ends an answer."""
+    """Encode a prompt and an answer as `run.py rm` and its model read them. is_cut: without the end."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     if tokenizer.chat_template is not None:
         tokens = encode(tokenizer, turns, is_complete=True)

@@ -222,7 +222,7 @@ class Judge:
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:
-    """UserError once a judge failed on MAX_JUDGE_FAILURES answers and gave no verdict. counts: of all."""
+    """Raise UserError for a judge that failed MAX_JUDGE_FAILURES times and never spoke. counts: of all."""
     for model, failures, verdicts in zip(config.judge_models, *counts, strict=True):
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
             none = f"the judge {model}: none of the first {failures} answers got a verdict"

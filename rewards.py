@@ -37,7 +37,7 @@ class TextSample(Sample):
 
 
 def exact_match(sample: TextSample) -> float:
-    """`right`: 1 if the final answer is the answer key, else 0."""
+    """Compare the final answer with the answer key (`right`): 1 if they are the same, else 0."""
     if sample.answer_key is None:
         raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
     return float(sample.answer == sample.answer_key)
@@ -169,7 +169,7 @@ class Rewards:
         return self._format.answer_of(self._decode(sample.response), sample.finish)
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
-        """The task of each judge and rule: the one that runs or has run already, else a new one."""
+        """Return the task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.response)
         answer = self._format.answer_of(text, sample.finish)
         seen = TextSample(**vars(sample), text=text, answer=answer)

@@ -17,7 +17,7 @@ UNSPLIT = 192  # MKL cuts a longer sum into nearly equal parts, which then depen
 
 
 def at_least_four_rows(multiply):
-    """`multiply(x, ...)` of x [rows, width]: a row has the same bits, however few there are."""
+    """Pad x [rows, width] in `multiply(x, ...)`: a row has the same bits, however few there are."""
 
     def padded(x, *args, **kwargs):
         rows = x.shape[0]
@@ -31,7 +31,7 @@ def at_least_four_rows(multiply):
 
 
 def at_least_four_columns(linear):
-    """`linear(x, weight, bias)` that pads a head of fewer numbers, whose sums would differ, too."""
+    """Pad the weight in `linear(x, weight, bias)`, of a head of fewer numbers: its sums would differ, too."""
 
     def padded(x, weight, bias=None):
         columns = weight.shape[0]
@@ -89,7 +89,7 @@ def round_up(length, multiple=16):
 
 
 def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
-    """query [tokens, heads, dim], caches [slots, kv heads, dim], plan of `group_by_length` -> as query."""
+    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim] by a Plan; returns as query."""
 
     def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
         found = F.embedding(slots, cache.flatten(1))
@@ -110,7 +110,7 @@ def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
 
 
 def batched_attention():
-    """SGLang's `torch_native` backend with one call per group of requests. Its base needs the stand-ins."""
+    """Make SGLang's `torch_native` backend call once per group of requests. Its base needs the stand-ins."""
     from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType
 
@@ -137,7 +137,7 @@ def batched_attention():
 
 
 def image_by_image(tower):
-    """`tower(self, patches, grids)` of one image at a time: its attention sums over all that share a call."""
+    """Call `tower(self, patches, grids)` image by image: its attention sums over all that share a call."""
 
     def each(self, x, grid_thw):
         grids = torch.as_tensor(grid_thw)  # [images, 3]: frames, rows, columns of patches

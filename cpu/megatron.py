@@ -105,7 +105,7 @@ def repair(optimizer_class: type) -> None:
 
 
 def state_dict(self):
-    """AdamW makes its state at the first step; the original asserts that there are step counts before it."""
+    """Make AdamW's state, as its first step would: the original asserts that there are step counts before."""
     for group in self.optimizer.param_groups:
         for param in group["params"]:
             if not self.optimizer.state[param]:  # what AdamW itself would make
@@ -116,7 +116,7 @@ def state_dict(self):
 
 
 def load_state_dict(self, state):
-    """The original gives all parameters one step, counted once for each: a wrong bias correction of Adam."""
+    """Give each parameter a step count of its own: with a shared one, Adam's bias correction is wrong."""
     original["load_state_dict"](self, state)
     for param, adam_state in self.optimizer.state.items():
         # a copy for each, where a fused AdamW wants it
@@ -125,7 +125,7 @@ def load_state_dict(self, state):
 
 @torch.no_grad()  # an fp32 shard is a view of a leaf parameter, which the original writes in place
 def _set_main_param_and_optimizer_states(self, model_param, tensors):
-    """The original also looks for `step` among the saved tensors, where it is not."""
+    """Copy the saved tensors: the original also looks for `step` among them, where it is not."""
     group_index, group_order = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group_index]["params"][group_order]
     main_param.copy_(tensors["param"])

@@ -53,7 +53,7 @@ class StandIn(types.ModuleType):
 
 
 class StandInFinder:
-    """Import hook: `import name` and `import name.anything` give stand-ins."""
+    """The import hook by which `import name` and `import name.anything` give stand-ins."""
 
     def __init__(self, name):
         self.name = name
@@ -70,7 +70,7 @@ class StandInFinder:
 
 
 def replace_triton():
-    """triton: 700 MB of GPU compiler. Its kernels are declared at import, so the decorators must exist."""
+    """Stand in for triton, 700 MB of GPU compiler: kernels are declared at import by its decorators."""
     if importlib.util.find_spec("triton") is not None:
         return
     sys.meta_path.append(StandInFinder("triton"))
@@ -85,7 +85,7 @@ def replace_triton():
 
 
 def replace_torchvision():
-    """torchvision: the wheel is linked to CUDA and breaks transformers. Videos need it, images don't."""
+    """Stand in for torchvision: linked to CUDA, it breaks transformers. Videos need it, images don't."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.processing_utils import ProcessorMixin
@@ -123,7 +123,7 @@ NAMED_KERNELS = (  # by models at their import, on which those that see depend
 
 
 def replace_sgl_kernel():
-    """sgl_kernel: SGLang's compiled kernels. One, which fills the table of KV slots, is needed in torch."""
+    """Stand in for SGLang's compiled kernels. One, which fills the table of KV slots, is needed, in torch."""
 
     def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, starts, ends, slots, width):
         lengths = (ends - starts).tolist()
@@ -153,7 +153,7 @@ def unavailable_kernel(name):
 
 
 def murmur_hash32(seed, positions, columns):
-    """MurmurHash3, bits as on a GPU, for seeds: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
+    """Hash seeds by MurmurHash3, as a GPU does: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
     low32 = 0xFFFFFFFF  # torch has no uint32 product
 
     def rotate(x, bits):
@@ -182,7 +182,7 @@ def murmur_hash32(seed, positions, columns):
 def decoder_forward(
     self, input_ids, positions, forward_batch, input_embeds=None, pp_proxy_tensors=None
 ):
-    """Qwen3Model.forward in 0.7 x the time, with less Python: ids, positions [tokens] -> [tokens, hidden]."""
+    """Do Qwen3Model.forward in 0.7 x its time, less Python: ids, positions [tokens] -> [tokens, hidden]."""
 
     def norm(x, module):
         return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
@@ -225,7 +225,7 @@ def install():
 
 
 def run_scheduler_process(*args, **kwargs):
-    """The child process that owns the model: SGLang's own, with cpu/invariance.py's part for this device."""
+    """Run SGLang's child process that owns the model, with cpu/invariance.py's part for this device."""
     from sglang.srt.managers import scheduler
 
     if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
@@ -246,7 +246,7 @@ def fork_children():
 
 
 def drop_websockets(app):
-    """SGLang asks only HTTP requests for the key: with a websocket library, anybody could open a socket."""
+    """Close websockets: SGLang asks only HTTP requests for the key, and anybody could open a socket."""
     from starlette.routing import WebSocketRoute
 
     routes = app.router.routes

@@ -53,7 +53,7 @@ class ImageReader:
         self.most_features = self._processor.size["longest_edge"] // self._side**2
 
     def read_row(self, items: Callable[[], list], folder: Path, where: str) -> tuple[Image, ...]:
-        """The images of a row of a file in `folder`; `items` reads its `images`. UserError as in `read`."""
+        """Read the images of a row of a file in `folder`; items: gives its list. UserError as in `read`."""
 
         def content(number: int) -> bytes:
             file = image_file(items()[number], folder, where)
@@ -106,7 +106,7 @@ def reader_of(model_dir: str) -> ImageReader | None:
 
 
 def decoded(data: bytes, where: str) -> Any:
-    """The whole image in RGB. UserError as in `ImageReader.read`."""
+    """Decode the whole image, in RGB. UserError as in `ImageReader.read`."""
     from PIL import Image as pillow
     from PIL import ImageSequence
 
@@ -125,7 +125,7 @@ def decoded(data: bytes, where: str) -> Any:
 
 
 def image_file(item: Any, folder: Path, where: str) -> bytes | Path:
-    """An item of a row's `images`: bytes, a path, or a dict with either. UserError: nothing is fetched."""
+    """Read an item of a row's `images`: bytes, path, or dict with either. UserError: nothing is fetched."""
     item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
     if isinstance(item, bytes | Path):
         return item

@@ -24,7 +24,7 @@ class Image:
 
 
 def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:
-    """One image token for each image -> one for each feature."""
+    """Replace the one token of each image by one for each feature."""
     expanded = list(tokens)
     at = -1  # the last token that is done
     for image in images:
@@ -45,7 +45,7 @@ def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:
 
 
 def positions(tokens: Sequence[int], images: Sequence[Image]) -> Iterator[tuple[int, int, int]]:
-    """Frame, row and column of each token of an expanded sequence (Qwen2-VL, 2409.12191, section 2.1).
+    """Yield frame, row and column of each token of an expanded sequence (Qwen2-VL, 2409.12191, section 2.1).
 
     Text counts on in all three; an image spans its shape, and what follows starts behind its longest side.
     """

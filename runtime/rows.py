@@ -14,7 +14,7 @@ TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """(number from 1, row) of a .jsonl/.json (an object a line) or .parquet file. UserError says where."""
+    """Read (number from 1, row) of a .jsonl/.json (object a line) or .parquet file. UserError says where."""
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
@@ -79,7 +79,7 @@ def prompt_of(row: dict, where: str) -> Text:
 
 
 def with_text(turn: Any, where: str) -> Any:
-    """A turn of a chat whose content may be a list of parts, of type text or image, as one of text."""
+    """Make one text of a turn's content if it is a list of parts, of type text or image. UserError."""
     if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
         return turn
     content = ""
@@ -98,7 +98,7 @@ def with_text(turn: Any, where: str) -> Any:
 
 
 def is_chat(turns: Any) -> bool:
-    """Tell if it is a list of {"role": one of ROLES, "content": text}."""
+    """Tell if `turns` is a list of {"role": one of ROLES, "content": text}."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         return False
     return all(t.get("role") in ROLES and isinstance(t.get("content"), str) for t in turns)
@@ -110,14 +110,14 @@ def as_turns(text: Text, role: str) -> list[dict]:
 
 
 def transcript(prompt: Text) -> str:
-    """Text, or chat turns as text: the words of a lone one, of several each behind its role."""
+    """Write chat turns as text: the words of a lone one; of several, each behind its role."""
     turns = as_turns(prompt, "user")
     labelled = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     return labelled if len(turns) > 1 else turns[0]["content"]
 
 
 def answer_key(answer: Any) -> str | None:
-    """A row's `answer` as text. Integers of a column with a gap are floats: 56.0 is 56, and NaN is none."""
+    """Read a row's `answer` as text. Integers of a column with a gap are floats: 56.0 is 56, NaN is none."""
     if answer is None or answer != answer:
         return None
     is_whole = isinstance(answer, float) and answer.is_integer()

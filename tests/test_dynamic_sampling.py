@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import Prompts
+from fakes import FakeSource as Numbers
 from sample import Sample
 from scheduling import dynamic_sampling
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
-from test_data import Numbers
 
 SEEDS = st.integers(0, 2**32)
 KINDS = [OrderedSampler, DynamicSampler]

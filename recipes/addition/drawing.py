@@ -24,7 +24,7 @@ GLYPHS = np.kron(INK.reshape(7, 10, 5).swapaxes(0, 1), np.ones((1, DOT, DOT)))
 
 
 def picture(a: int, b: int, key: str) -> bytes:
-    """A PNG of `a` above `b`; places, brightness and noise follow from these and `key`."""
+    """Draw a PNG of `a` above `b`; places, brightness and noise follow from these and `key`."""
     from PIL import Image
 
     rng = np.random.default_rng(list(f"{a} {b} {key}".encode()))

@@ -6,7 +6,7 @@ from recipes.addition.task import columns, shown_work, training_problem
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Examples for sft, rm, dpo: shown work; in pairs a wrong answer, blurted out or after the same work."""
+    """Make rows of shown work; in pairs (rm, dpo) with a wrong answer, blurted out or after the same work."""
     rng = random.Random(f"{command} {seed}")
     rows = []
     while len(rows) < count:
@@ -22,7 +22,7 @@ def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
 
 
 def corrupted(rng: random.Random, a: int, b: int) -> str:
-    """A wrong answer, usually: one of the slips below, or mostly random digits three times in ten."""
+    """Make a wrong answer, usually: one of the slips below, or mostly random digits three times in ten."""
     digits = list(str(a + b))
     # the claim then says nothing about the true digit: the judge can't copy it
     if rng.random() < 0.3:
@@ -47,7 +47,7 @@ SLIPS = {  # kinds of wrong answers, and how often each
 
 
 def slip(kind: str, rng: random.Random, a: int, b: int) -> str:
-    """An answer with a slip of this kind. Chance may make it right."""
+    """Make an answer with a slip of this kind. Chance may make it right."""
     digits = list(str(a + b))
     match kind:
         case "one digit off":

@@ -23,7 +23,7 @@ HELD_OUT_KEY = "held out"  # of their pictures
 
 
 def random_problem(rng: random.Random) -> tuple[int, int]:
-    """Two summands of 1 to 6 digits; six in ten have the same length."""
+    """Draw two summands of 1 to 6 digits; six in ten pairs have the same length."""
     longer = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
     shorter = longer if rng.random() < 0.6 else rng.randint(1, longer)
     a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in (longer, shorter))
@@ -31,7 +31,7 @@ def random_problem(rng: random.Random) -> tuple[int, int]:
 
 
 def distinct_problems(count: int) -> dict[frozenset[int], tuple[int, int]]:
-    """Problems of which no two are the same sum, either way round, by their summands."""
+    """Draw problems, by their summands: no two are the same sum, either way round."""
     rng = random.Random("held out")
     found = {}
     while len(found) < count:
@@ -45,7 +45,7 @@ HELD_OUT_PROBLEMS = list(_HELD_OUT.values())
 
 
 def training_problem(rng: random.Random) -> tuple[int, int]:
-    """A problem that isn't held out, nor its twin b + a."""
+    """Draw a problem that isn't held out, nor its twin b + a."""
     problem = random_problem(rng)
     while frozenset(problem) in _HELD_OUT:
         problem = random_problem(rng)
@@ -82,7 +82,7 @@ class Addition:
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
-    """(digit of a, digit of b, carry in, their sum) from the right, padded with zeros."""
+    """Yield (digit of a, digit of b, carry in, their sum) from the right, padded with zeros."""
     carry = 0
     for position in range(max(len(str(a)), len(str(b)))):
         x = a // 10**position % 10
@@ -93,7 +93,7 @@ def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def shown_work(a: int, b: int) -> str:
-    """57 + 68 -> `7+8+0=15;5+6+1=12;>125`."""
+    """Write the work of 57 + 68 as `7+8+0=15;5+6+1=12;>125`."""
     shown = (f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b))
     return "".join(shown) + f">{a + b}"
 
@@ -112,7 +112,7 @@ def addition_prompt(question: str, answer: str) -> str:
 
 
 def addition_parse(text: str) -> bool | None:
-    """Y or N at the very end. A Y after an `x`, a digit that the judge flagged as wrong, is a reject."""
+    """Read the Y or N at the very end. A Y after an `x`, a digit that the judge flagged, is a reject."""
     if text[-1:] not in ("Y", "N"):
         return None
     return text[-1] == "Y" and "x" not in text
