@@ -174,7 +174,7 @@ def print_figures(summaries: dict[str, list[dict]]) -> None:
     for label in summaries["TRL"][0]:
         ours = column(summaries["nanoYATT"], label)
         theirs = column(summaries["TRL"], label)
-        digits = 0 if max(theirs) >= 100 else 3
+        digits = 0 if max(theirs) >= 100 or isinstance(theirs[0], int) else 3
         ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
         ratio = spread(ratios) if ratios else ""
         table.append([label, spread(ours, digits), spread(theirs, digits), ratio])
