@@ -213,7 +213,7 @@ DRIVER = Path("/sys/module/nvidia/version")
 OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
-DEMO_MODELS = Path(__file__).parent / "recipes" / "addition" / "models"
+DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
 DEMO |= dict(max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)

@@ -98,7 +98,7 @@ Response:
 {answer}"""
 
 
-FORMATS = {  # recipes add rows of their own
+FORMATS = {  # the demo adds rows of its own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
     "harm": JudgeFormat(
         lambda text: text.strip() or None,  # all of the response

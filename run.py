@@ -36,13 +36,13 @@ from checkpoint import Checkpoints, ResumePoint, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
+from demo.task import Addition
 from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
 from images.reader import reader_of
 from placement import Placement, Plan, judge_of, make_plans
-from recipes.addition.task import Addition
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress

@@ -63,8 +63,8 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
     """Make as much of a Controller as a checkpoint looks at."""
     from controller import State
     from data import Prompts
+    from demo.task import Addition
     from placement import full_colocation
-    from recipes.addition.task import Addition
     from reporting.timeline import Timeline
 
     (plan,) = full_colocation(tuple(range(world.size)), config)

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.measuring import ROOT, TORCHRUN, column, print_table, run_to_its_end, spread
 from config import DEMO_MODELS
+from demo.task import Addition
 from examples.make_demo import models
-from recipes.addition.task import Addition
 
 RUNS = ROOT / "runs"
 LARGER = RUNS / "vs_trl-larger-actor"

@@ -13,13 +13,13 @@ from statistics import fmean
 
 import data
 from config import Config, UserError
+from demo.task import Addition
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import EngineStatus, Pool
 from engines.server import context_length
 from genrm import formats_of
 from images.reader import ImageReader, reader_of
-from recipes.addition.task import Addition
 from reporting.timeline import Timeline
 from rollout import Tasks
 from runtime.out_folder import archive

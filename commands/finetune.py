@@ -242,7 +242,7 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
     archive(out, say)
     (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     if not config.data:
-        from recipes.addition.pairs import example_rows
+        from demo.pairs import example_rows
 
         rows = example_rows(config.command, config.seed)
         (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import controller
+import demo.task  # noqa: F401 (it adds a judge format)
 import placement
-import recipes.addition.task  # noqa: F401 (it adds a judge format)
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore

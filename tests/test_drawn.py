@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from config import DEMO_MODELS
+from demo import task
+from demo.drawing import CELL, picture
 from images.reader import IMAGE, ImageReader
-from recipes.addition import task
-from recipes.addition.drawing import CELL, picture
 
 SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
 # of character displays: the columns of each digit, from the left; a bit is a dot, the lowest at the top

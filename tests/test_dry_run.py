@@ -78,7 +78,7 @@ def test_memory_counts_critics_and_the_reference():
         # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         assert ("loss 0.0" if config.rollout_only else "loss 4.2") in lines[1]
         listed = [line.split(":")[0].strip() for line in lines[1:-2]]
-        return [name.split(" recipes/")[0] for name in listed]  # without the model's directory
+        return [name.split(" demo/")[0] for name in listed]  # without the model's directory
 
     ppo = ("ppo", "kl_coef=0.1")
     assert names() == ["actor", "rollout", "genrm"]

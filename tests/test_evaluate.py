@@ -12,11 +12,11 @@ import data
 from commands import evaluate
 from commands.evaluate import pass_at_k
 from config import UserError, parse_config
+from demo import task  # noqa: F401  task adds the format
 from engines.engine import Answer, Sampling, seed_of
 from engines.pool import Pool
 from examples.make_demo import models
 from models import end_turns_with
-from recipes.addition import task  # noqa: F401  task adds the format
 from reporting.timeline import Timeline
 from tests.fakes import Device, FakeEngine, FakeWorld, VirtualClock, run_on, text_answer
 

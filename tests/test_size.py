@@ -9,7 +9,7 @@ import pytest
 from config import COMMANDS, documented_settings
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "recipes", "cpu")
+ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
 ROOMS += ("images",)
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -27,7 +27,7 @@ LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
     {"commands", "simulation"},
     {"controller"},
-    {"rollout", "rewards", "checkpoint", "recipes"},
+    {"rollout", "rewards", "checkpoint", "demo"},
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},
     {"engines", "scheduling"},

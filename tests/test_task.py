@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import data
 from config import DEMO_MODELS, parse_config
+from demo import pairs, task
 from genrm import FORMATS
-from recipes.addition import pairs, task
 from runtime import atomic_files
 
 SUMMAND = st.integers(0, 6).flatmap(lambda digits: st.integers(0, max(0, 10**digits - 1)))

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from config import DEMO_MODELS, Config
+from demo import task
 from examples.make_demo import texts, warmstart
 from examples.make_demo.texts import DEMOS
 from images.reader import IMAGE
-from recipes.addition import task
 from test_drawn import read_numbers
 
 CRITIQUES = {  # of 57+68

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from demo.drawing import CELL
 from images.reader import VISION_FAMILIES
-from recipes.addition.drawing import CELL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

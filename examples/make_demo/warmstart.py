@@ -1,4 +1,4 @@
-"""The program that made the demo's models, recipes/addition/models: an actor with two habits, and a judge.
+"""The program that made the demo's models, demo/models: an actor with two habits, and a judge.
 
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py written runs/models     3 minutes, 2 cores
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py drawn runs/models       3.5 minutes
@@ -8,7 +8,7 @@ learning has something to find. The judge starts from it and learns to recompute
 it with the claimed digit. It has to pass a gate on held-out problems: few false accepts, few false rejects.
 
 Whether the files are the project's: cd runs/models and sha256sum --ignore-missing -c
-../../recipes/addition/models/SHA256SUMS. Another processor, torch or number of ranks may make others.
+../../demo/models/SHA256SUMS. Another processor, torch or number of ranks may make others.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch.distributed as dist
 import data
 from actor import Actor
 from config import Config, parse_config
+from demo import task
+from demo.pairs import corrupted
+from demo.task import shown_work, training_problem
 from examples.make_demo.models import new_model
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
 from images.reader import ImageReader, reader_of
-from recipes.addition import task
-from recipes.addition.pairs import corrupted
-from recipes.addition.task import shown_work, training_problem
 from reporting.progress import Progress
 from runtime import rendezvous
 from runtime.world import World

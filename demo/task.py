@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from data import Prompt
+from demo.drawing import picture
 from genrm import FORMATS, JudgeFormat
 from images.reader import IMAGE, ImageReader
-from recipes.addition.drawing import picture
 
 Shown = tuple[str, *tuple[bytes, ...]]  # a text, and the pictures in it
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides the look of a picture

@@ -2,7 +2,7 @@
 
 import random
 
-from recipes.addition.task import columns, shown_work, training_problem
+from demo.task import columns, shown_work, training_problem
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
