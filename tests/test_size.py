@@ -36,6 +36,10 @@ LAYERS = (  # each may import what stands below it, and its own line
 FLOOR = {name: len(LAYERS) - number for number, names in enumerate(LAYERS) for name in names}
 MEGATRON, SGLANG = {"training", "actor", "critic", "cpu"}, {"cpu"}
 DYNAMIC = ("getattr", "hasattr", "setattr", "eval", "exec")
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+# with none of these a docstring begins: it has a verb, or "The"
+HEADLESS = "Of What As In To From By For Who Whose Which How Where When Whether If With On At"
+MOST_CLASS_LINES, MOST_PRIVATE_FIELDS = 150, 8
 
 
 def name_of(path: Path) -> str:
@@ -80,6 +84,50 @@ def only_for_types(path: Path) -> set[str]:
     return names
 
 
+def assigns_several_values(node: ast.AST) -> bool:
+    """`a, b = x, y`, but for a swap and for an unpacking with a star."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
+        return False
+    value = node.value
+    choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    names = {ast.unparse(target) for target in node.targets[0].elts}
+    rows = [choice.elts for choice in choices if isinstance(choice, ast.Tuple)]
+    return any({ast.unparse(item) for item in row} != names for row in rows)
+
+
+def private_fields(node: ast.ClassDef) -> set[str]:
+    """What its methods assign to `self._...`."""
+    stores = [
+        n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    ]
+    return {n.attr for n in stores if ast.unparse(n.value) == "self" and n.attr.startswith("_")}
+
+
+def folds_in(tree: ast.AST) -> list[str]:
+    """Where one statement does several things, and what a docstring lacks: `line: what`."""
+    found = []
+    for node in ast.walk(tree):
+        inner = [n for n in ast.walk(node) if n is not node]
+        has_choice = any(isinstance(n, ast.IfExp) for n in inner)
+        if assigns_several_values(node):
+            found.append(f"{node.lineno}: several values in one assignment")
+        if isinstance(node, COMPREHENSIONS) and any(isinstance(n, COMPREHENSIONS) for n in inner):
+            found.append(f"{node.lineno}: a comprehension in a comprehension")
+        if isinstance(node, ast.IfExp | ast.Lambda) and has_choice:
+            found.append(f"{node.lineno}: a conditional expression in another or in a lambda")
+        if isinstance(node, ast.ClassDef):
+            is_long = node.end_lineno - node.lineno >= MOST_CLASS_LINES
+            if is_long and len(private_fields(node)) > MOST_PRIVATE_FIELDS:
+                found.append(f"{node.lineno}: a long class of many private fields")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "The").split()
+            if words[0].strip(",.:") in HEADLESS.split():
+                found.append(
+                    f"{node.name if 'name' in node._fields else 'the file'}: {words[0]} ..."
+                )
+    return found
+
+
 @pytest.mark.parametrize("path", CHECKED, ids=name_of)
 def test_budget_of_a_file(path):
     """Met by leaving things out, not by golf."""
@@ -89,6 +137,31 @@ def test_budget_of_a_file(path):
     assert max(map(len, lines), default=0) <= MOST_COLUMNS
     for function in functions_of(path):
         assert function.end_lineno - function.lineno < 45, function.name
+
+
+@pytest.mark.parametrize("path", CHECKED, ids=name_of)
+def test_one_statement_does_one_thing(path):
+    """And a docstring begins with a verb or "The"."""
+    assert folds_in(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "code, is_fine",
+    [
+        ("a, b = 1, 2", False),
+        ("a, b = (1, 2) if c else (3, 4)", False),
+        ("a, b = b, a", True),
+        ("a, b = f()", True),
+        ("a, b = zip(*rows)", True),
+        ("[[x for x in y] for y in z]", False),
+        ("[x for y in z for x in y]", True),
+        ("a if b else c if d else e", False),
+        ("lambda x: x if y else z", False),
+        ("def f():\n    'Of x.'", False),
+    ],
+)
+def test_what_counts_as_one_thing(code, is_fine):
+    assert (folds_in(ast.parse(code)) == []) is is_fine
 
 
 @pytest.mark.parametrize("path", PRODUCT + OUTSIDE, ids=name_of)
