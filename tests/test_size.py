@@ -85,7 +85,7 @@ def only_for_types(path: Path) -> set[str]:
 
 
 def assigns_several_values(node: ast.AST) -> bool:
-    """`a, b = x, y`, but for a swap and for an unpacking with a star."""
+    """`a, b = x, y`, but for a swap."""
     if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
         return False
     value = node.value
