@@ -70,7 +70,7 @@ def run_once(trainers: list, count: int, schedule: str) -> float:
 
 def compare(trainers: list, count: int, repeats: int) -> list[str]:
     """Run both schedules in turns; returns a row of the table (collective)."""
-    pipes = [work.pipe(trainers[0].durations[0]) for work in works_of(trainers, count)]
+    pipes = [work.pipe() for work in works_of(trainers, count)]
     planned = {}
     measured = {SERIAL: [], FUSED: []}
     for name in measured:

@@ -19,8 +19,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-
 from config import UserError
 
 ROOT = Path(__file__).parent
@@ -208,21 +206,6 @@ def errors(rows: list[Row]) -> str:
     return f"{len(own)} predicted rows: median error {statistics.median(own):.1%}, largest {max(own):.1%}."
 
 
-def picture_of(rows: list[Row], path: Path) -> None:
-    """The error of each row, the first on top."""
-    both = [row for row in rows if row.error is not None][::-1]
-    canvas = Figure(figsize=(9, 1.5 + 0.15 * len(both)), layout="constrained")
-    axes = canvas.subplots()
-    for kind in dict.fromkeys(row.kind for row in both):
-        own = {number: 100 * row.error for number, row in enumerate(both) if row.kind == kind}
-        axes.plot(own.values(), own.keys(), "o", label=f"{len(own)} {kind}")
-    axes.set_yticks(range(len(both)), [f"{row.figure}: {row.setting}" for row in both], fontsize=6)
-    axes.set_xlabel("ours against theirs, %")
-    axes.axvline(0, color="black")
-    axes.legend()
-    canvas.savefig(path, dpi=90)
-
-
 def command(
     name: str,
     doc: str,
@@ -230,7 +213,7 @@ def command(
     arguments: list[str],
     measure: Callable[[bool], None] | None = None,
 ) -> int:
-    """Print a paper's table; with --write, docs/papers/NAME.md and .png, too. Returns a status.
+    """Print a paper's table; with --write, docs/papers/NAME.md, too. Returns a status.
 
     figures: make a figure's rows, or raise UserError for a point. measure: --real calls it first.
     """
@@ -242,7 +225,7 @@ def command(
         "--published", type=Path, nargs="+", help="CSVs of the same form, instead of ours"
     )
     parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
-    parser.add_argument("--write", action="store_true", help="docs/papers/NAME.md and .png, too")
+    parser.add_argument("--write", action="store_true", help="docs/papers/NAME.md, too")
     if measure:
         parser.add_argument("--real", action="store_true", help="measure on this machine first")
     chosen = parser.parse_args(arguments)
@@ -262,7 +245,6 @@ def command(
     print(*lines, sep="\n")
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)
-        picture_of(rows, DOCS / f"{name}.png")
-        page = "\n".join([f"# {doc}", *lines, f"![Errors]({name}.png)", ""])
+        page = "\n".join([f"# {doc}", *lines, ""])
         (DOCS / f"{name}.md").write_text(page)
     return 0

@@ -37,6 +37,7 @@ from scheduling.rebalance import StepStats
 from simulation.clock import LONGEST_RUN_S, VirtualClock, end_all
 from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
+from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
@@ -164,31 +165,11 @@ class StepFacts:
     trained: dict[int, list[Key]] = field(default_factory=dict)  # the samples of each rank
 
 
-class SharedDeal:
-    """controller.deal, worked out once for all controllers of a meeting, whose facts are the same object.
-
-    Without it each controller works it out, as in a real run; what it comes to is the same.
-    """
-
-    def __init__(self, thinking_s: Counter[str]):
-        self._deal = controller.deal
-        self._thinking_s = thinking_s
-        self._facts = self._dealt = None
-
-    def __call__(self, facts: list, *others: Any) -> Any:
-        if self._facts != facts:
-            start = time.process_time()
-            self._dealt = self._deal(facts, *others)
-            self._facts = facts
-            self._thinking_s["deal"] += time.process_time() - start
-        return self._dealt
-
-
 class Simulation:
     """The real controllers of a run, on one loop. settings: of Config, their lengths coarse.
 
     It takes the place of their Report, and of their Checkpoints, of which it writes none. cpu_s: of the
-    process, once it ran. thinking_s: one controller's own seconds of dealing, if that is shared.
+    process, once it ran.
     """
 
     def __init__(
@@ -208,7 +189,6 @@ class Simulation:
         self.plans = placement.make_plans(self.config, ranks)
         self.steps: list[StepFacts] = []
         self.cpu_s = 0.0
-        self.thinking_s: Counter[str] = Counter()
         self._author = Author(workload, self.config, cluster.grain)
         self.engines = {role: self._engines(role) for role in cluster.decode}
         meetings = {}
@@ -280,7 +260,7 @@ class Simulation:
         return c
 
     def run(self, share: bool = True) -> list[StepFacts]:
-        """Run all steps, once. share: see SharedDeal."""
+        """Run all steps, once. share: see simulation/shared.py."""
 
         async def all_ranks() -> None:
             await asyncio.gather(*map(controller.train, self.controllers))
@@ -293,8 +273,7 @@ class Simulation:
             for module, name in ((rollout, "MEETING_INTERVAL_S"), (pool, "WAIT_S")):
                 stack.enter_context(mock.patch.object(module, name, self.cluster.meeting_s))
             if share:
-                deal = SharedDeal(self.thinking_s)
-                stack.enter_context(mock.patch.object(controller, "deal", deal))
+                stack.enter_context(sharing())
             self.clock.run_until_complete(all_ranks())
         self.cpu_s = time.process_time() - start
         return self.steps

@@ -1,0 +1,102 @@
+"""Decisions that every controller works out alike, worked out once where all controllers are in one process.
+
+A decision is a pure function, and its result is taken again where its arguments are the same. Facts of one
+meeting are the same objects on every rank, and a comparison asks for that first. Without `sharing` every
+controller works out everything, as in a real run; what it comes to is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import controller
+import placement
+import rollout
+from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler, Wave
+
+
+class Once:
+    """A pure function that remembers its newest result. count: of its arguments, all that differ."""
+
+    def __init__(self, function: Callable, count: int | None = None):
+        self._function = function
+        self._count = count
+        self._known: tuple = ()
+        self._result: Any = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        given = (*arguments, *named.values())[: self._count]
+        if self._known != given:
+            self._result = self._function(*arguments, **named)
+            self._known = given
+        return self._result
+
+
+class SharedSampler(DynamicSampler):
+    """A sampler whose questions, each a pass over a step's prompts, are answered once, on a page for all.
+
+    The same events come on every rank, and each turns the page.
+    """
+
+    def __init__(self, *arguments: float, page: dict, **more: float):
+        super().__init__(*arguments, **more)
+        self._page = page
+        self._turn(arguments, more)
+
+    def _turn(self, *event: Any) -> None:
+        if self._page.get("event") != event:
+            self._page |= {"event": event, "next": {}}
+        self._page = self._page["next"]
+
+    def _once(self, ask: Callable) -> Any:
+        question = (ask.__name__, self.num_generated)
+        if question not in self._page:
+            self._page[question] = ask()  # which may ask others
+        return self._page[question]
+
+    def add(self, prompt_ids: list[int], wave: int) -> None:
+        super().add(prompt_ids, wave)
+        self._turn(prompt_ids, wave)
+
+    def record(self, finished: dict[int, bool]) -> None:
+        super().record(finished)
+        self._turn(finished)
+
+    def candidates(self) -> list[int]:
+        return self._once(super().candidates)
+
+    def chosen(self) -> list[int]:
+        return self._once(super().chosen)
+
+    def used(self) -> list[int]:
+        return self._once(super().used)
+
+    def next_wave(self) -> Wave | None:
+        return self._once(super().next_wave)
+
+
+class SharedOrderedSampler(SharedSampler, OrderedSampler):
+    def wave_ends(self) -> list[int]:
+        return self._once(super().wave_ends)
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Work out each decision once while this is open, for all controllers of the process."""
+    page: dict = {}
+    shared = {
+        (controller, "choose_split"): Once(controller.choose_split),
+        (controller, "deal"): Once(controller.deal, 1),
+        (placement, "ranks_of_tail"): Once(placement.ranks_of_tail),
+        (rollout, "token_latency"): Once(rollout.token_latency),
+        (rollout, "DynamicSampler"): partial(SharedSampler, page=page),
+        (rollout, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
+    }
+    with ExitStack() as stack:
+        for (module, name), function in shared.items():
+            stack.enter_context(mock.patch.object(module, name, function))
+        yield
