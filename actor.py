@@ -90,15 +90,12 @@ class Actor(Trainer):
             raise UserError(f"{apart} in the mean, {limit}")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step, of stale samples or of all (collective).
-
-        Empty for a single mini-batch: the pass that trains gives them.
-        """
+        """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
         wanted = flat(mini_batches)
         if not self.algorithm.corrects_mismatch:
             wanted = [s for s in wanted if min(s.versions, default=self.version) < self.version]
         if len(mini_batches) == 1 or not wanted:
-            return {}
+            return {}  # of a single mini-batch the pass that trains gives them
         if any(sample.policy_logprobs is None for sample in wanted):
             for sample, row in zip(wanted, self.logprobs(wanted), strict=True):
                 sample.policy_logprobs = row
@@ -110,10 +107,8 @@ class Actor(Trainer):
         size = self.algorithm.ptx_batch
         mine = ptx.choose(self.texts, step, size, self.config.seed, self.dp_rank, self.dp_size)
         # every rank of a model-parallel group counts the same tokens: the ratio is right
-        counts = {
-            "divisor": targets.divisors.sum().item(),
-            "tokens": float(sum(len(response) for _, response in mine)),
-        }
+        tokens = float(sum(len(response) for _, response in mine))
+        counts = {"divisor": targets.divisors.sum().item(), "tokens": tokens}
         total = all_reduce(counts, dist.ReduceOp.SUM)
         packed = []
         for chosen in self.pack(mine):

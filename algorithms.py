@@ -72,9 +72,7 @@ def gae(rewards: list[float], values: list[float], algorithm: Algorithm) -> Esti
     return advantages, returns
 
 
-def reward_to_go(
-    rewards: list[float], values: list[float] | None, algorithm: Algorithm
-) -> Estimate:
+def reward_to_go(rewards: list[float], _: list[float] | None, algorithm: Algorithm) -> Estimate:
     """A_t = r_t + gamma * A_(t+1): gae without a critic. REINFORCE++ (arXiv 2501.03262), section 3."""
     return gae(rewards, [0.0] * len(rewards), replace(algorithm, gae_lambda=1.0))
 
@@ -94,8 +92,7 @@ class LossInputs:
     advantages: Tensor
     sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
     lengths: Tensor  # [answers], the targets of each answer, over all context-parallel ranks
-    # over the context-parallel ranks, with a gradient
-    total: Callable[[Tensor], Tensor] = lambda sums: sums
+    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over those ranks, with a gradient
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
         """Return for each target the mean of x over its answer (collective: context-parallel group)."""
@@ -188,8 +185,9 @@ class Settings:
     lagrange_lr: float = 0.1  # ln(lambda) grows by this times lambda times (cost - cost_limit)
     critic_epochs: int = 1  # passes of a critic over a step's answers; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone
-    # a value that moved by more towards its return isn't pulled on; inf: no limit
-    value_clip: float = 0.2
+    value_clip: float = (
+        0.2  # a value that moved by more to its return isn't pulled on; inf: no limit
+    )
 
 
 LIMITS = {field.name: (0.0, math.inf) for field in fields(Settings) if field.type != "str"}
@@ -228,6 +226,7 @@ class Algorithm(Settings):
 AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
 BOTH = ("reward", "cost")
 WITH_GAE = dict(estimator=gae, whiten=True, filters=False)
+CONSTRAINED = dict(signals=BOTH, combine=lagrangian, critics=BOTH)
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
     "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),
@@ -239,9 +238,7 @@ ALGORITHMS = {
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
     "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
-    "safe_rlhf": Algorithm(
-        raw, clipped_loss, signals=BOTH, combine=lagrangian, critics=BOTH, **WITH_GAE
-    ),
+    "safe_rlhf": Algorithm(raw, clipped_loss, **CONSTRAINED, **WITH_GAE),
 }
 
 
@@ -254,9 +251,8 @@ def algorithm_of(config: Config) -> Algorithm:
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    algorithm = replace(
-        ALGORITHMS[name], max_new_tokens=config.max_new_tokens, **BY_DTYPE[config.dtype]
-    )
+    of_run = BY_DTYPE[config.dtype] | {"max_new_tokens": config.max_new_tokens}
+    algorithm = replace(ALGORITHMS[name], **of_run)
     defaults = {field.name: field.default for field in fields(Settings)}
     for setting, _, value in (text.partition("=") for text in given):
         try:
@@ -325,14 +321,12 @@ def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: floa
 
 
 def score_of(sample: Sample, signal: str, algorithm: Algorithm) -> float:
-    """The score of an answer: its reward or cost, compared with those of its group.
-
-    A greedy answer's reward is the baseline of the others: ReMax (arXiv 2310.10505), section 4.
-    """
+    """The score of an answer: its reward or cost, compared with those of its group."""
     trained = [answer for answer in sample.outcomes if not answer.greedy]
     if signal == "cost":
         numbers = [answer.cost for answer in trained]
     else:
+        # the baseline of the others: ReMax (arXiv 2310.10505), section 4
         greedy = [answer for answer in sample.outcomes if answer.greedy]
         baseline = sum(a.reward - overlong_penalty(a.length, algorithm) for a in greedy)
         numbers = [a.reward - (baseline + overlong_penalty(a.length, algorithm)) for a in trained]

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 COMMON = "common.json"
 POLL_S = 0.05
-# of the controller's State
-COUNTERS = ("step", "groups_per_kept", "empty_steps", "skips", "log_multiplier")
 # settings whose change makes another run of it; of the algorithm, its row
 SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights")
 SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
@@ -78,10 +76,9 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "files": c.checkpoints.files,
         "prompts": c.prompts.state(),
         "split": c.placement.plan.split,
-        "history": [asdict(stats) for stats in c.state.history],
     }
-    common |= {name: vars(c.state)[name] for name in COUNTERS}
-    own = {"groups": [], "rewards": c.rewards.state(), "random": torch.get_rng_state().tolist()}
+    common |= asdict(c.state)
+    own = {"groups": [], "rewards": c.rewards.counts(), "random": torch.get_rng_state().tolist()}
     for group in c.prompts.groups.values():
         own["groups"].append([dict(vars(sample)) for sample in group])
     return common, own
@@ -94,10 +91,7 @@ def trainers_of(c: Controller) -> dict[str, Trainer]:
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective).
-
-    On another number of ranks the run begins with its first plan.
-    """
+    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective)."""
     import torch
 
     for name, trainer in trainers_of(c).items():
@@ -106,7 +100,7 @@ async def restore(c: Controller, folder: Path) -> None:
     common = json.loads((folder / COMMON).read_text())
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
     controllers = [json.loads(path.read_text()) for path in paths]
-    vars(c.state).update({name: common[name] for name in COUNTERS})
+    vars(c.state).update({name: common[name] for name in vars(c.state).keys() - {"history"}})
     groups = []
     for own in controllers:
         for rows in own["groups"]:
@@ -115,11 +109,12 @@ async def restore(c: Controller, folder: Path) -> None:
     holder = actor.dp_rank if actor.is_head else -1
     c.prompts.load_state(common["prompts"], groups, actor.dp_size, holder)
     # they are summed over the ranks, so rank 0 alone takes them
-    c.rewards.load_state([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
+    c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
     split = Split(*common["split"])
     history = [stats_from(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
     plans = {plan.split: plan for plan in c.placement.plans}
+    # else the run begins with its first plan
     if common["ranks"] == c.world.size and splits <= plans.keys():
         c.placement.plan = plans[split]
         c.state.history = history
@@ -354,12 +349,9 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}; the one before is used")
     if folders:
-        choice = (
-            "--resume never moves them aside and starts anew, --resume DIR takes one of your choice"
-        )
-        raise UserError(
-            f"{checkpoints}/: none of its {len(folders)} checkpoints is whole; {choice}"
-        )
+        damage = f"none of its {len(folders)} checkpoints is whole"
+        choice = "--resume never moves them aside and starts anew, --resume DIR takes one"
+        raise UserError(f"{checkpoints}/: {damage}; {choice} of your choice")
     return None
 
 
@@ -389,8 +381,7 @@ def compare(config: Config, folder: Path, say: Say) -> None:
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
     now = json.loads(json.dumps(vars(config)))
-    # before there was --lr-decay-to, all rates fell to a tenth
-    before = now | {"lr_decay_to": 0.1} | common["config"]
+    before = now | common["config"]
     changed = []
     for name in now:
         if name in FREE or now[name] == before[name]:
@@ -402,7 +393,7 @@ def compare(config: Config, folder: Path, say: Say) -> None:
             raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
         changed.append(f"--{dashed(name)} {new} (was {old})")
     for path, checksum in sums_of_files(config).items():
-        if common.get("files", {}).get(path, checksum) != checksum:  # an older checkpoint has none
+        if common.get("files", {}).get(path, checksum) != checksum:  # it may be of other paths
             why = f"{path} has changed since {folder} was made"
             raise UserError(f"{why}; --resume never starts anew")
     if changed:

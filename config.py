@@ -150,12 +150,8 @@ class Config:
 
     def __post_init__(self):
         """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
-        self._check_sizes()
         self._check_choices()
         self._check_rewards()
-
-    def _check_sizes(self) -> None:
-        """Refuse settings beyond their limits, and prompts or samples without room."""
         for name, (low, high) in LIMITS.items():
             value = vars(self)[name]
             if not low <= value <= high:  # NaN is refused, too
@@ -218,12 +214,8 @@ DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
 DEMO |= dict(max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
 ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, max_running_requests=256)
-PRESETS = {  # a preset is what differs from Config's defaults
-    "base": {},
-    "tiny": DEMO,
-    "images": DEMO,
-    "cuda": ON_CUDA,
-}
+# a preset is what differs from Config's defaults
+PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "cuda": ON_CUDA}
 
 
 class Command(NamedTuple):

@@ -1,8 +1,8 @@
 """The parallel controllers: every rank runs this program on its own share of the prompts.
 
-No rank holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and take
-the same decisions, because each decision is a pure function of what was gathered. The outside is
-four things: a `World`, engines, trainers, and the event loop's clock.
+No rank holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and take the same
+decisions, because each is a pure function of what was gathered. The outside is four things: a `World`,
+engines, trainers, and the event loop's clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import rollout
 from algorithms import Algorithm
 from checkpoint import Checkpoints
 from config import Config, UserError
-from data import Prompt, Prompts
+from data import Prompts
 from engines.engine import Sampling
 from placement import Placement
 from reporting.metrics import Report
@@ -48,8 +48,7 @@ class State:
     history: list[StepStats] = field(default_factory=list)  # what the newest steps measured
     empty_steps: int = 0  # in a row
     skips: int = 0  # in a row
-    # of the cost, where there is a constraint: ln(lambda / lagrange_init)
-    log_multiplier: float = 0.0
+    log_multiplier: float = 0.0  # ln(lambda / lagrange_init), where the cost is constrained
 
 
 @dataclass
@@ -62,8 +61,7 @@ class Controller:
     placement: Placement  # of the actor, the critics, and the engines
     rewards: Rewards
     prompts: Prompts
-    sampling: Sampling  # of answers; `greedy` of samples that say so
-    greedy: Sampling
+    sampling: Sampling  # of answers; greedy ones at temperature 0
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints
@@ -169,10 +167,9 @@ def deal(held: list[Held], cost: Callable[[int], int], config: Config, dp_size: 
 async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's (collective).
 
-    No rank holds the batch: each gathers lengths, works out the same deal, and sends its samples
-    straight to the ranks that train on them. Of a model-parallel group the first rank is the head,
-    which alone asks engines: it alone holds samples before, and it passes its share on to the
-    others. Images aren't sent: who trains on them reads them.
+    Each rank gathers lengths, works out the same deal, and sends its samples straight to the ranks that train
+    on them. Of a model-parallel group the first rank is the head, which alone asks engines: it alone holds
+    samples before, and it passes its share on to the others.
     """
     actor = c.placement.actor
     held = await c.world.gather(Held.of(samples, actor))
@@ -184,10 +181,12 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     for sample in samples:
         parcels.setdefault(dealt.receivers[sample.key], []).append(sample)
     senders = {dealt.holders[key] for key in flat(share)} if is_first else set()
-    received = await send(parcels, senders, c.world)
+    incoming = await c.world.exchange(parcels, senders)
+    received = flat([incoming.values()])
     if len(group) > 1:
         parcels = dict.fromkeys(group, received) if is_first else {}
-        received = await send(parcels, {group[0]}, c.world)
+        incoming = await c.world.exchange(parcels, {group[0]})
+        received = flat([incoming.values()])
     c.prompts.attach_images(received)
     found = {sample.key: sample for sample in received}
     mini_batches = [[] for _ in share]
@@ -195,12 +194,6 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
         for keys in mini_batch:
             mini_batches[number].append([found[key] for key in keys])
     return mini_batches
-
-
-async def send(parcels: dict[int, list[Sample]], senders: set[int], world: World) -> list[Sample]:
-    """Send each rank its parcel; returns the samples that came from `senders` (collective)."""
-    incoming = await world.exchange(parcels, senders)
-    return [sample for parcel in incoming.values() for sample in parcel]
 
 
 async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
@@ -286,17 +279,20 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 async def evaluate(c: Controller, step: int) -> None:
     """Report greedy accuracy on held-out prompts, every `eval_every` steps (collective)."""
-    held_out = [prompt for prompt in c.prompts.held_out if prompt.answer_key is not None]
+    held_out = [prompt for prompt in c.prompts.source.held_out if prompt.answer_key is not None]
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.placement.rollout.engines):
         return
     actor = c.placement.actor
     tasks = rollout.Tasks()
     share = list(enumerate(held_out))[actor.dp_rank :: actor.dp_size] if actor.is_head else []
-    mine = [Sample(-1 - i, 0, p.tokens, p.question, p.answer_key, greedy=True) for i, p in share]
+    mine = []
+    for i, prompt in share:
+        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+        mine.append(Sample(-1 - i, 0, *fields, greedy=True))
     with c.timeline.span("evaluate"):
-        for sample, (_, prompt) in zip(mine, share, strict=True):
-            tasks.start(sample.prompt_id, answer_greedily(c, sample, prompt, tasks))
+        for sample in mine:
+            tasks.start(sample.prompt_id, answer_greedily(c, sample, tasks))
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
@@ -308,11 +304,7 @@ async def evaluate(c: Controller, step: int) -> None:
     c.report.accuracy(step, accuracy, c.timeline.now())
 
 
-async def answer_greedily(
-    c: Controller, sample: Sample, prompt: Prompt, tasks: rollout.Tasks
-) -> None:
-    sample.media = prompt.images()
+async def answer_greedily(c: Controller, sample: Sample, tasks: rollout.Tasks) -> None:
     async for _, answer in rollout.ask(c, [sample], tasks):
         sample.response = sample.response + answer.tokens
         sample.finish = answer.finish
-    sample.media = ()

@@ -35,9 +35,8 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: models.TransformerConfig):
         super().__init__()
         self.config = config
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        )
+        zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(zeros)
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:

@@ -60,9 +60,6 @@ class Prompts:
     groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
     owners: dict[int, int] = field(default_factory=dict)  # requeued prompt_id -> who has its group
 
-    def __post_init__(self):
-        self.held_out = self.source.held_out
-
     def draw(self, count: int) -> list[int]:
         """Take the next prompt_ids: first those that were requeued, then new ones."""
         again = self.requeued[:count]

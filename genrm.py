@@ -142,9 +142,8 @@ class Judge:
         self.seed = config.seed
         self.format = formats_of(config)[number]
         self.signal = "reward" if number < len(config.judge) else "cost"
-        self.says_verdict = (
-            self.signal == "reward" and not self.format.scores
-        )  # it counts for Sample.verdict
+        # it counts for Sample.verdict
+        self.says_verdict = self.signal == "reward" and not self.format.scores
         self.judgements = 1 if self.format.scores else config.judgements
         model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens

@@ -66,24 +66,22 @@ class Plan:
         return ", ".join(parts)
 
 
-def plan_of(mode: str, config: Config, **ranks: tuple[int, ...]) -> Plan:
-    """A plan with the run's sizes of engines. ranks: of each role."""
-    return Plan(mode, rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp, **ranks)
+def plan_of(mode: str, config: Config, rollout: tuple[int, ...], genrm: tuple[int, ...]) -> Plan:
+    """A plan with the run's sizes of engines, whose actor holds the ranks of both roles."""
+    actor = tuple(sorted({*rollout, *genrm}))
+    return Plan(mode, rollout, genrm, actor, config.rollout_tp, config.genrm_tp)
 
 
 def full_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
     """Let rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
-    return [plan_of("full", config, rollout=everyone, genrm=everyone, actor=everyone)]
+    return [plan_of("full", config, everyone, everyone)]
 
 
 def partial_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
     """Let ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
     unit = math.lcm(config.rollout_tp, config.genrm_tp)
-    plans = []
-    for s in range(unit, len(everyone), unit):
-        halves = {"rollout": everyone[:s], "genrm": everyone[s:]}
-        plans.append(plan_of("partial", config, actor=everyone, **halves))
-    return plans
+    cuts = range(unit, len(everyone), unit)
+    return [plan_of("partial", config, everyone[:s], everyone[s:]) for s in cuts]
 
 
 def inter_stage_fusion(everyone: tuple[int, ...], config: Config) -> list[Plan]:
@@ -99,12 +97,8 @@ def auto(everyone: tuple[int, ...], config: Config) -> list[Plan]:
     return [plan for mode in modes for plan in mode(everyone, config)]
 
 
-PLANS = {
-    "full": full_colocation,
-    "partial": partial_colocation,
-    "fused": inter_stage_fusion,
-    "auto": auto,
-}
+PLANS = {"full": full_colocation, "partial": partial_colocation, "fused": inter_stage_fusion}
+PLANS["auto"] = auto
 
 
 def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Plan]:
@@ -138,7 +132,7 @@ def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
     judges = len(config.judge_models)
     if not judges:
         mode = "partial" if config.mode in ("fused", "auto") else config.mode
-        return [plan_of(mode, config, rollout=everyone, genrm=(), actor=everyone)]
+        return [plan_of(mode, config, everyone, ())]
     plans = []
     for plan in PLANS[config.mode](everyone, config):
         served = {judge_of(rank, config.genrm_tp, judges) for rank in plan.leads("genrm")}

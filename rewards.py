@@ -134,10 +134,7 @@ class Rewards:
             judge.latencies.clear()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
-        """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once.
-
-        If one has no number, only the critique is filled: a mean of the rest would have another scale.
-        """
+        """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
         critiques = [judgement.critique for judgement in judgements]
@@ -147,7 +144,7 @@ class Rewards:
         sample.critique = "\n".join(filter(None, critiques))
         values = [judgement.value for judgement in judgements]
         if None in values:
-            return
+            return  # a mean of the rest would have another scale
         said = list(zip(self._sources, values, strict=True))
         rewards = [value for source, value in said if source.signal == "reward"]
         costs = [value for source, value in said if source.signal == "cost"]
@@ -196,14 +193,11 @@ class Rewards:
         """Count each judge's answers without a verdict, and its verdicts, since the run's start."""
         return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]
 
-    def state(self) -> dict[str, list[int]]:
-        return dict(zip(("failed", "parsed"), self.counts(), strict=True))
-
-    def load_state(self, states: list[dict[str, list[int]]]) -> None:
-        """Take over the `state` of several controllers: only their sum counts."""
+    def load_counts(self, counts: list[tuple[list[int], list[int]]]) -> None:
+        """Take over the `counts` of several controllers: only their sum counts."""
         for number, judge in enumerate(self.judges):
-            judge.failed = sum(state["failed"][number] for state in states)
-            judge.parsed = sum(state["parsed"][number] for state in states)
+            judge.failed = sum(failed[number] for failed, _ in counts)
+            judge.parsed = sum(parsed[number] for _, parsed in counts)
 
 
 def build(

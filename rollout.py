@@ -1,9 +1,8 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
-A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling).
-While they serve, controllers meet in small reductions: which groups finished, and with what. Every
-decision, to draw more, to stop, to cut off the rest, is a pure function of the totals: all take the
-same one.
+A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While they
+serve, controllers meet in small reductions: which groups finished, and with what. Every decision, to draw
+more, to stop, to cut off the rest, is a pure function of the totals: all take the same one.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from sample import Outcome, Sample
+from scheduling import dynamic_sampling
 from scheduling.balance import flat
-from scheduling.dynamic_sampling import (
-    DynamicSampler,
-    OrderedSampler,
-    is_generated,
-    is_informative,
-    is_judged,
-)
+from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 from scheduling.fusion import Left, histogram, kept_engines
 from scheduling.rebalance import StepStats, token_latency
 
@@ -57,20 +51,15 @@ class Tasks:
 
     running: dict[int, asyncio.Task] = field(default_factory=dict)  # by prompt_id
     closed: bool = False  # everything is being cut off
-    # one wait for many polls: each would hang a callback on every task
-    _end: asyncio.Task | None = None  # the wait for all of them, or for one that fails
 
     def start(self, prompt_id: int, work: Coroutine) -> None:
         self.running[prompt_id] = asyncio.create_task(work)
-        self._end = None
 
     async def poll(self) -> int:
         """Wait a moment for the tasks; returns how many ended. Raises the error of one."""
         if self.running:
-            if self._end is None:
-                end = asyncio.wait(self.running.values(), return_when=asyncio.FIRST_EXCEPTION)
-                self._end = asyncio.create_task(end)
-            await asyncio.wait([self._end], timeout=MEETING_INTERVAL_S)
+            until = asyncio.FIRST_EXCEPTION
+            await asyncio.wait(self.running.values(), timeout=MEETING_INTERVAL_S, return_when=until)
         ended = [prompt_id for prompt_id, task in self.running.items() if task.done()]
         for task in map(self.running.pop, ended):
             if not task.cancelled():
@@ -127,17 +116,19 @@ class RolloutStep:
 async def collect(c: Controller) -> RolloutBatch:
     """Draw prompts, serve them, drop groups that teach nothing and draw again (collective).
 
-    The first wave has `prompts_per_step` prompts, times `over_dispatch`; each of up to
-    `max_refill_waves` more replaces what was filtered. The first informative groups in the order of
-    drawing are kept, with `over_dispatch` above 1 the first to finish. Prompts that aren't used
-    come first in the next step. When a stop is asked for, nothing of the step counts.
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
+    replace what was filtered. The first informative groups in the order of drawing are kept, with
+    `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. When a
+    stop is asked for, nothing of the step counts.
     """
     config = c.config
     start = c.timeline.now()
     kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
     waves = dict(over_dispatch=config.over_dispatch, max_refills=config.max_refill_waves)
     sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
-    step = RolloutStep(c, sampler, is_informative if c.algorithm.filters else is_judged)
+    filters = c.algorithm.filters
+    keeps = dynamic_sampling.is_informative if filters else dynamic_sampling.is_judged
+    step = RolloutStep(c, sampler, keeps)
     c.rewards.reset()
     with c.timeline.span("serve"):
         await MODES[c.placement.plan.mode](step)
@@ -170,7 +161,7 @@ async def generate_then_judge(step: RolloutStep) -> None:
     c = step.c
     placement = c.placement
     while not step.is_over:
-        unfinished = [p for p, group in step.groups.items() if not is_generated(group)]
+        unfinished = [p for p, count in step.unwritten.items() if count]
         wave = step.begin_wave() + unfinished
         await placement.share(rollout=placement.plan.leads("rollout"))
         step.start(wave, generate)
@@ -178,7 +169,7 @@ async def generate_then_judge(step: RolloutStep) -> None:
         if c.stopping:
             return
         await placement.share(genrm=placement.plan.leads("genrm"))
-        step.start([p for p in wave if is_generated(step.groups[p])], judge)
+        step.start([p for p in wave if not step.unwritten[p]], judge)
         await wait_for_all(c, step.tasks)
         await gather_finished_groups(step)
 
@@ -216,11 +207,12 @@ async def ask(
     c: Controller, group: list[Sample], tasks: Tasks
 ) -> AsyncIterator[tuple[Sample, Answer]]:
     """Yield what engines generate, and continue what was aborted (see Pool.generate)."""
+    greedy = replace(c.sampling, temperature=0.0)
     while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
         requests = []
         for sample in unfinished:
             prompt = sample.prompt + sample.response
-            sampling = c.greedy if sample.greedy else c.sampling
+            sampling = greedy if sample.greedy else c.sampling
             limit = sampling.max_new_tokens - len(sample.response)
             seed = seed_of(c.config.seed, *sample.key)
             requests.append(Request(prompt, sampling, limit, seed, sample.media))
@@ -337,7 +329,7 @@ class Meeting(NamedTuple):
 
 
 async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
-    """Tell the others facts, how engines are, and of a stop (collective); `follow` acts on it."""
+    """Tell the others facts, lost engines, and of a stop (collective). UserError if no engine is left."""
 
     def total_of(meetings: list[Meeting]) -> Meeting:
         facts, rollout, genrm, stops = zip(*meetings, strict=True)
@@ -345,18 +337,14 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> 
         return Meeting(total(facts), *statuses, max(stops))
 
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
-    return await c.world.reduce(Meeting(facts, *statuses, c.stop.asked), total_of)
-
-
-def follow(c: Controller, meeting: Meeting) -> None:
-    """Act on a meeting: remember a stop, or pass over lost engines. UserError if none is left."""
+    meeting = await c.world.reduce(Meeting(facts, *statuses, c.stop.asked), total_of)
     c.stopping = max(c.stopping, meeting.stop)
-    if c.stopping:
-        return  # all is cut off and saved, whoever is left
-    for line in c.placement.rollout.apply_status(meeting.rollout):
-        c.report.note(line)
-    for line in c.placement.genrm.apply_status(meeting.genrm):
-        c.report.note(line)
+    if not c.stopping:  # else all is cut off and saved, whoever is left
+        for line in c.placement.rollout.apply_status(meeting.rollout):
+            c.report.note(line)
+        for line in c.placement.genrm.apply_status(meeting.genrm):
+            c.report.note(line)
+    return meeting
 
 
 class Progress(NamedTuple):
@@ -394,12 +382,8 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
-    """Tell the others which groups finished, and hear of theirs (collective).
-
-    Returns what is left of the step, and the tokens that each rank's rollout engine has to write.
-    """
+    """Tell which groups finished (collective). Returns what is left, and the tokens each engine owes."""
     meeting = await sync_controllers(step.c, Progress.of(step), Progress.total)
-    follow(step.c, meeting)
     progress = meeting.facts
     step.sampler.num_generated = progress.generated  # before `record`, whose reader may look at it
     step.sampler.record(progress.finished)
@@ -411,7 +395,6 @@ async def wait_for_all(c: Controller, tasks: Tasks) -> None:
     """Wait for the tasks of every controller, or until a stop is asked for (collective)."""
     while True:
         meeting = await sync_controllers(c, len(tasks.running))
-        follow(c, meeting)
         if not meeting.facts or c.stopping:
             return
         await tasks.poll()
@@ -428,7 +411,6 @@ async def wait_for_enough(step: RolloutStep) -> None:
     generated = 0
     while generated < wanted and not c.stopping:
         meeting = await sync_controllers(c, await step.tasks.poll())
-        follow(c, meeting)
         generated += meeting.facts
     await cut_off(c, step.tasks)
 

@@ -32,7 +32,7 @@ import data
 import rewards
 import rollout
 from algorithms import Algorithm, algorithm_of
-from checkpoint import Checkpoints, ResumePoint, prepare_out, restore
+from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
@@ -50,6 +50,7 @@ from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
 from runtime.devices import choose_device
 from runtime.out_folder import held
+from runtime.shutdown import Stop
 from runtime.world import World, raise_on_all
 from scheduling.pipeline import schedule_of
 
@@ -61,7 +62,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 def main(arguments: list[str]) -> None:
     """Run a rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
     shutdown.prepare()
-    stop = shutdown.Stop()
+    stop = Stop()
     try:
         last_line = start(arguments, stop)
     except UserError as error:
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> None:
         shutdown.exit_now(0, last_line)
 
 
-def start(arguments: list[str], stop: shutdown.Stop) -> str:
+def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
@@ -109,7 +110,7 @@ def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan
     return make_plans(config, ranks, on_machine) if config.command == "rl" else []
 
 
-async def run(config: Config, plans: list[Plan], stop: shutdown.Stop) -> str:
+async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
     """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
@@ -183,22 +184,15 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 
 
 async def build(
-    config: Config,
-    plans: list[Plan],
-    world: World,
-    progress: Progress,
-    fleet: Fleet,
-    stop: shutdown.Stop,
+    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
 ) -> Controller:
-    """Build this rank's controller, new or as a checkpoint has it (collective), in this order:
-
-    1. `prepare`: read what may be wrong, and find the checkpoint to resume
-    2. `start_models`: start engines and trainers, which all sleep then
-    3. put the parts together, and take the checkpoint's state
-    4. meet for the last time before training: from here on every rank stops by itself
-    """
+    """Build this rank's controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
-    inputs, point = await prepare(config, plans, world, progress)
+    # all that needs no engine is read and checked first
+    inputs = await world.run(load_inputs, config, progress.line)
+    memory.check_fits(config, plans, world.size)
+    point = await prepare_out(config, world, progress.line)
+    progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
     timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
@@ -211,7 +205,6 @@ async def build(
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
-        greedy=inputs.greedy,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
@@ -222,20 +215,9 @@ async def build(
     )
     if point:
         await restore(c, point.folder)
-    await stop.until_all_are_ready(world)
+    await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
-
-
-async def prepare(
-    config: Config, plans: list[Plan], world: World, progress: Progress
-) -> tuple[Inputs, ResumePoint | None]:
-    """Read and check all that needs no engine, then make --out ready (collective)."""
-    inputs = await world.run(load_inputs, config, progress.line)
-    memory.check_fits(config, plans, world.size)
-    point = await prepare_out(config, world, progress.line)
-    progress.line(describe(config, plans, world.size))
-    return inputs, point
 
 
 async def start_models(
@@ -271,7 +253,6 @@ class Inputs(NamedTuple):
     prompts: data.Prompts
     rewards: rewards.Rewards
     sampling: Sampling  # of answers
-    greedy: Sampling
     collect: Callable[[Controller], Awaitable[rollout.RolloutBatch]]
     texts: list[list[int]]  # of the pretraining term
 
@@ -296,7 +277,6 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
-    greedy = dataclasses.replace(sampling, temperature=0.0)
     scores = rewards.build(config, judges, decode, readers)
     collect = rollout.collect
     if config.train_only:
@@ -304,7 +284,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     texts = []
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return Inputs(algorithm, decode, prompts, scores, sampling, greedy, collect, texts)
+    return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
 
 
 def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:

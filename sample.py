@@ -1,6 +1,6 @@
 """The record that flows between the roles."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from images.tokens import Image
@@ -20,10 +20,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Sample:
-    """One answer to one prompt. Every field names who fills it.
-
-    Token ids are those that were sampled: text is for people and judges; encoded again, it gives others.
-    """
+    """One answer to one prompt. Every field names who fills it."""
 
     # data.py
     prompt_id: int
@@ -34,7 +31,7 @@ class Sample:
     media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
     turns: list[dict] = field(default_factory=list)  # of a chat of several: all before the answer
     greedy: bool = False  # a baseline for the others of its group, not trained on
-    # rollout.py
+    # rollout.py; the tokens as they were sampled: their text, encoded again, may give others
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # by the weights that wrote the token
     finish: str = ""  # stop | length: finished; abort: it may be continued
@@ -63,7 +60,6 @@ class Sample:
 
 
 def sample_from_json(row: dict) -> Sample:
-    """Read the fields of a sample, but no images, and none that only earlier versions had."""
-    known = {each.name: row[each.name] for each in fields(Sample) if each.name in row}
-    known["outcomes"] = [Outcome(*outcome) for outcome in row.get("outcomes", [])]
-    return Sample(**known | {"media": ()})
+    """Read a sample, but no images."""
+    outcomes = [Outcome(*outcome) for outcome in row["outcomes"]]
+    return Sample(**row | {"outcomes": outcomes, "media": ()})

@@ -30,7 +30,7 @@ class MeasuredRun:
         self._own = c
         self._meter.start()
         self._last = self._meter.mark()
-        c.prompts.held_out = []  # no evaluation
+        c.prompts.source.held_out = []  # no evaluation
         algorithm = dataclasses.replace(c.algorithm, filters=False)  # TRL trains on every group
         parts = dict(algorithm=algorithm, report=self, collect=self.collect)
         stopped_by = await train(dataclasses.replace(c, **parts))

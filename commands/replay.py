@@ -15,7 +15,7 @@ from pathlib import Path
 
 from config import UserError
 from controller import Controller, MiniBatches
-from rollout import RolloutBatch, follow, sync_controllers
+from rollout import RolloutBatch, sync_controllers
 from runtime import atomic_files
 from runtime.rows import read_rows
 from sample import Sample, sample_from_json
@@ -44,7 +44,7 @@ class Replay:
 
     async def collect(self, c: Controller) -> RolloutBatch:
         """This controller's share of a step: whole groups (collective). UserError if there is none."""
-        follow(c, await sync_controllers(c, 0))
+        await sync_controllers(c, 0)
         left = c.config.steps - c.state.step
         if len(self._steps) < left:
             held = f"--replay {self._path} holds {len(self._steps)} steps"
@@ -71,9 +71,8 @@ def read_replay(path: Path, name: str) -> list[list[Sample]]:
             needed = "expected the fields of a Sample, its step and algorithm, as of --rollout-only"
             raise UserError(f"--replay {path}:{number}: {needed}")
         if (served := row.pop("algorithm")) != name:  # ReMax would miss its greedy answers
-            raise UserError(
-                f"--replay {path}:{number}: served for --algorithm {served}, not {name}"
-            )
+            wrong = f"served for --algorithm {served}, not {name}"
+            raise UserError(f"--replay {path}:{number}: {wrong}")
         by_step.setdefault(row.pop("step"), []).append(sample_from_json(row))
     steps = range(min(by_step), max(by_step) + 1)
     return [sorted(by_step.get(step, []), key=lambda sample: sample.key) for step in steps]

@@ -37,10 +37,6 @@ def judged_rewards(group: list[Sample]) -> set[float]:
     return {sample.reward for sample in group if sample.reward is not None}
 
 
-def is_generated(group: list[Sample]) -> bool:
-    return all(sample.is_finished for sample in group)
-
-
 class Wave(NamedTuple):
     number: int
     size: int  # prompts

@@ -249,7 +249,6 @@ class Simulation:
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
             Prompts(author, config.answers_per_prompt, keeps, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
-            greedy=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,
             report=self,
             checkpoints=self,

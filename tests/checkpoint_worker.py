@@ -36,11 +36,11 @@ class Rewards:
 
     parsed = 0
 
-    def state(self):
-        return {"parsed": self.parsed}
+    def counts(self):
+        return self.parsed
 
-    def load_state(self, states):
-        self.parsed = sum(state["parsed"] for state in states)
+    def load_counts(self, counts):
+        self.parsed = sum(counts)
 
 
 def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:

@@ -693,8 +693,7 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer, t
     if config.save_every:
         checkpoints = Checkpoints(config, world, out, start_writer=writer)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
-    given |= dict(sampling=sampling, greedy=replace(sampling, temperature=0.0))
-    given |= dict(checkpoints=checkpoints, report=FakeReport())
+    given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
         placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),

@@ -184,13 +184,6 @@ def group_of(prompt_id, *finishes):
     return [Sample(prompt_id, i, [1], response=[7], finish=finish) for i, finish in answers]
 
 
-def test_a_group_is_generated_when_all_of_its_answers_are_finished():
-    """Stopped or at the limit; one that was aborted may go on."""
-    assert dynamic_sampling.is_generated(group_of(0, "stop", "length"))
-    for unfinished in (group_of(0, "stop", "abort"), group_of(0, "", "")):
-        assert not dynamic_sampling.is_generated(unfinished)
-
-
 def test_a_prompt_goes_to_its_owner():
     """2 and 4 come again: to the controllers that hold what was generated, with it. New prompts go
     where the fewest are."""

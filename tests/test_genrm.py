@@ -360,8 +360,8 @@ def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():
     """The counts of all controllers go on from where they were, whoever has them then."""
     listed, once_more, fresh = make_rewards(), make_rewards(), make_rewards()
     score_all(listed, Pool(Engine(always("?"))), [sample(f">{i}") for i in range(3)])
-    once_more.load_state([listed.state(), listed.state()])
-    fresh.load_state([])
+    once_more.load_counts([listed.counts(), listed.counts()])
+    fresh.load_counts([])
     score_all(once_more, Pool(Engine(always("?"))), [sample(f">{i}") for i in range(4)])
     assert once_more.counts() == ([10], [0]) and fresh.counts() == ([0], [0])
 

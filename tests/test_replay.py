@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from commands import replay
 from commands.replay import Replay, read_replay
 from fakes import simulate, trained
-from sample import Outcome, Sample, sample_from_json
+from sample import Outcome, Sample
 
 
 def rollout_only(out, mode="partial", size=2, done=0, **more):
@@ -129,13 +129,6 @@ def test_what_was_written_comes_back_bit_by_bit(tmp_path_factory, steps, rng):
     path.write_text("\n".join(map(row, *zip(*placed, strict=True))))
     expected = [[step[key] for key in sorted(step)] for step in steps]
     assert read_replay(path, "grpo") == expected
-
-
-def test_a_sample_of_an_earlier_version_is_read():
-    """From a checkpoint: fields that are gone are left out, new ones begin anew."""
-    fields = vars(Sample(1, 2, [3])) | {"baseline": 0.5, "scores": {"reward": 1.0}}
-    del fields["outcomes"]
-    assert sample_from_json(fields) == Sample(1, 2, [3])
 
 
 GOOD = row(0, Sample(0, 0, [1]))

@@ -269,15 +269,11 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
     """But for those that nobody asks about. An algorithm's settings are among them. A setting that
-    the checkpoint doesn't know, of a program that came before it, hasn't changed, but for
-    --lr-decay-to, which was 0.1."""
+    the checkpoint doesn't know, of a program that came before it, hasn't changed."""
     out = make_run(tmp_path / "run", steps=())
-    unknown = ("keep", "lr_decay_to")
-    make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name not in unknown})
+    make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name != "keep"})
     changes = dict(steps=50, lr=1e-3, port=31000, algorithm=("grpo", "kl_coef=0.01"), keep=7)
-    changes |= dict(lr_decay_to=1.0)
     before, _, changed = prepared(out, **changes)[1][0].partition(": ")
     assert before == f"changed since {out}/checkpoints/step_20"
     names = "--algorithm grpo kl_coef=0.01 (was grpo), --steps 50 (was 40), --lr 0.001 (was 0.0005)"
-    names += ", --lr-decay-to 1.0 (was 0.1)"
     assert sorted(changed.split(", ")) == sorted(names.split(", "))
