@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
     except UserError as error:
         shutdown.exit_on_error(f"error: {printable(str(error))}")
     except (KeyboardInterrupt, asyncio.CancelledError):
-        shutdown.exit_on_signal(stop.asked or signal.SIGTERM, stop.reason)
+        shutdown.exit_now(128 + (stop.asked or signal.SIGTERM), stop.reason)
     if last_line:
         shutdown.exit_now(0, last_line)
 
@@ -176,7 +176,6 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)
-        opened.callback(asyncio.create_task(progress.tick()).cancel)
         out_is_ours = held(Path(config.out), progress.line)
         lock = out_is_ours if world.rank == 0 else contextlib.nullcontext()
         await raise_on_all(world, opened.enter_async_context(lock))

@@ -68,8 +68,7 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         new = new_lens[members, None]
         position = torch.arange(q).minimum(new - 1)  # [b, q]: padding repeats the last query
         slots = req_to_token[req_pool_indices[members], :k]
-        # the table is as wide as the context
-        slots = F.pad(slots, (0, k - slots.shape[1]))
+        slots = F.pad(slots, (0, k - slots.shape[1]))  # the table is as wide as the context
         hidden = torch.arange(k) > (seq_lens[members, None] - new + position)[:, None, :, None]
         groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
         rows.append((first_row[members, None] + position).flatten())
@@ -102,9 +101,8 @@ def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
         q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
         k = gather(k_cache, slots)
         v = gather(v_cache, slots)
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask.to(q.dtype), scale=scaling, enable_gqa=enable_gqa
-        )
+        mask = mask.to(q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=enable_gqa)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, plan.back)
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -138,12 +138,9 @@ class Engine:
         deadline = clock() + deadline_s
         while not await self.is_healthy(self._silence_s):
             if self.exit_status():
-                raise UserError(
-                    f"the {self.name} stopped while starting; {self._process.log_tail()}"
-                )
+                raise self._start_error("stopped while starting")
             if clock() > deadline:
-                late = f"wasn't ready within {deadline_s:g} s"
-                raise UserError(f"the {self.name} {late}; {self._process.log_tail()}")
+                raise self._start_error(f"wasn't ready within {deadline_s:g} s")
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             other = f"found another server at {self.url}"
@@ -153,19 +150,19 @@ class Engine:
         self.capacity = min(info["max_running_requests"], full_length)
         try:
             await asyncio.wait_for(self._warm_up(), deadline - clock())
-        except (TimeoutError, EngineLost) as error:
-            failed = f"didn't answer a first request within {deadline_s:g} s"
-            if isinstance(error, EngineLost):
-                failed = f"{error} while starting"
-            raise UserError(f"the {self.name} {failed}; {self._process.log_tail()}") from None
+        except TimeoutError:
+            late = f"didn't answer a first request within {deadline_s:g} s"
+            raise self._start_error(late) from None
+        except EngineLost as error:
+            raise self._start_error(f"{error} while starting") from None
         # else each sleep collects over all of SGLang's imports: 0.7 s
         await self._call("POST", "/freeze_gc")
 
-    async def _warm_up(self) -> None:
-        """Generate a greedy answer and a sampled one: with CUDA kernels are compiled, for minutes.
+    def _start_error(self, why: str) -> UserError:
+        return UserError(f"the {self.name} {why}; {self._process.log_tail()}")
 
-        Later such a silence would count as a hang.
-        """
+    async def _warm_up(self) -> None:
+        """Generate an answer of each kind: CUDA kernels are compiled, and later this would seem a hang."""
         requests = []
         for temperature in (0.0, 1.0):
             sampling = Sampling(temperature, WARM_UP_TOKENS, ignore_eos=True)
@@ -335,11 +332,10 @@ class Engine:
 
     async def is_healthy(self, deadline_s: float) -> bool:
         """Ask whether it takes another step, or if it has nothing to do generates one token."""
-        try:
+        with suppress(EngineLost, UserError):
             async with self._open("GET", "/health", {}, max(HEALTH_S, deadline_s)):
                 return True
-        except (EngineLost, UserError):
-            return False
+        return False
 
     async def _call(self, method: str, path: str, **body: Any) -> Any:
         async with self._open(method, path, body, self._silence_s) as response:
@@ -368,13 +364,10 @@ def read_part(event: dict, written: int) -> Answer:
     # (logprob, token, None) of the new tokens; if it was aborted in the queue, of all so far
     rows = info["output_token_logprobs"]
     rows = rows[len(rows) - (total - written) :]
-    spans = info.get("weight_versions")
-    if (
-        not spans
-    ):  # it comes at the end; until then the present ones wrote all, for they change asleep
-        spans = [{"version": info["weight_version"], "start": 0, "end": total}]
+    # the spans come at the end; until then the present weights wrote all, for they change asleep
+    present = {"version": info["weight_version"], "start": 0, "end": total}
     versions = []
-    for span in spans:
+    for span in info.get("weight_versions") or [present]:
         versions += [int(span["version"])] * (span["end"] - span["start"])
     versions = versions[written:]
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""

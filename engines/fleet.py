@@ -51,9 +51,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
     async def launch(self, specs: list[ServerSpec]) -> None:
         """Start this rank's servers (collective). UserError if that fails.
 
-        With CUDA one role after the other, each asleep before the next and before a trainer is
-        built: an engine takes its part of the memory that it finds. On a CPU all start at once, and
-        nothing is waited for.
+        With CUDA one role after the other, each asleep before the next and before a trainer is built: an
+        engine takes its part of the memory that it finds. On a CPU all start at once.
         """
         # rank 0's: what all servers want to see
         key = await self._world.broadcast(secrets.token_hex(32))
@@ -89,10 +88,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
 
     async def connect(self, timeline: Timeline) -> dict[str, Pool]:
         """Return the pools by role, with a handle on every engine of the run (collective)."""
-        facts = [
-            (type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines
-        ]
-        for rank, there in enumerate(await self._world.gather(facts)):
+        own = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
+        for rank, there in enumerate(await self._world.gather(own)):
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]
         self._engines.sort(key=lambda engine: engine.rank)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config, UserError
 from engines.engine import Answer, Engine, EngineLost, Request
-from engines.routing import Health, Load, sum_counters
+from engines.routing import Health, Load, Verb, sum_counters
 from runtime.world import World, raise_on_all
 from scheduling.rebalance import RequestStats
 
@@ -57,6 +57,8 @@ class Pool:
         self.timeline = timeline
         self.config = config
         self.all_engines = engines
+        # requests of full length that an engine holds at once
+        self.capacity = min((engine.capacity for engine in engines), default=1)
         self.engines: list[Engine] = []  # of the plan
         self.own: Engine | None = None  # of these, this rank's
         self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked; none at first
@@ -65,8 +67,7 @@ class Pool:
         self._health = Health(next((e for e in engines if e.rank == world.rank), None))
         self._told = EngineStatus(Counter(), Counter(), {})  # in the last meeting
         self._aborts = 0  # calls of `abort`
-        # since `pop_stats`: of each answer its engine's rank, and a row for RequestStats.of
-        self._served: list[tuple[int, tuple]] = []
+        self._served: list[tuple[int, tuple]] = []  # an engine's rank, a row for RequestStats.of
         self._wakes = 0
         self._stalls = 0
         counts = Counter(engine.model for engine in engines)
@@ -85,11 +86,6 @@ class Pool:
     def up(self) -> list[Engine]:
         """The plan's engines that weren't lost, as all controllers know since they last met."""
         return [engine for engine in self.engines if engine.rank not in self._health.lost]
-
-    @property
-    def capacity(self) -> int:
-        """Requests of full length that an engine holds at once."""
-        return min((engine.capacity for engine in self.all_engines), default=1)
 
     async def generate(self, requests: list[Request], model: int = 0) -> AsyncIterator[Answer]:
         """Yield an answer to each request, as they finish. One engine's cache serves them all.
@@ -180,10 +176,7 @@ class Pool:
             outstanding[engine.rank] -= sum(tokens_left)
 
     async def _next_part(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
-        """Return the next part, or None at the end.
-
-        TimeoutError if the engine is silent for stalled_s and not healthy, or MAX_SILENCES times.
-        """
+        """Return the next part or None. TimeoutError: it is silent, for long or without a sign of health."""
         stalled_s = self.config.stalled_s
         health_s = self.config.engine_silence_s  # for a word on its health
         progress = self._health.progress
@@ -261,10 +254,7 @@ class Pool:
         return [f"others go on with its work: {loss}" for loss in new]
 
     async def restart_lost(self) -> int:
-        """Start lost engines again, asleep, while all sleep (collective); return how many here.
-
-        UserError if one doesn't start.
-        """
+        """Restart lost engines, asleep, while all sleep (collective); return how many here. UserErrors."""
         assert not self.awake, "an engine that starts takes the devices"
         await raise_on_all(self.world, self._health.restart(self.config.engine_start_s))
         return self._health.reset()
@@ -333,16 +323,14 @@ class Pool:
         await self._health.unwatch()
         await engine.sleep()
 
-    async def _on_each(
-        self, verb: Callable[[Engine], Awaitable[None]], ranks: set[int] | None = None
-    ) -> None:
+    async def _on_each(self, verb: Verb, ranks: set[int] | None = None) -> None:
         """Await `verb` of each engine of the plan, or of these ranks (collective)."""
         with self.timeline.span("switch"):
             if ranks is None or self.world.rank in ranks:
                 await self._on_own(verb)
             await self.world.barrier()
 
-    async def _on_own(self, verb: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _on_own(self, verb: Verb) -> None:
         """Await `verb` of this rank's engine, if the plan has one and it is up."""
         if self.own:
             await self._health.call(verb)

@@ -1,7 +1,5 @@
 """Scalar reward model: an SGLang server that writes nothing and scores what it is shown."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 
@@ -13,10 +11,7 @@ BIAS = "score.bias"
 
 
 class ScoringEngine(Engine):
-    """The engine of a directory ...ForSequenceClassification.
-
-    An Answer's `score` is the model's number at the last token.
-    """
+    """The engine of a ...ForSequenceClassification: an Answer's `score` is its number at the last token."""
 
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
 

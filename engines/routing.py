@@ -1,7 +1,5 @@
 """Routing: which engine of a role is asked next: how much each has to write, and which are up."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter, deque
@@ -11,12 +9,11 @@ from config import UserError
 from engines.engine import Engine, EngineLost
 from runtime.world import World
 
+Verb = Callable[[Engine], Awaitable[None]]
+
 
 class Load:
-    """The tokens that each engine still has to write, as one controller knows it.
-
-    It knows its own requests at any moment, and the others' as of the last meeting.
-    """
+    """The tokens that engines still have to write: for this controller now, for others when all last met."""
 
     def __init__(self, rank: int):
         self.outstanding: Counter[int] = Counter()  # engine's rank -> tokens this controller awaits
@@ -83,10 +80,7 @@ def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
 
 
 class Health:
-    """The engines that may be asked, as one controller knows it; it watches this rank's own.
-
-    An owner kills its engine once it is down. The others hear of that in their next meeting.
-    """
+    """The engines that may be asked, as one controller knows it; it kills this rank's own once it is down."""
 
     def __init__(self, own: Engine | None):
         self._own = own
@@ -116,7 +110,7 @@ class Health:
             self._askable[model] = (found_by, found)
         return found
 
-    async def call(self, verb: Callable[[Engine], Awaitable[None]]) -> None:
+    async def call(self, verb: Verb) -> None:
         """Await `verb` of this rank's engine if it is up. One that doesn't answer is lost."""
         if self.own_loss:
             return

@@ -1,7 +1,5 @@
 """The process of an SGLang server: flags, life, end. sglang isn't imported: that takes 10 s."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -11,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     else:
         flags |= cpu_flags(role, context, config)
     if sees(model_dir):
-        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's
-        # tokens and tokens of that, and fails where a text spells out the image token; with the
-        # cache it takes the tokens as they are
+        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
+        # and tokens of that, and fails where it spells out the image token; with it, tokens stay as they are
         flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
     command = []
     for flag, value in flags.items():
@@ -101,24 +99,19 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
 
 
 def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
-    """Return the variables that switch off SGLang's cache of image features.
-
-    It outlives a push, which may bring another tower. A judge's stays right.
-    """
+    """Switch off SGLang's cache of image features in a policy's engine: a push may bring another tower."""
     return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" and sees(model_dir) else {}
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     """Return our variables without torchrun's, from which SGLang would join our process group.
 
-    key: what requests must show; anybody may read a command line. private: a folder of the
-    server's own, for its sockets and the file by which its processes meet, which by default is on
-    a port open on every interface.
+    key: what requests must show; anybody may read a command line. private: the server's own folder, for
+    sockets and the file by which its processes meet; by default they meet on a port that anybody reaches.
     """
     torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(torchrun)
-    }
+    inherited = os.environ.items()
+    environment = {name: value for name, value in inherited if not name.startswith(torchrun)}
     environment["NANOYATT_PARENT"] = str(os.getpid())
     environment["NANOYATT_API_KEY"] = key
     environment["PYTHONWARNINGS"] = "ignore"
@@ -180,12 +173,12 @@ class ServerProcess:
         """Start the server. What earlier ones said stays in the log: it may say why they ended."""
         assert self._process is None, f"{self._log.stem} still runs"
         Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
-        how = {"cwd": Path(__file__).parents[1], "env": self._environment}
+        root = Path(__file__).parents[1]
+        how = {"cwd": root, "env": self._environment, "start_new_session": True}
+        for_us_alone = partial(os.open, mode=0o600)
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, start_new_session=True, **how
-            )
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
 
     def exit_status(self) -> str:
         """Return how it ended; empty while it runs."""
@@ -216,7 +209,3 @@ class ServerProcess:
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
         lines = [line[:MOST_COLUMNS] for line in newest.splitlines()[1:][-15:]]
         return "\n".join((f"the end of {self._log}:", *lines))
-
-
-def for_us_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

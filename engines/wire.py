@@ -71,10 +71,7 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
-    """Serialize as SGLang's "flattened_bucket", once for each reader.
-
-    It holds a handle on one flat tensor of bytes, and where each weight lies in that.
-    """
+    """Serialize as SGLang's "flattened_bucket" for each reader: a handle on flat bytes, where weights lie."""
     from multiprocessing.reduction import ForkingPickler
 
     import torch

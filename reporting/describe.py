@@ -1,10 +1,8 @@
 """The description of a run: for people, at its start; and in config.json, to make its numbers again."""
 
-from __future__ import annotations
-
-import dataclasses
 import os
 import subprocess
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,10 +10,6 @@ from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed
 from placement import Plan
 
-NOT_DETERMINISTIC = (
-    "tokens differ from run to run, also of one seed; --deterministic: they don't, and engines decode 25 to "
-    "45 % slower (SGLang's figures)"
-)
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
@@ -23,17 +17,20 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
     """Say who runs where, what a step is, and which settings were chosen."""
     prompts = config.prompts_per_step
     answers = config.answers_per_prompt
-    changed = []
-    for field in dataclasses.fields(config):
+    changed = ""
+    for field in fields(config):
         value = vars(config)[field.name]
         if value != field.default:
-            changed.append(f"--{dashed(field.name)} {as_text(value)}")
+            changed += f" --{dashed(field.name)} {as_text(value)}"
     step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
     text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
     text += f"  {config.steps} steps of {step}\n"
-    text += f"  settings other than the defaults: {' '.join(changed)}"
+    text += f"  settings other than the defaults:{changed}"
     if config.device == "cuda" and not config.deterministic:
-        text += f"\n  {NOT_DETERMINISTIC}"
+        text += (
+            "\n  tokens differ from run to run, also of one seed; --deterministic: they don't, and "
+        )
+        text += "engines decode 25 to 45 % slower (SGLang's figures)"
     return text
 
 
@@ -41,10 +38,8 @@ def run_metadata(config: Config) -> dict:
     """Return every setting, those of the algorithm, versions and commit."""
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
-    return dataclasses.asdict(config) | {
-        "algorithm_settings": {
-            field.name: algorithm[field.name] for field in dataclasses.fields(Settings)
-        },
+    return asdict(config) | {
+        "algorithm_settings": {field.name: algorithm[field.name] for field in fields(Settings)},
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),

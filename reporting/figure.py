@@ -7,8 +7,6 @@ are to be seen there. Waves, pushes of weights and changes of the split are mark
     python -m reporting.figure RUN --steps 10 14
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -153,9 +151,8 @@ def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> N
     """Draw a thin row for each answer, coloured by state; `height` inches for all of them."""
     count = 1 + max(row for row, _ in rows)
     for state, color in STATES.items():
-        y = numpy.array([row for row, sample in rows if sample.name == state])
-        start = [sample.start for _, sample in rows if sample.name == state]
-        end = [sample.end for _, sample in rows if sample.name == state]
+        shown = [(row, sample.start, sample.end) for row, sample in rows if sample.name == state]
+        y, start, end = numpy.array(shown).reshape(-1, 3).T
         if state in INSTANTS:
             axes.vlines(start, y - 0.6, y + 0.6, color=color, linewidth=1.6)
         else:  # the width in points, 72 an inch: rows touch

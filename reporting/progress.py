@@ -1,9 +1,5 @@
 """Progress: the one bar on rank 0's terminal, and a line per step above it."""
 
-from __future__ import annotations
-
-import asyncio
-
 from tqdm import tqdm
 
 from config import printable
@@ -24,12 +20,6 @@ class Progress:
         self._bar = tqdm(
             total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False
         )
-
-    async def tick(self) -> None:
-        """Keep the clock in the bar going while nothing happens."""
-        while True:
-            await asyncio.sleep(1.0)
-            self._bar.refresh()
 
     def resume_at(self, step: int) -> None:
         self._bar.initial = self._bar.n = step

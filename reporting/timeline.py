@@ -6,8 +6,7 @@ itself (train, switch, sync) are opened around the work. Beside them stand the l
 stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
 split), and the passes of the pipelines.
 
-Every rank appends its events to files of its own, OUT/spans/rank<r>.<first step>.jsonl: trace.json and the
-pictures come from these. Of an earlier version's lines only spans are read: their layout is the same.
+Every rank appends its events to files of its own, OUT/spans/rank<r>.<first step>.jsonl, for all pictures.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ STATES = {  # of an answer, in the order of its life
 }
 INSTANTS = ("moved", "aborted", "done")  # the other states last
 MARKS = ("wave", "weights", "split", "tail")
-KINDS = ("span", "sample", "pass", *MARKS)
 
 
 class Event(NamedTuple):
@@ -155,9 +153,7 @@ def events_in(path: Path) -> Iterator[tuple[str, Event]]:
     """Yield the lines of a file with their events, but for lines that a crash of the machine spoiled."""
     for line in path.open(errors="replace"):
         with suppress(ValueError, LookupError, TypeError):
-            event = Event(*json.loads(line))
-            if event.kind in KINDS:
-                yield line, event
+            yield line, Event(*json.loads(line))
 
 
 def read(folder: Path, first: int = 0, last: int = -1) -> list[Event]:

@@ -3,8 +3,6 @@
 A checkpoint is whole when its folder is called `step_<n>` and `sha256sum -c SHA256SUMS` finds no fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

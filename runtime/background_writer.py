@@ -1,7 +1,5 @@
 """A process forked from a rank: it writes what the rank had in memory then, while the rank goes on."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -11,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runtime.shutdown import die_with_parent
-
-NICENESS = 10  # the engines go first
+from runtime.shutdown import SIGNALS, die_with_parent
 
 
 class BackgroundWriter:
@@ -23,10 +19,9 @@ class BackgroundWriter:
         context = multiprocessing.get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
-        signals = {signal.SIGINT, signal.SIGTERM}
         self._result: tuple[Any, str] | None = None
         # until it has handlers of its own
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process.start()
         except OSError as error:  # no memory, or too many processes: this save fails
@@ -62,14 +57,14 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     signal.set_wakeup_fd(-1)  # the event loop's: a signal here would be heard there
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # what the rank left is its own: freed here, what had threads, which were not forked, crashes
     gc.freeze()
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the rank died a moment ago
     os.setpgid(0, 0)
-    os.nice(NICENESS)
+    os.nice(10)  # the engines go first
     # OpenMP's other threads weren't forked, and a parallel operation would wait for them without end
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
         future = executor.submit(work)

@@ -1,7 +1,5 @@
 """The GPUs of this machine: what a run does before it uses them, and what kernels are compiled with."""
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import os
@@ -45,8 +43,7 @@ def choose_device(config: Config) -> None:
         needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
     missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
-    if missing:
-        needed = ", ".join(missing)
+    if needed := ", ".join(missing):
         raise UserError(f"--device cuda: kernels are compiled in a run, which needs {needed}")
     if config.asks_engines and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
@@ -67,8 +64,9 @@ def tools(config: Config) -> list[Tool]:
     headers = Path(sysconfig.get_paths()["include"])
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev, for {headers}"
     has_headers = Path(headers, "Python.h").is_file()
+    compiler = shlex.split(os.environ.get("CXX", "c++"))  # where glibc is new enough, it is, too
     rows = [
-        Tool("C++20", "apt install g++", has_cpp20()),
+        Tool("C++20", "apt install g++", shutil.which(compiler[0]) is not None),
         Tool("Python.h", f"apt install {package}", has_headers),
     ]
     if config.asks_engines:
@@ -89,14 +87,6 @@ def has_nvcc() -> bool:
     if not named and shutil.which("nvcc"):
         return True
     return Path(named or CUDA_FOLDER, "bin", "nvcc").is_file()
-
-
-def has_cpp20() -> bool:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if shutil.which(compiler[0]) is None:
-        return False
-    empty_file = ["-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
-    return subprocess.run([*compiler, *empty_file], capture_output=True).returncode == 0
 
 
 def cuda_libraries() -> list[str]:

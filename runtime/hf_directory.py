@@ -1,7 +1,5 @@
 """Reads a model's Hugging Face directory: config.json, and the heads of tensor files. No code of it runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -32,10 +30,9 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
 
 
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
-    """Return the open file of each tensor by its name; only heads are read.
+    """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
 
     framework: "pt" to load tensors; torch maps whole files, which a host may have no memory for.
-    UserError names the setting and the directory.
     """
     from safetensors import SafetensorError, safe_open
 

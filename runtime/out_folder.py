@@ -6,8 +6,6 @@ holder. Not every shared disk tells other machines of it, and some know no locks
 holder, and gets a new time while that lives. The first stays behind: to remove it would let two in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Rendezvous: how the ranks meet, on loopback by default. They unpickle what others send: no stranger may."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
@@ -69,17 +67,16 @@ def store_of_machines(config: Config, rank: int, size: int) -> dict:
     if ipaddress.ip_address(host).is_loopback:
         problem = "ranks of several machines can't meet there, name one of each"
         raise UserError(f"--host {host}: {problem}")
-    listener = {}
+    place = {"host_name": first, "port": port, "world_size": size, "is_master": rank == 0}
     if rank == 0:
         if first != host:
             problem = f"torchrun says {first} of rank 0: give it --local-addr {host}"
             raise UserError(f"--host {host}: {problem}")
         try:  # left to itself, a store would listen on every interface
-            listener["master_listen_fd"] = socket.create_server((host, port)).detach()
+            place["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
             raise UserError(f"the ranks' store: {error.strerror}: choose another --port") from None
-    place = {"host_name": first, "port": port, "world_size": size, "is_master": rank == 0}
-    return place | listener | {"timeout": timedelta(seconds=config.timeout_s)}
+    return place | {"timeout": timedelta(seconds=config.timeout_s)}
 
 
 def is_local() -> bool:

@@ -6,8 +6,6 @@ with status 0. A second one, one before training, or one after a rank of this ma
 work: 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json
@@ -58,7 +56,7 @@ def prepare() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
     for number in SIGNALS:  # until the event loop takes over
-        signal.signal(number, lambda number, _: exit_on_signal(number))
+        signal.signal(number, lambda number, _: exit_now(128 + number, "interrupted"))
     os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # TensorBoard's thread raises where a disk is full; so does its flush, where that is caught
@@ -116,10 +114,6 @@ def exit_on_error(line: str) -> NoReturn:
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}))
     exit_now(2, line)
-
-
-def exit_on_signal(number: int, reason: str = "interrupted") -> NoReturn:
-    exit_now(128 + number, reason)
 
 
 def exit_now(status: int, line: str) -> NoReturn:

@@ -82,10 +82,7 @@ class Notes:
 
 
 class World:
-    """Rank, size and the collectives of the parallel controllers, over a gloo group of their own.
-
-    ONE thread for all that blocks keeps their order. notes: see Notes.
-    """
+    """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order."""
 
     def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
         import torch
@@ -156,13 +153,12 @@ class World:
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
         """Send `outgoing[r]` to rank r; return what came of `senders`, exactly those (collective)."""
-        leaving = {rank: value for rank, value in outgoing.items() if rank != self.rank}
-        # by identity: what goes to several ranks is pickled once
-        pickled = {id(value): bytearray(pickle.dumps(value)) for value in leaving.values()}
-        parcels = {rank: pickled[id(value)] for rank, value in leaving.items()}
+        outgoing = dict(outgoing)
+        own = {self.rank: outgoing.pop(self.rank)} if self.rank in outgoing else {}
+        parcels = {rank: bytearray(pickle.dumps(value)) for rank, value in outgoing.items()}
         others = set(senders) - {self.rank}
         received = await self.run(self._meet, self._send_and_receive, parcels, others)
-        return received | {rank: value for rank, value in outgoing.items() if rank == self.rank}
+        return received | own
 
     def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
         """Exchange the sizes, then the bytes."""

@@ -23,7 +23,7 @@ def pool_of(*outstanding, rank=0, models=None):
     """A pool of engines of which others await so many tokens, as the controller of `rank` sees it."""
     models = models or [0] * len(outstanding)
     engines = [
-        SimpleNamespace(rank=rank, role="rollout", model=model, name=f"engine {rank}")
+        SimpleNamespace(rank=rank, role="rollout", model=model, name=f"engine {rank}", capacity=1)
         for rank, model in enumerate(models)
     ]
     pool = Pool(engines, SimpleNamespace(rank=rank, size=len(engines)), SimpleNamespace(), CONFIG)

@@ -113,11 +113,7 @@ def test_only_the_last_records_are_read(tmp_path, monkeypatch, step, last):
     """Whatever lies there in place of a row, and whatever lies in older and later files."""
     out, read, real = make_run(tmp_path / "run", steps=(step,)), set(), timeline.events_in
     with (out / "spans" / f"rank0.{last}.jsonl").open("ab") as file:
-        # an answer, a mark and a pass in an earlier layout; then what a crash of the machine spoils
-        file.write(
-            b'["sample", "done", 7, 0, 1, 9.0, 9.0, 3]\n["mark", "weights", "v4", 0, 9.0, 3]\n'
-        )
-        file.write(b'["pass", "actor", 0, false, 0, 0, 9.0, 9.5, 3]\n')
+        # what a crash of the machine spoils
         file.write(b'["span", "tr["mark"]\n{"a": 1}\n3\n\0\xff\n["none", 1]\n["span", 1]\n["span"')
     monkeypatch.setattr(timeline, "events_in", lambda path: read.add(path.name) or real(path))
     assert prepared(out)[0].ended_s == step - 0.5 and read == {f"rank0.{last}.jsonl"}
