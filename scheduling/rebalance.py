@@ -35,7 +35,6 @@ OPTIMISM = 0.10  # part of its predicted time by which an untried split is hoped
 SIMILAR_LOAD = 0.1  # a trial with a judges' share of the tokens further off says nothing of now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
 
-
 Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
 
 
