@@ -74,9 +74,8 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     if "messages" in row:
         answers = [([], row["messages"])]
     if len(answers) != 1:
-        raise UserError(
-            f"{where}: needs `messages`, or `prompt` and one of `response` and `completion`"
-        )
+        needed = "`messages`, or `prompt` and one of `response` and `completion`"
+        raise UserError(f"{where}: needs {needed}")
     encode = partial(data.encode_pair, where=where)
     prompt, response = encode_answer(*answers[0], tokenizer, where, encode)
     return [Sample(0, 0, prompt, response=response)]
@@ -155,12 +154,8 @@ class PairLoss:
         chosen, rejected = (self.scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
         losses = -F.logsigmoid(margin)
-        stats = {
-            "accuracy": (margin > 0).sum(),
-            "margin": margin.detach().sum(),
-            "chosen": chosen.detach().sum(),
-            "rejected": rejected.detach().sum(),
-        }
+        columns = zip(PAIR_STATS, (margin > 0, margin, chosen, rejected), strict=True)
+        stats = {name: column.detach().sum() for name, column in columns}
         return loss_sums(losses.sum(), here.sum(), stats)
 
 
@@ -233,9 +228,8 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
     """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
     check_models(config)
     if config.command == "rm" and sees(config.model):
-        raise UserError(
-            "run.py rm: a scalar reward model reads text alone, and --model sees images"
-        )
+        reads = "a scalar reward model reads text alone"
+        raise UserError(f"run.py rm: {reads}, and --model sees images")
     if rank:
         return
     out = Path(config.out)
@@ -257,9 +251,8 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
     held_out = [examples[number] for number in sorted(order.held_out)]
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
-    progress.line(
-        f"nanoYATT {name}: {config.model} learns from {order.count} examples of {path}, {sizes}"
-    )
+    source = f"{order.count} examples of {path}"
+    progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
     learner = Learner(config)
     writer = MetricsWriter(out, progress.line) if rank == 0 else None
     learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)

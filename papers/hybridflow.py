@@ -12,7 +12,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -27,7 +28,6 @@ from scheduling.costs import Decode, Device, Model, Passes
 from scheduling.mapping import Choice, Sizes, Speeds, Task
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.engine import Moves
-from training.resharding import Layout
 
 QUICK = 16  # GPUs
 GRAIN = 16  # all lengths are alike: finer ones change nothing
@@ -45,6 +45,56 @@ SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridF
 NO_ROOM = "by our account of memory it doesn't fit"
 OTHER = "another program; no seconds of its stages are published"
 REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
+
+
+class Place(NamedTuple):
+    """The place of a rank while it generates."""
+
+    copy: int  # of the model, as data and context parallelism make them
+    part: int  # of its engine
+    member: int  # of its micro-data-parallel group; and which of the copy's engines it is in
+
+
+class Cost(NamedTuple):
+    """The cost of resharding for a rank, in fractions of the model's bytes M."""
+
+    received: Fraction
+    peak: Fraction  # of the weights that it generates with and what they are made of
+    redundant: Fraction  # its shard, if it lies outside of its part
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure.
+
+    Ranks are numbered as Megatron does: shards of a stage are neighbours, stages are farthest apart.
+    """
+
+    pp: int
+    tp: int
+    copies: int
+    parts: int = 1
+
+    def place(self, rank: int) -> Place:
+        """Put engines on ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3)."""
+        assert self.tp % self.parts == 0, "a part is made of whole shards"
+        near = self.tp // self.parts
+        others, shard = divmod(rank, self.tp)
+        stage, copy = divmod(others, self.copies)
+        return Place(copy, shard // near, stage * near + shard % near)
+
+    def costs(self) -> dict[str, Cost]:
+        """Compute table 2, which takes stages for equal and all tensors for cut by tensor parallelism.
+
+        DeepSpeed-Chat gathers the model over all ranks, HybridFlow-V over each model-parallel group.
+        """
+        part = Fraction(1, self.parts)
+        shard = Fraction(1, self.pp * self.tp)
+        return {
+            "DeepSpeed-Chat": Cost(1 - shard / self.copies, Fraction(1), shard / self.copies),
+            "HybridFlow-V": Cost(1 - shard, Fraction(1), shard),
+            "HybridFlow": Cost(part - shard, part, Fraction(0)),
+        }
 
 
 class Setting(NamedTuple):

@@ -10,6 +10,7 @@ on the instance of table 3 that belongs to the two models. Layouts and lengths w
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -27,6 +28,7 @@ from papers.tables import ROOT, Constants, Paper, Point, Row, command, known, va
 from scheduling import pipeline
 from scheduling.costs import Decode, Device, Model, Passes, decode_of
 from scheduling.fusion import TAILS
+from scheduling.pipeline import Pipe
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 
 INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
@@ -89,6 +91,15 @@ def training_s(constants: Constants, model: str, most: int) -> float:
     return by_params * (1 + fitted["per_1k_tokens"] * most / 1024)
 
 
+def read_instances(path: Path) -> dict[str, list[Pipe]]:
+    """The instances of a file such as papers/published/rlhfuse_table3.json, by name."""
+    found = {}
+    for instance in json.loads(path.read_text()):
+        rows = (row | {"ranks": tuple(row["ranks"])} for row in instance["pipes"])
+        found[instance["name"]] = [Pipe(**row) for row in rows]
+    return found
+
+
 class Gain(NamedTuple):
     speed_up: float  # over one model after the other
     memory: float  # over 1F1B's
@@ -96,7 +107,7 @@ class Gain(NamedTuple):
 
 def gain(name: str) -> Gain:
     """The gain of the product's fused schedule on an instance of table 3."""
-    pipes = pipeline.read_instances(str(INSTANCES)).get(name)
+    pipes = read_instances(INSTANCES).get(name)
     if not pipes:
         raise UserError(f"`{name}` is no instance of {INSTANCES}")
     latency, memory, _ = pipeline.evaluate(pipes, pipeline.fused(pipes))

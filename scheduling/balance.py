@@ -8,6 +8,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+import numpy as np
+
 from config import Config, UserError
 from sample import Key
 
@@ -118,24 +120,16 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
 def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
     """Pack longest first, each where there is room and least work (Graham, 1969); or return []."""
     micro_batches = [[] for _ in range(count)]
-    room = [budget] * count
-    work = [0] * count
-    by_work = [(0, number) for number in range(count)]  # a heap
-    full = []  # another, of those that have no room for this length
+    room = np.full(count, budget)
+    work = np.zeros(count, np.array(costs).dtype)
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        while full and -full[0][0] >= lengths[sample]:
-            _, number = heapq.heappop(full)
-            heapq.heappush(by_work, (work[number], number))
-        while by_work and room[by_work[0][1]] < lengths[sample]:
-            _, number = heapq.heappop(by_work)
-            heapq.heappush(full, (-room[number], number))
-        if not by_work:
+        able = np.flatnonzero(room >= lengths[sample])
+        if not len(able):
             return []
-        best = by_work[0][1]
+        best = able[work[able].argmin()]  # of several the first
         micro_batches[best].append(sample)
         room[best] -= lengths[sample]
         work[best] += costs[sample]
-        heapq.heapreplace(by_work, (work[best], best))
     return micro_batches
 
 

@@ -202,15 +202,5 @@ def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -
     return sorted((mapping for mapping in found if mapping), key=lambda mapping: mapping.seconds)
 
 
-def as_text(mapping: Mapping) -> str:
-    """Sizes as pp-tp-dp, the actor's with t_g; a bar parts sets."""
-    stages = " + ".join(f"{name} {s:.3g}" for name, s in zip(STAGES, mapping.stages, strict=True))
-    sets = []
-    for choice in mapping.choices:
-        numbers = {role: "-".join(map(str, filter(None, s))) for role, s in choice.sizes.items()}
-        sets.append(", ".join(f"{role} {text}" for role, text in numbers.items()))
-    return f"{mapping.seconds:.3g} s = {stages}: {' | '.join(sets)}"
-
-
 def powers_of_2(most: int) -> list[int]:
     return [1 << n for n in range(most.bit_length())]

@@ -10,13 +10,11 @@ bench.schedules` shows what it gains.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 from config import Config, UserError
@@ -135,14 +133,10 @@ def one_after_another(pipes: Sequence[Pipe]) -> Table:
         for stage, rank in enumerate(pipe.ranks):
             forwards = [Task(number, stage, False, i) for i in micro_batches]
             backwards = [Task(number, stage, True, i) for i in micro_batches]
-            table[rank] += alternate(forwards, backwards, warm_up=len(pipe.ranks) - 1 - stage)
+            warm_up = len(pipe.ranks) - 1 - stage
+            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # by turns
+            table[rank] += forwards[:warm_up] + steady + backwards[len(steady) // 2 :]
     return table
-
-
-def alternate(forwards: list[Task], backwards: list[Task], warm_up: int) -> list[Task]:
-    """Order `warm_up` forward passes, then one forward and one backward pass by turns, then the rest."""
-    steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))
-    return forwards[:warm_up] + steady + backwards[len(steady) // 2 :]
 
 
 # ---------------------------------------------------------------- fused
@@ -196,7 +190,8 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
             stuck = 0
         # not gauss: logarithms may differ in the last digit between machines, and then their tables would
         shifts = [rng.uniform(-reach, reach) for _ in pipes]
-        mirrored = mirror(lanes)
+        # seen from the end what gave memory back takes it up
+        mirrored = [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
         urgency = []
         for lane, ends in zip(mirrored, reversed(now.ends), strict=True):
             urgency.append([shifts[lane.pipe] - end for end in reversed(ends)])
@@ -227,17 +222,10 @@ def lanes_of(pipes: tuple[Pipe, ...]) -> list[Lane]:
     return lanes
 
 
-def mirror(lanes: list[Lane]) -> list[Lane]:
-    """The lanes seen from the end: what gave memory back takes it up."""
-    return [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
-
-
 def alone(pipes: tuple[Pipe, ...], lanes: list[Lane]) -> list[list[float]]:
     """The ends of each lane's passes if each pipe had its ranks for itself: [lane][micro-batch]."""
     ends = []
-    first = [0.0] * len(
-        pipes
-    )  # of each pipe, when its first micro-batch has gone through the lanes so far
+    first = [0.0] * len(pipes)  # when a pipe's first micro-batch is through the lanes so far
     for lane in lanes:
         pipe = pipes[lane.pipe]
         first[lane.pipe] += lane.duration
@@ -341,12 +329,3 @@ def schedule_of(config: Config) -> Schedule:
         known = ", ".join(SCHEDULES)
         raise UserError(f"--schedule {config.schedule} is unknown; choose one of {known}")
     return SCHEDULES[config.schedule]
-
-
-def read_instances(path: str) -> dict[str, list[Pipe]]:
-    """The instances of a file such as papers/published/rlhfuse_table3.json, by name."""
-    found = {}
-    for instance in json.loads(Path(path).read_text()):
-        rows = (row | {"ranks": tuple(row["ranks"])} for row in instance["pipes"])
-        found[instance["name"]] = [Pipe(**row) for row in rows]
-    return found

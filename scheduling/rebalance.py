@@ -18,7 +18,7 @@ That devices move one by one is the paper's. Its signal is utilisation; here the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import takewhile, zip_longest
 from math import hypot
 from statistics import fmean, median, stdev
@@ -34,7 +34,6 @@ LEAST_GAIN = 0.05  # of the serving time: less is noise, and so is less than the
 OPTIMISM = 0.10  # part of its predicted time by which an untried split is hoped to be faster
 SIMILAR_LOAD = 0.1  # a trial with a judges' share of the tokens further off says nothing of now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
-
 
 Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
 
@@ -88,17 +87,9 @@ class RequestStats:
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
         """Add up all controllers' requests. Each sees its own part of what is in flight."""
-        return RequestStats(
-            tokens=sum(part.tokens for part in parts),
-            longest=max(part.longest for part in parts),
-            request_s=sum(part.request_s for part in parts),
-            in_flight=sum(part.in_flight for part in parts),
-            prompt_tokens=sum(part.prompt_tokens for part in parts),
-            cached_tokens=sum(part.cached_tokens for part in parts),
-            requests=sum(part.requests for part in parts),
-            wakes=parts[0].wakes,  # all wake the engines together
-            stalls=sum(part.stalls for part in parts),
-        )
+        sums = RequestStats(*map(sum, zip(*map(astuple, parts), strict=True)))
+        longest = max(part.longest for part in parts)
+        return replace(sums, longest=longest, wakes=parts[0].wakes)  # all wake engines together
 
 
 @dataclass(frozen=True)
@@ -119,12 +110,10 @@ class StepStats:
         """Join what all controllers measured. Times are the slowest one's."""
         rollout = RequestStats.total([part.rollout for part in parts])
         genrm = RequestStats.total([part.genrm for part in parts])
-        serve_s = max(part.serve_s for part in parts)
-        swap_s = max(part.swap_s for part in parts)
-        hand_over_s = max(part.hand_over_s for part in parts)
+        times = [(part.serve_s, part.swap_s, part.hand_over_s) for part in parts]
+        slowest = map(max, zip(*times, strict=True))
         lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
-        roles = (parts[0].split, rollout, genrm, parts[0].waves)
-        return StepStats(*roles, serve_s, swap_s, hand_over_s, lengths)
+        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *slowest, lengths)
 
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
         if role == "rollout":
@@ -302,9 +291,8 @@ def mean_work(history: list[StepStats]) -> StepStats:
         roles[role] = RequestStats(tokens, longest, requests=requests)
     waves = max(1, round(fmean(step.waves for step in recent)))
     counts = [*map(fmean, zip_longest(*(step.lengths for step in recent), fillvalue=0))]
-    bins = round(
-        fmean(len(step.lengths) for step in recent)
-    )  # fewer than the longest of all steps has
+    # fewer than the longest of all steps has
+    bins = round(fmean(len(step.lengths) for step in recent))
     lengths = (*counts[: bins - 1], sum(counts[bins - 1 :])) if bins else ()
     return replace(recent[-1], **roles, waves=waves, lengths=lengths)
 

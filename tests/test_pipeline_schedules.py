@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from papers.rlhfuse import read_instances
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused
 
 ROOT = Path(__file__).parent.parent
 TABLE3 = ROOT / "papers" / "published" / "rlhfuse_table3.json"
-INSTANCES = pipeline.read_instances(str(TABLE3))
+INSTANCES = read_instances(TABLE3)
 PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_text())}
 
 
@@ -139,6 +140,6 @@ def test_an_instance_is_read(tmp_path):
     path, there = tmp_path / "pipes.json", {"ranks": [0, 1], "micro_batches": 2}
     back = there | {"ranks": [1, 0], "memory": 0.5}
     path.write_text(json.dumps([{"name": "two", "pipes": [there, back]}]))
-    pipes = pipeline.read_instances(str(path))["two"]
+    pipes = read_instances(path)["two"]
     assert bound(pipes) == evaluate(pipes, fused(pipes)).latency == 12
     assert evaluate(pipes, SCHEDULES["1f1b"].table(pipes)).latency == 17

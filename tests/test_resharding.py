@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import training  # noqa: F401  makes Megatron importable without CUDA
+from papers.hybridflow import Layout
 from test_actor import make_model
-from training.resharding import Layout
 from workers import train_layouts
 
 layouts = st.builds(

@@ -140,7 +140,7 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: C
         clock.mark()
         if task.backward:
             pair = task._replace(backward=False)
-            result = go_back(work, task, kept.pop(pair), received, task == last[task.pipe])
+            result = go_back(work, kept.pop(pair), received, task == last[task.pipe])
         else:
             last_stage = len(messages.pipes[task.pipe].ranks) - 1
             result = go_forward(work, task, received, task.stage == last_stage)
@@ -173,21 +173,13 @@ def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: b
     return result
 
 
-def go_back(
-    work: Work, task: Task, kept: tuple, gradient: Tensor | None, is_last_task: bool
-) -> Tensor | None:
+def go_back(work: Work, kept: tuple, gradient: Tensor | None, is_last: bool) -> Tensor | None:
     """Run Megatron's backward pass of one stage: its input's gradient, None on the first."""
     given, output = kept
     module = work.trainer.ddp
     # DDP sums the gradient over ranks in the stage's last backward pass
-    with contextlib.nullcontext() if is_last_task else module.no_sync():
+    with contextlib.nullcontext() if is_last else module.no_sync():
         return backward_step(given, output, gradient, ModelType.encoder_or_decoder, module.config)
-
-
-def messages_between(table: Table, pipes: list[Pipe], sender: int, receiver: int) -> list[Task]:
-    """List what one rank sends another, in order: the tasks that take its results (pure)."""
-    takers = map(taker_of, table[sender])
-    return [task for task in takers if rank_of(pipes, task.pipe, task.stage) == receiver]
 
 
 def taker_of(task: Task) -> Task:
@@ -195,10 +187,10 @@ def taker_of(task: Task) -> Task:
     return task._replace(stage=task.stage + (-1 if task.backward else 1))
 
 
-def rank_of(pipes: list[Pipe], pipe: int, stage: int) -> int | None:
-    """The rank of a stage, or None if the pipe has no such stage."""
-    ranks = pipes[pipe].ranks
-    return ranks[stage] if 0 <= stage < len(ranks) else None
+def rank_of(pipes: list[Pipe], task: Task) -> int | None:
+    """The rank that runs a task, or None if the pipe has no such stage."""
+    ranks = pipes[task.pipe].ranks
+    return ranks[task.stage] if 0 <= task.stage < len(ranks) else None
 
 
 class Pipeline(NamedTuple):
@@ -261,14 +253,15 @@ class Messages:
         self.leaving: dict[int, list[tuple[Task, Tensor, dist.Work]]] = {}
         self.order: list[dict[Task, int]] = []  # by receiver, the place of each of its tasks
         for rank, tasks in enumerate(table):
-            self.expected[rank] = deque(messages_between(table, pipes, rank, self.rank))
+            takers = map(taker_of, tasks)  # of its results
+            self.expected[rank] = deque(x for x in takers if rank_of(pipes, x) == self.rank)
             self.leaving[rank] = []
             self.order.append({task: place for place, task in enumerate(tasks)})
 
     def receive(self, task: Task) -> Tensor | None:
         """Wait for what a task needs of its neighbour; None if it begins a way forward or back."""
         source = task._replace(stage=task.stage + (1 if task.backward else -1))
-        sender = rank_of(self.pipes, source.pipe, source.stage)
+        sender = rank_of(self.pipes, source)
         if sender is None:
             return None
         while task not in self.arriving:
@@ -310,7 +303,7 @@ class Messages:
     def send(self, task: Task, result: Tensor | None) -> None:
         """Send a task's result to the stage that takes it, if there is one. Doesn't wait."""
         taker = taker_of(task)
-        receiver = rank_of(self.pipes, taker.pipe, taker.stage)
+        receiver = rank_of(self.pipes, taker)
         if receiver is not None:
             kept = result.detach().contiguous()
             group = self.pipeline.up if receiver > self.rank else self.pipeline.down

@@ -95,9 +95,8 @@ def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield a chunk's parameters, layers numbered over the whole model instead of within the stage."""
-    stage = model.pg_collection.pp.rank()
-    offset = get_transformer_layer_offset(model.config, model.vp_stage, stage)
+    """Yield a stage's parameters, layers numbered over the whole model instead of within the stage."""
+    offset = get_transformer_layer_offset(model.config, pp_rank=model.pg_collection.pp.rank())
     for name, param in model.named_parameters():
         if found := re.fullmatch(r"(decoder\.layers\.)(\d+)(.+)", name):
             name = f"{found[1]}{int(found[2]) + offset}{found[3]}"
@@ -131,7 +130,7 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 
 @torch.no_grad()
 def load_weights(model: GPTModel, weights: HFWeights) -> None:
-    """Fill the parameters of a chunk."""
+    """Fill the parameters of a stage."""
     for name, param in global_parameters(model):
         own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)

@@ -69,7 +69,9 @@ def _read_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Read all tokens, also those without a target: to select rows of logits would copy them."""
     logits = F.linear(hidden.to(weight.dtype), weight).float().div_(temperatures[:, None])
-    logits = shift_by_maximum(logits)
+    maximum = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
+    logits.sub_(maximum)
     entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
     return -vocab_parallel_cross_entropy(logits, targets), entropy  # overwrites logits
 
@@ -81,15 +83,8 @@ def over_context_parallel(sums: Tensor) -> Tensor:
     return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
 
 
-def shift_by_maximum(logits: Tensor) -> Tensor:
-    """The logits less the largest of their row, in place; [rows, vocab / tp] (collective)."""
-    maximum = logits.detach().amax(-1, keepdim=True)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
-    return logits.sub_(maximum)
-
-
 class VocabParallelEntropy(torch.autograd.Function):
-    """Entropy of rows l of `shift_by_maximum`: log(Z) - sum(l exp(l)) / Z, Z = sum(exp(l)) (collective)."""
+    """Entropy of rows l, less their largest: log(Z) - sum(l exp(l)) / Z, Z = sum(exp(l)) (collective)."""
 
     @staticmethod
     def forward(ctx, shifted: Tensor) -> Tensor:

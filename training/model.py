@@ -270,9 +270,8 @@ def check_sizes(hf: dict, config: Config) -> None:
     layers = hf["num_hidden_layers"] // config.pp
     deep = deep_features(hf.get("vision"))
     if layers < deep:
-        raise UserError(
-            f"--pp {config.pp} leaves {layers} layers a stage: images enter the first {deep} of --model"
-        )
+        needed = f"images enter the first {deep} of --model"
+        raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
 
 
 def tensor_names(hf: dict) -> set[str]:

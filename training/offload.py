@@ -25,9 +25,7 @@ class HostCopies:
 
     def move_out(self, tensors: Iterable[Tensor]) -> None:
         """Copy every storage once, and free it. The same tensors in the same order each time, or more."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
-        }
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
         for number, storage in enumerate(storages.values()):
             on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             if number == len(self._host):

@@ -47,9 +47,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(
-            self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()}
-        )
+        moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+        return replace(self, **moved)
 
 
 def make_micro_batches(
@@ -98,9 +97,8 @@ def _with_images(
     if not images:
         return batch
     ends = accumulate(image.features for image in images)
-    features = {
-        image: range(end - image.features, end) for image, end in zip(images, ends, strict=True)
-    }
+    ranges = (range(end - image.features, end) for image, end in zip(images, ends, strict=True))
+    features = dict(zip(images, ranges, strict=True))
     axes = []
     places = []
     for (prompt, _, shown), length in zip(sequences, lengths, strict=True):
@@ -136,11 +134,8 @@ def pieces(lengths: list[int], cp: int, rank: int) -> Iterator[tuple[int, int, i
     count = 2 * cp if cp > 1 else 1
     for length in lengths:
         for piece in sorted({rank, count - 1 - rank}):
-            yield (
-                sequence,
-                sequence + piece * length // count,
-                sequence + (piece + 1) * length // count,
-            )
+            start = sequence + piece * length // count
+            yield sequence, start, sequence + (piece + 1) * length // count
         sequence += length
 
 

@@ -34,9 +34,8 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
         names = ("prompt", "response") if "response" in row else ("text",)
         texts = [row.get(name) for name in names]
         if not all(isinstance(text, str) and text for text in texts):
-            raise UserError(
-                f"{path}:{line}: needs `text`, or `prompt` and `response`, which are texts"
-            )
+            needed = "`text`, or `prompt` and `response`, which are texts"
+            raise UserError(f"{path}:{line}: needs {needed}")
         if len(texts) == 2:
             prompt, response = data.encode_pair(tokenizer, *texts)
         else:

@@ -8,9 +8,6 @@ micro-data-parallel group and gather among themselves; each takes the part of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,56 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from training.hf_weights import global_parameters, hf_names, is_tied_copy, join, unfuse
-
-
-class Place(NamedTuple):
-    """The place of a rank while it generates."""
-
-    copy: int  # of the model, as data and context parallelism make them
-    part: int  # of its engine
-    member: int  # of its micro-data-parallel group; and which of the copy's engines it is in
-
-
-class Cost(NamedTuple):
-    """The cost of resharding for a rank, in fractions of the model's bytes M."""
-
-    received: Fraction
-    peak: Fraction  # of the weights that it generates with and what they are made of
-    redundant: Fraction  # its shard, if it lies outside of its part
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure.
-
-    Ranks are numbered as Megatron does: shards of a stage are neighbours, stages are farthest apart.
-    """
-
-    pp: int
-    tp: int
-    copies: int
-    parts: int = 1
-
-    def place(self, rank: int) -> Place:
-        """Put engines on ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3)."""
-        assert self.tp % self.parts == 0, "a part is made of whole shards"
-        near = self.tp // self.parts
-        others, shard = divmod(rank, self.tp)
-        stage, copy = divmod(others, self.copies)
-        return Place(copy, shard // near, stage * near + shard % near)
-
-    def costs(self) -> dict[str, Cost]:
-        """Compute table 2, which takes stages for equal and all tensors for cut by tensor parallelism.
-
-        DeepSpeed-Chat gathers the model over all ranks, HybridFlow-V over each model-parallel group.
-        """
-        part = Fraction(1, self.parts)
-        shard = Fraction(1, self.pp * self.tp)
-        return {
-            "DeepSpeed-Chat": Cost(1 - shard / self.copies, Fraction(1), shard / self.copies),
-            "HybridFlow-V": Cost(1 - shard, Fraction(1), shard),
-            "HybridFlow": Cost(part - shard, part, Fraction(0)),
-        }
 
 
 class Gathering:
