@@ -1,5 +1,7 @@
 """Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import platform
@@ -19,8 +21,9 @@ from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
 
+END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
-SHARED_MB = 16  # besides weights on their way
+SHARED_MB = 16  # besides weights on their way, see `pushed`
 NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
@@ -36,8 +39,8 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in values)
     settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
-        lines = [describe(config, plans, ranks), "  all settings:", *settings, *lines]
-        print(*lines, "nothing was started", sep="\n", flush=True)
+        lines = [describe(config, plans, ranks), "  all settings:", *settings, *lines, END]
+        print(*lines, sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
@@ -78,7 +81,7 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    can_read = all(row.is_good for row in rows)
+    can_read = all(row.is_good for row in rows)  # the shapes of a model's tensors
     rows += graphics(config)
     ports = range(config.port, config.port + 2 * ranks)
     connections = psutil.net_connections("tcp")
@@ -86,7 +89,7 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    rows += space(config, ranks, can_read)
+    rows += space(config, ranks, pushed(config, ranks) if can_read else 0)
     for row in rows:
         print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
     missing = [row.name for row in rows if not row.is_good]
@@ -94,12 +97,15 @@ def check(config: Config) -> int:
     return int(bool(missing))
 
 
-def space(config: Config, ranks: int, can_read: bool) -> list[Row]:
-    """The room on the disk, in memory and in shared memory; can_read: the shapes of a model's tensors."""
-    shared = 1e6 * SHARED_MB
-    if can_read:  # weights on their way to all engines at once
-        leads = [plan.leads("rollout") for plan in make_plans(config, ranks)]
-        shared += bucket_bytes(config) * max(map(len, leads))
+def pushed(config: Config, ranks: int) -> int:
+    """The bytes of weights on their way through /dev/shm at once, to all engines."""
+    engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+    return bucket_bytes(config) * engines
+
+
+def space(config: Config, ranks: int, pushed_bytes: int) -> list[Row]:
+    """The room on the disk, in memory and in shared memory."""
+    shared = 1e6 * SHARED_MB + pushed_bytes
     memory = PROCESS * ranks
     if config.device == "cuda":
         shared = 1e6 * NCCL_MB * ranks

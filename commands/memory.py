@@ -1,5 +1,7 @@
 """The memory that a run takes, about: what each model holds, and whether that fits the devices."""
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 from math import prod
@@ -50,7 +52,7 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     if config.device == "cpu":
         lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and server")
         return [*lines, on_this_machine(plans, ranks, trainers, engines)]
-    return [*lines, *verdicts(config, plans, ranks)]
+    return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
 
 
 def trainers_of(config: Config, ranks: int) -> Models:
@@ -146,6 +148,18 @@ def on_this_machine(plans: list[Plan], ranks: int, trainers: Models, engines: Mo
     return f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"
 
 
+def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
+    """A line on a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
+    states = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
+    held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
+    for name, parts in engines.items():
+        if config.mode != "partial" or name.startswith("genrm"):
+            held["pinned"] += parts["weights"]
+    held["processes"] = PROCESS + SERVER * engines_on_a_device(plans)
+    shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in held.items())
+    return f"  the host holds for each rank at most {total(held) / 1e9:.1f} GB: {shown}"
+
+
 def engines_on_a_device(plans: list[Plan]) -> int:
     """The most engines with a process on one device, in any of the plans; they take turns there."""
     counts = Counter()
@@ -180,8 +194,9 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
     if peaks[name] > size:
         needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
         hint = HINTS.get(name.split()[0], "--tp with --sp")
-        advice = f"try {hint} or more ranks; --no-memory-check starts anyway"
-        raise UserError(f"{name} takes {needed}: {advice}")
+        raise UserError(
+            f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway"
+        )
 
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
