@@ -1,5 +1,7 @@
 """The GPUs of this machine: what a run does before it uses them, and what kernels are compiled with."""
 
+from __future__ import annotations
+
 import ctypes.util
 import importlib.util
 import os
@@ -43,7 +45,8 @@ def choose_device(config: Config) -> None:
         needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
     missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
-    if needed := ", ".join(missing):
+    if missing:
+        needed = ", ".join(missing)
         raise UserError(f"--device cuda: kernels are compiled in a run, which needs {needed}")
     if config.asks_engines and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
@@ -64,9 +67,8 @@ def tools(config: Config) -> list[Tool]:
     headers = Path(sysconfig.get_paths()["include"])
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev, for {headers}"
     has_headers = Path(headers, "Python.h").is_file()
-    compiler = shlex.split(os.environ.get("CXX", "c++"))  # where glibc is new enough, it is, too
     rows = [
-        Tool("C++20", "apt install g++", shutil.which(compiler[0]) is not None),
+        Tool("C++20", "apt install g++", has_cpp20()),
         Tool("Python.h", f"apt install {package}", has_headers),
     ]
     if config.asks_engines:
@@ -87,6 +89,14 @@ def has_nvcc() -> bool:
     if not named and shutil.which("nvcc"):
         return True
     return Path(named or CUDA_FOLDER, "bin", "nvcc").is_file()
+
+
+def has_cpp20() -> bool:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(compiler[0]) is None:
+        return False
+    empty_file = ["-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run([*compiler, *empty_file], capture_output=True).returncode == 0
 
 
 def cuda_libraries() -> list[str]:

@@ -268,6 +268,13 @@ def test_what_kernels_are_compiled_with_is_named(models, machine, missing, words
         devices.choose_device(replace(config, command="sft"))
 
 
+def test_an_old_compiler_is_none(models, machine):
+    """GCC 9 has no C++20."""
+    (machine / "bin" / "c++").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(UserError, match=r"needs C\+\+20 \("):
+        devices.choose_device(settings(models, "7B"))
+
+
 def test_check_says_what_a_gpu_is_missing(models, machine, monkeypatch):
     """Each with ! where a run would end. Of one process: a trainer and engines share it."""
     config = settings(models, "7B")
