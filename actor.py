@@ -41,7 +41,7 @@ STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS, *
 
 
 class Actor(Trainer):
-    """One rank's part of the policy. A sample names the weights that wrote it by `version`."""
+    """One rank's part of the policy. A sample's `versions` name the weights that wrote each token."""
 
     title = "actor"
 
@@ -287,16 +287,17 @@ def importance_weights(
     """
     stale = targets.stale
     proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs
-    mismatch = (proximal - targets.engine_logprobs).exp()
-    stale_weights = mismatch.clamp(max=algorithm.behavior_weight_cap)
+    # how much likelier a token is now: by newer weights, by other numbers, or both
+    likelier = (proximal - targets.engine_logprobs).exp()
+    stale_weights = likelier.clamp(max=algorithm.behavior_weight_cap)
     if not algorithm.corrects_mismatch:
         old_logprobs = proximal.where(stale, targets.engine_logprobs)
         weights = stale_weights.where(stale, 1.0)
         return Correction(old_logprobs, weights, kept=torch.ones_like(stale))
     most = algorithm.tis_cap or math.inf
     bound = algorithm.icepop_bound or math.inf
-    kept = stale | ((mismatch >= 1 / bound) & (mismatch <= bound))
-    weights = stale_weights.where(stale, mismatch.clamp(max=most))
+    kept = stale | ((likelier >= 1 / bound) & (likelier <= bound))
+    weights = stale_weights.where(stale, likelier.clamp(max=most))
     # the weight of a masked token may be infinite
     return Correction(proximal, weights.where(kept, 0.0), kept)
 

@@ -140,7 +140,7 @@ def one_of(length: int) -> list[int]:
 
 
 # (tokens of an answer, the most that it may have) -> each token's weight in the sum of the loss, and what it
-# adds to the divisor of the sum, the whole step's: no mean depends on the split into micro-batches or ranks
+# adds to the divisor of the sum, the optimizer step's: no mean depends on a split into micro-batches or ranks
 MEANS: dict[str, Callable[[int, int], tuple[list[float], list[int]]]] = {
     # every token weighs the same: DAPO (arXiv 2503.14476), section 3.3
     "token": lambda length, longest: ([1.0] * length, [1] * length),

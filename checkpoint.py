@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
+LAYOUT = 2  # of what a checkpoint holds: it grows when an earlier one can't be read any more
 POLL_S = 0.05
 # settings whose change makes another run of it; of the algorithm, its row
 SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights")
@@ -71,6 +72,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
     import torch
 
     common = {
+        "layout": LAYOUT,
         "ranks": c.world.size,
         "config": dict(vars(c.config)),
         "files": c.checkpoints.files,
@@ -200,8 +202,8 @@ class Checkpoints:
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            # None of a rank that still writes
-            errors = await self.world.gather(result and result[1])
+            error = result[1] if result else None  # None: it still writes; "": all is well
+            errors = await self.world.gather(error)
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:
                 error = f"not written after {waited_s:.0f} s"
@@ -378,6 +380,8 @@ def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | N
 def compare(config: Config, folder: Path, say: Say) -> None:
     """Raise UserError for a setting or file that would make another run of it; say what else differs."""
     common = json.loads((folder / COMMON).read_text())
+    if common.get("layout") != LAYOUT:
+        raise UserError(f"{folder} is of another version of nanoYATT; --resume never starts anew")
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
     now = json.loads(json.dumps(vars(config)))

@@ -75,7 +75,7 @@ class Config:
     # ---- training
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
-    lr_warmup_steps: int = 5  # linear, from 0
+    lr_warmup_steps: int = 5  # linear; the first update has a fifth
     lr_decay_to: float = 1.0  # part of --lr at the end, linear; sft, rm, dpo, demo: 0.1
     max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
     tp: int = 1  # tensor-parallel ranks
@@ -145,7 +145,7 @@ class Config:
 
     @property
     def stalled_s(self) -> float:
-        """A request of which nothing new came for so long is asked of another engine; a move's deadline."""
+        """After such a silence an engine is asked whether it is healthy; if not, others get its requests."""
         return self.timeout_s / 5
 
     def __post_init__(self):

@@ -94,7 +94,7 @@ async def train(c: Controller) -> int:
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
         c.timeline.mark("weights", f"v{c.placement.actor.version}")
         await c.report.step(c, step, batch, flat(mini_batches), stats | decision)
-        await c.checkpoints.finish(c)  # after the report: a saved step has its row
+        await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
         stop_on_empty_steps(c)
         del batch, mini_batches  # not held while the next step is served
     return await finish(c)
@@ -168,8 +168,8 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's (collective).
 
     Each rank gathers lengths, works out the same deal, and sends its samples straight to the ranks that train
-    on them. Of a model-parallel group the first rank is the head, which alone asks engines: it alone holds
-    samples before, and it passes its share on to the others.
+    on them. Of a model-parallel group the first rank is the head, which alone sends requests to engines (the
+    others may own one): it alone holds samples before, and it passes its share on to the others.
     """
     actor = c.placement.actor
     held = await c.world.gather(Held.of(samples, actor))
@@ -184,8 +184,8 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     incoming = await c.world.exchange(parcels, senders)
     received = flat([incoming.values()])
     if len(group) > 1:
-        parcels = dict.fromkeys(group, received) if is_first else {}
-        incoming = await c.world.exchange(parcels, {group[0]})
+        copies = dict.fromkeys(group, received) if is_first else {}
+        incoming = await c.world.exchange(copies, {group[0]})
         received = flat([incoming.values()])
     c.prompts.attach_images(received)
     found = {sample.key: sample for sample in received}
@@ -233,7 +233,7 @@ async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[s
 
 
 async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
-    """Take the split that should serve the next step fastest (collective). Returns metrics."""
+    """Note what the step measured, and take the plan that should serve fastest (collective)."""
     placement = c.placement
     restarts = await c.world.reduce(placement.restarts, sum)
     step_stats = await c.world.reduce(stats, StepStats.total)

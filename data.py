@@ -95,7 +95,7 @@ class Prompts:
         return group
 
     def attach_images(self, samples: list[Sample]) -> None:
-        """Read the images of samples that came without. None is ever sent: every machine has the files."""
+        """Read the images of samples that came without. Images are never sent: all machines have them."""
         prompt_ids = {sample.prompt_id for sample in samples} if self.has_images else ()
         read = {prompt_id: self.source.training(prompt_id).images() for prompt_id in prompt_ids}
         for sample in samples:

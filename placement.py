@@ -8,7 +8,8 @@ actor holds all. Where both may hold all, the mode says who has them now. The or
     to serving    critics sleep, the actor's gradients and what its passes left go, rollout weights come back,
                   push, the actor sleeps, the KV cache comes back
 
-Between the two everything sleeps: there a run may switch to another plan, and lost engines are started again.
+Between the two all engines sleep: lost ones are started again before training, and after it a run may switch
+to another plan.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Placement:
             units=plan.units,
             held=held,
             left=left,
-            keep=keep * tp,
+            most_ranks=keep * tp,
             owed=owed,
             writers={engine.rank: engine.model for engine in self.rollout.up},
             judges={engine.rank: engine.model for engine in self.genrm.up},

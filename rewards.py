@@ -30,7 +30,7 @@ Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it, to be read only."""
+    """A Sample as a rule sees it, read-only."""
 
     text: str = ""  # of the response
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says

@@ -3,6 +3,15 @@
 A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While they
 serve, controllers meet in small reductions: which groups finished, and with what. Every decision, to draw
 more, to stop, to cut off the rest, is a pure function of the totals: all take the same one.
+
+An answer that its engine doesn't finish is continued from its tokens:
+
+    its engine is lost or stalls     by another engine                Pool.generate
+    its engine is to hold others     `ask` requests the rest          Pool.use(move=True) aborts
+    cut off within the step          the step's next wave asks anew   cut_off, `unfinished`
+    cut off at the step's end        its prompt comes again           partition, Prompts.requeue
+
+Without --over-dispatch the last begins anew: its tokens go with the step.
 """
 
 from __future__ import annotations
@@ -40,7 +49,7 @@ class RolloutBatch:
     waves: int = 0
     missing_groups: int = 0  # short of the batch, over all controllers
     tokens: int = 0  # generated in this step
-    moved: int = 0  # answers that another engine continued
+    moved: int = 0  # answers that came back unfinished and were continued in this step
     aborted: int = 0  # answers cut off
     stats: StepStats | None = None  # what this controller measured
 
@@ -135,7 +144,7 @@ async def collect(c: Controller) -> RolloutBatch:
         await cut_off(c, step.tasks)
     samples = flat([step.groups.values()])
     for sample in samples:
-        # they stay here: whoever trains on it, or takes it up again, reads them anew
+        # let go of: who trains on the sample, or takes its prompt up again, reads them anew
         sample.media = ()
     if c.stopping:
         c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))

@@ -74,7 +74,7 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
         world=world,
         placement=SimpleNamespace(actor=actor, plan=plan, **nobody_else),
         prompts=Prompts(Addition(0, lambda *text: [1]), 1),
-        rewards=SimpleNamespace(state=lambda: {"failed": [0], "parsed": [0]}),
+        rewards=SimpleNamespace(counts=lambda: ([0], [0])),
         report=SimpleNamespace(note=print),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
         state=State(),

@@ -53,7 +53,7 @@ class Request(NamedTuple):
     images: tuple[Image, ...] = ()
 
     def after(self, tokens: list[int]) -> Request:
-        """Return the rest of the request. Noise depends on the place alone, so the same comes."""
+        """Return the rest of the request. Its tokens are the same, as noise depends on position alone."""
         return self._replace(prompt=self.prompt + tokens, limit=self.limit - len(tokens))
 
 

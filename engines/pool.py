@@ -90,11 +90,9 @@ class Pool:
     async def generate(self, requests: list[Request], model: int = 0) -> AsyncIterator[Answer]:
         """Yield an answer to each request, as they finish. One engine's cache serves them all.
 
-        An answer that its engine doesn't finish is continued in one of three ways, each from the
-        tokens so far. Lost or stalled engine: here, by another engine. Aborted in a step that goes
-        on: it comes from here with finish "abort" (without a token not at all), and `rollout.ask`
-        requests the rest. Cut off at a step's end, with --over-dispatch: its prompt comes again,
-        and `ask` of the next step requests the rest. UserError after MAX_STALLS stalls in a row.
+        An answer whose engine is lost or stalls is continued here, by another engine, from its
+        tokens. One that is aborted comes with finish "abort", maybe without a token: the caller
+        requests the rest (see the head of rollout.py). UserError after MAX_STALLS stalls in a row.
         """
         remaining = dict(enumerate(requests))  # index -> what is left to request
         written: dict[int, Answer] = {}  # index -> what came so far

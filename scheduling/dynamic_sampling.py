@@ -83,7 +83,7 @@ class DynamicSampler:
 
     @property
     def is_complete(self) -> bool:
-        """True once the batch is full, or can't become fuller."""
+        """True once the batch is full."""
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
@@ -152,6 +152,7 @@ class OrderedSampler(DynamicSampler):
 
     @property
     def is_complete(self) -> bool:
+        """True also once all is finished that its waves could bring."""
         return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
 
     def wave_ends(self) -> list[int]:

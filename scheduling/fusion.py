@@ -42,16 +42,16 @@ def ranks_of_tail(
     units: list[Ranks],
     held: Ranks,
     left: Left,
-    keep: int,
+    most_ranks: int,
     owed: Counter[int],
     writers: dict[int, int],
     judges: dict[int, int],
 ) -> Ranks:
     """The ranks that rollout holds next; genrm has the others.
 
-    Rollout holds all ranks until at most `tail` of the answers begun are unwritten. Then it keeps those that
-    owe most, `keep` ranks at most, until all is written, and none until all is judged. A wave begun beside
-    the judging stays on the ranks held, but if it is no tail, it gets all ranks once nobody is judged.
+    Rules, the first that fits: 1. All is written: none. 2. Rollout holds none, and judging goes on: none, so
+    the next wave waits. 3. More than `tail` of the answers begun are unwritten, and rollout holds all or
+    nobody is judged: all. 4. The ranks are shared already: as they are. 5. Those that owe most, `most_ranks`.
 
     units: the ranks, in parts that change hands. held: by rollout, now. owed: tokens that are awaited of the
     engine of each rank. writers, judges: lead rank -> model of each engine that wasn't lost.
@@ -61,7 +61,7 @@ def ranks_of_tail(
     if not left.unwritten:
         return ()
     if not held and left.judging:
-        return ()  # the next wave waits
+        return ()
     if not is_tail and (held == everyone or not left.judging):
         return everyone
     if held != everyone and can_share({*held}, writers, judges):
@@ -70,7 +70,7 @@ def ranks_of_tail(
     for unit in sorted(units, key=lambda unit: -sum(owed[rank] for rank in unit)):
         more = kept | {*unit}
         writes = writers.keys() & {*unit}
-        if writes and len(kept) < keep and can_share(more, writers, judges):
+        if writes and len(kept) < most_ranks and can_share(more, writers, judges):
             kept = more
     return tuple(sorted(kept)) or everyone  # all, if an engine of each role can't be apart
 

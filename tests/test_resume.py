@@ -27,7 +27,7 @@ def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Pa
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
-    common = {"step": step, "config": dict(config)} | more
+    common = {"layout": checkpoint.LAYOUT, "step": step, "config": dict(config)} | more
     (folder / "common.json").write_text(json.dumps(common))
     lines = [f"{atomic_files.sha256(folder / name)}  {name}\n" for name in FILES]
     (folder / CHECKSUMS).write_text("".join(lines))
@@ -261,6 +261,15 @@ def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
         with pytest.raises(ValueError, match=message):
             prepared(out, **named)
     assert changed or prepared(out, **named)[0].step == 30
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+    out = make_run(tmp_path / "run", steps=())
+    make_checkpoint(out, 20, layout=1)
+    with pytest.raises(
+        ValueError, match="step_20 is of another version of nanoYATT; --resume never"
+    ):
+        prepared(out)
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):

@@ -53,9 +53,9 @@ class Trainer:
     """One rank's part of a model. All ranks of a model-parallel group get the same samples.
 
     The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of `dp_size`
-    is this rank's share of the samples; `is_head` marks the rank of its model-parallel group that talks to
-    engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images; `title` names
-    the model in messages.
+    is this rank's share of the samples; `is_head` marks the rank of its model-parallel group that sends
+    requests to engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images;
+    `title` names the model in messages.
     """
 
     def __init__(self, config: Config, model_dir: str, reverse: bool = False):
