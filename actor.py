@@ -199,7 +199,7 @@ def pack_targets(
         columns["sequence"] += [number] * length
         columns["lengths"].append(length)
         if proximal:
-            known = proximal.get(sample.key, sample.logprobs)  # no others if all of it is fresh
+            known = proximal.get(sample.key, sample.logprobs)  # fresh: the engine's, never read
             columns.setdefault("proximal_logprobs", []).extend(known)
         if sample.reference_logprobs is not None:
             columns.setdefault("reference_logprobs", []).extend(sample.reference_logprobs)

@@ -52,7 +52,7 @@ class Config:
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
     max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
-    over_dispatch: float = 1.0  # above 1: so many times the prompts; the next step goes on
+    over_dispatch: float = 1.0  # above 1: so many times the prompts; the rest is continued later
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
     rebalance: bool = False  # move ranks between the roles (fused: the tail) by load

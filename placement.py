@@ -41,7 +41,7 @@ class Plan:
     actor: tuple[int, ...]
     rollout_tp: int = 1  # ranks of one rollout engine
     genrm_tp: int = 1
-    tail: float = 0.0  # fused: part of the answers begun that may be unwritten as genrm gets ranks
+    tail: float = 0.0  # fused: the part of answers that is unwritten when genrm gets ranks
 
     def leads(self, role: str) -> tuple[int, ...]:
         """The ranks that own a server of `role`."""

@@ -30,7 +30,7 @@ Decode = Callable[[list[int]], str]  # the policy's tokens -> text
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it, read-only."""
+    """A Sample as a rule sees it, to be read and not changed."""
 
     text: str = ""  # of the response
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
@@ -45,7 +45,7 @@ def exact_match(sample: TextSample) -> float:
 
 RULES = {  # how a rule is spelled -> its function, which takes the groups of the pattern, too
     r"right": exact_match,
-    # `length:40`: tokens of the answer over 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
+    # `length:40`: tokens of the answer, divided by 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
     r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.text),
 }

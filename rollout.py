@@ -6,12 +6,13 @@ more, to stop, to cut off the rest, is a pure function of the totals: all take t
 
 An answer that its engine doesn't finish is continued from its tokens:
 
-    its engine is lost or stalls     by another engine                Pool.generate
-    its engine is to hold others     `ask` requests the rest          Pool.use(move=True) aborts
-    cut off within the step          the step's next wave asks anew   cut_off, `unfinished`
-    cut off at the step's end        its prompt comes again           partition, Prompts.requeue
+    what cut it off                            who continues it                      what cuts
+    its engine is lost or stalls               Pool.generate, by another engine
+    its engine's ranks go to genrm             `ask` requests the rest               Pool.use(move=True)
+    over-dispatch, full mode: enough written   the next wave of generate_then_judge  wait_for_enough
+    the step has its groups                    the next step: Prompts.group          cut_off, partition
 
-Without --over-dispatch the last begins anew: its tokens go with the step.
+Without --over-dispatch answers of the last row are thrown away, and their prompts begin anew.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ async def collect(c: Controller) -> RolloutBatch:
     The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
     replace what was filtered. The first informative groups in the order of drawing are kept, with
     `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. When a
-    stop is asked for, nothing of the step counts.
+    stop is asked for, nothing is trained on, and all prompts of the step come again.
     """
     config = c.config
     start = c.timeline.now()

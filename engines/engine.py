@@ -236,7 +236,7 @@ class Engine:
         await self._move("/release_memory_occupation", deadline_s, tags=["kv_cache", "weights"])
 
     async def wake_weights(self) -> None:
-        """Make room for the weights. A judge's are as before, a rollout engine's must be loaded."""
+        """Make room for the weights. They are as before with a backup (see cuda_flags), else to be loaded."""
         await self._move("/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:

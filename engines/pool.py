@@ -91,8 +91,9 @@ class Pool:
         """Yield an answer to each request, as they finish. One engine's cache serves them all.
 
         An answer whose engine is lost or stalls is continued here, by another engine, from its
-        tokens. One that is aborted comes with finish "abort", maybe without a token: the caller
-        requests the rest (see the head of rollout.py). UserError after MAX_STALLS stalls in a row.
+        tokens. If its engine was told to abort, it comes with finish "abort", maybe without a token
+        (after `Pool.abort` never), and the caller requests the rest (see the head of rollout.py).
+        UserError after MAX_STALLS stalls in a row.
         """
         remaining = dict(enumerate(requests))  # index -> what is left to request
         written: dict[int, Answer] = {}  # index -> what came so far
@@ -174,7 +175,7 @@ class Pool:
             outstanding[engine.rank] -= sum(tokens_left)
 
     async def _next_part(self, engine: Engine, parts: AsyncIterator[Answer]) -> Answer | None:
-        """Return the next part or None. TimeoutError: it is silent, for long or without a sign of health."""
+        """Return the next part or None. TimeoutError: it is silent, and unhealthy or long so."""
         stalled_s = self.config.stalled_s
         health_s = self.config.engine_silence_s  # for a word on its health
         progress = self._health.progress
@@ -188,7 +189,7 @@ class Pool:
                 await asyncio.wait([coming], timeout=stalled_s)
                 is_silent = not coming.done() and progress[engine.rank] == before
                 silences = silences + 1 if is_silent else 0
-                # healthy, it writes: it tells of STREAM_INTERVAL tokens at a time, which takes long
+                # a healthy engine may be silent for long: it tells STREAM_INTERVAL tokens at a time
                 if silences == MAX_SILENCES or (silences and not await engine.is_healthy(health_s)):
                     raise TimeoutError(f"wrote nothing for {silences * stalled_s:g} s")
         finally:

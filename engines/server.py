@@ -80,7 +80,7 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
     if role == "genrm" or config.mode != "partial" or config.command == "eval":
-        # nobody pushes these weights after a sleep, nor a rollout engine's between waves in turns
+        # nobody pushes a judge's weights, nor a rollout engine's between the waves of one step
         flags["enable-weights-cpu-backup"] = None
     return flags
 

@@ -180,9 +180,10 @@ def is_worth_it(now: Prediction, best: Prediction, steps_left: int, hand_over_s:
 
 
 def was_tried(split: Split, history: list[StepStats]) -> bool:
-    """Tell whether `split` serves now or served such work, with any tail: the model tells tails apart.
+    """Tell whether `split` serves now, or served work with about the same judges' share.
 
-    Else it has the benefit of the doubt, or the model's errors would keep a run in the first good place.
+    Tails count as one: the model predicts how they differ. A split that wasn't tried is predicted faster, or
+    errors of the model would keep a run in the first good place.
     """
     share = judges_share(mean_work(history))
     alike = [step for step in history if abs(judges_share(step) - share) < SIMILAR_LOAD]

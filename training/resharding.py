@@ -3,6 +3,7 @@
 HybridFlow (arXiv 2409.19256), section 5. Training cuts the weights into p pipeline stages of t shards each,
 an engine of t_g ranks into t_g parts (here p_g = 1). The ranks that train a part's p * t / t_g shards are a
 micro-data-parallel group and gather among themselves; each takes the part of its own shard: nothing twice.
+Whole tensors are pushed so far (t_g = 1, see Trainer): an engine of several ranks cuts them itself.
 """
 
 from __future__ import annotations
